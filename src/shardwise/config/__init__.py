@@ -1,0 +1,21 @@
+"""Configuration: what a run is, checked before anything starts."""
+
+from .build import build_dataset, build_model, build_optimizer, build_plan
+from .config import Config, load_config
+from .hardware import Hardware
+from .sections import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "Hardware",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "TrainConfig",
+    "build_dataset",
+    "build_model",
+    "build_optimizer",
+    "build_plan",
+    "load_config",
+]

@@ -1,0 +1,71 @@
+"""A run's configuration: TOML and ``section.key=value`` in, checked and completed, and TOML out."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+
+from .defaults import complete
+from .draft import Draft
+from .hardware import Hardware
+from .sections import SECTIONS, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from .toml import dumps
+
+
+@dataclass(frozen=True)
+class Config:
+    """A valid configuration with every default filled in; :func:`load_config` makes one.
+
+    ``notices`` are remarks for the user, no part of what the configuration is.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    parallel: ParallelConfig
+    train: TrainConfig
+    notices: tuple[str, ...] = field(default=(), compare=False)
+
+    def resolved(self) -> str:
+        """The whole configuration as TOML, paths absolute; loading it gives this configuration again."""
+        sections = {name: getattr(self, name) for name in SECTIONS}
+        return dumps(
+            {
+                name: {f.name: getattr(section, f.name) for f in fields(section)}
+                for name, section in sections.items()
+            }
+        )
+
+
+def load_config(
+    path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None
+) -> Config:
+    """The configuration in the TOML file ``path`` (none: all defaults) with ``section.key=value`` overrides.
+
+    Relative paths of files in the configuration are relative to its folder, in overrides to the current one.  ``hardware``
+    (default: this machine) sets the defaults of devices and their limits.  ConfigError lists every problem found, one on a
+    line: the key, its value, where it comes from, what is legal.
+    """
+    draft = Draft()
+    if path is not None:
+        draft.add_tables(_read(Path(path)), str(path), Path(path).absolute().parent)
+    for override in overrides:
+        draft.add_override(override, "command line", Path.cwd())
+    complete(draft, hardware or Hardware.here())
+    if draft.problems:
+        raise ConfigError("\n".join(draft.problems))
+    return Config(**{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read this config: {error.strerror}; legal: a TOML file") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error

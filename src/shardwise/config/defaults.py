@@ -1,0 +1,197 @@
+"""What depends on several keys: defaults that follow from others, and values that do not go together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from shardwise.core.optim import APPLIES
+from shardwise.models.llama import swiglu_hidden
+
+from .draft import Draft
+from .hardware import Hardware
+from .sections import rules
+
+BYTE_VOCABULARY = 256
+WITH_BETAS = APPLIES["betas"]
+KINDS = ("model.name", "model.factory", "model.transformers")
+SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
+KEYS_OF_KIND = {
+    "gpt": (*SIZES, "dropout"),
+    "llama": (*SIZES, "kv_heads", "tied"),
+    "model.factory": ("arguments",),
+    "model.transformers": ("config",),
+}
+
+
+def complete(draft: Draft, hardware: Hardware) -> None:
+    """Fill in the draft's defaults and note all values that do not go together."""
+    for step in (_data, _model, _optimizer, _train):
+        step(draft)
+    _devices(draft, hardware)
+    _batch(draft)
+
+
+def _data(draft: Draft) -> None:
+    if not draft.given("data.factory"):
+        draft.default("data.source", "stdlib")
+    elif draft.given("data.source"):
+        draft.refuse("data.factory", "either data.source or data.factory, not both")
+    if draft.given("data.arguments") and not draft.given("data.factory"):
+        draft.refuse("data.arguments", "left out, for it belongs to data.factory")
+    source = draft["data.source"]
+    if source not in (None, "stdlib") and draft.sound("data.source") and not _there(source, os.path.exists):
+        draft.refuse("data.source", rules("data")["source"].legal, f"{source} does not exist")
+    _file_exists(draft, "data.factory")
+
+
+def _model(draft: Draft) -> None:
+    kinds = [key for key in KINDS if draft.given(key)]
+    if len(kinds) > 1:
+        return draft.refuse(kinds[1], f"one of {', '.join(KINDS)}; {kinds[0]} is there as well")
+    if not kinds:
+        draft.default("model.name", "gpt")
+    kind = kinds[0] if kinds else "model.name"
+    _file_exists(draft, "model.factory")
+    _file_exists(draft, "model.loss")
+    if draft.sound(kind):
+        kind = draft["model.name"] if kind == "model.name" else kind
+        _foreign_keys(draft, kind)
+        if kind in ("gpt", "llama"):
+            _sizes(draft, kind)
+
+
+def _foreign_keys(draft: Draft, kind: str) -> None:
+    """Keys of other kinds of model would be ignored: refuse them."""
+    for name in dict.fromkeys(name for names in KEYS_OF_KIND.values() for name in names):
+        key = f"model.{name}"
+        if name not in KEYS_OF_KIND[kind] and draft.given(key) and draft.sound(key):
+            owners = [owner for owner, names in KEYS_OF_KIND.items() if name in names]
+            words = [owner if "." in owner else f'model.name = "{owner}"' for owner in owners]
+            hint = "Its own sizes go in [model.config]" if kind == "model.transformers" else ""
+            draft.refuse(key, f"left out, for it belongs to {' and '.join(words)}", hint)
+
+
+def _sizes(draft: Draft, kind: str) -> None:
+    """The sizes of an own model."""
+    length = draft["data.sequence_length"]
+    sizes = {"vocabulary": BYTE_VOCABULARY, "width": 192, "layers": 4, "heads": 6, "context": length}
+    for name, value in sizes.items():
+        draft.default(f"model.{name}", value)
+    if draft["data.source"] is not None:
+        if draft.sound("model.vocabulary") and draft["model.vocabulary"] < BYTE_VOCABULARY:
+            draft.refuse("model.vocabulary", f"at least {BYTE_VOCABULARY}, the bytes of a text")
+        if draft.sound("model.context", "data.sequence_length") and draft["model.context"] < length:
+            draft.refuse("model.context", f"at least data.sequence_length = {length}")
+    if draft.sound("model.width"):
+        width = draft["model.width"]
+        draft.default("model.hidden", 4 * width if kind == "gpt" else swiglu_hidden(width))
+        if draft.sound("model.heads") and width % draft["model.heads"]:
+            draft.refuse("model.heads", f"a divisor of model.width = {width}")
+    if kind == "gpt":
+        draft.default("model.dropout", 0.0)
+    else:
+        _llama_heads(draft)
+
+
+def _llama_heads(draft: Draft) -> None:
+    draft.default("model.tied", False)
+    if not draft.sound("model.heads"):
+        return
+    heads = draft["model.heads"]
+    draft.default("model.kv_heads", heads)
+    if draft.sound("model.kv_heads") and heads % draft["model.kv_heads"]:
+        draft.refuse("model.kv_heads", f"a divisor of model.heads = {heads}")
+    if draft.sound("model.width") and draft["model.width"] // heads % 2:
+        size = draft["model.width"] // heads
+        draft.refuse("model.heads", "heads of an even size", f"model.width / model.heads is {size}")
+
+
+def _optimizer(draft: Draft) -> None:
+    if draft.sound("optimizer.name"):
+        name = draft["optimizer.name"]
+        draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
+        if name in WITH_BETAS:
+            draft.default("optimizer.betas", (0.9, 0.95))
+        elif draft.given("optimizer.betas"):
+            draft.refuse("optimizer.betas", f'left out, for "{name}" has none; {", ".join(WITH_BETAS)} have')
+    constant = draft["optimizer.schedule"] == "constant"
+    steps = draft["train.steps"]
+    draft.default("optimizer.warmup_steps", 0 if constant else steps // 10)
+    keys = ("optimizer.warmup_steps", "optimizer.schedule", "train.steps")
+    most = steps if constant else steps - 1  # a decay needs a step of its own
+    if draft.sound(*keys) and draft["optimizer.warmup_steps"] > most:
+        draft.refuse("optimizer.warmup_steps", f"at most {most}, with train.steps = {steps}")
+
+
+def _train(draft: Draft) -> None:
+    key = "train.run_dir"
+    if draft.sound(key) and _there(draft[key], os.path.lexists) and not _there(draft[key], os.path.isdir):
+        draft.refuse(key, rules("train")["run_dir"].legal, "It is a file")
+
+
+def _devices(draft: Draft, hardware: Hardware) -> None:
+    """Ranks: as many as train.devices or parallel.dp say, or as the hardware has."""
+    if not draft.sound("train.devices", "parallel.dp"):
+        return
+    key = "train.devices" if draft.given("train.devices") else "parallel.dp"
+    if draft.given(key):
+        devices = draft[key]
+        if hardware.world and devices != hardware.world:
+            return draft.refuse(key, f"{hardware.world}, the number of ranks already started")
+        if not hardware.world and 0 < hardware.gpus < devices:
+            return draft.refuse(key, f"at most {hardware.gpus}, the GPUs of this machine")
+        if not hardware.world and not hardware.gpus and devices > hardware.cores:
+            draft.notices.append(
+                f"{devices} ranks share {hardware.cores} cores: correct, but slower than one rank a core"
+            )
+    else:
+        devices = hardware.world or _fitting_devices(draft, hardware)
+    draft.default("train.devices", devices)
+    draft.default("parallel.dp", devices)
+    draft.default("train.threads", max(1, hardware.cores // devices))
+    if draft["parallel.dp"] != devices:
+        draft.refuse("parallel.dp", f"train.devices = {devices}, for all devices are data parallel")
+
+
+def _fitting_devices(draft: Draft, hardware: Hardware) -> int:
+    """The largest number of devices that divides the rows of a microbatch."""
+    keys = ("data.batch_size", "parallel.microbatches")
+    batch, microbatches = (draft[key] for key in keys)
+    if not draft.sound(*keys) or batch % microbatches:
+        return hardware.devices
+    count = next(n for n in range(hardware.devices, 0, -1) if batch // microbatches % n == 0)
+    if count < hardware.devices:
+        draft.notices.append(
+            f"using {count} of {hardware.devices} devices, for data.batch_size / parallel.microbatches = "
+            f"{batch} / {microbatches} is divisible by no more"
+        )
+    return count
+
+
+def _batch(draft: Draft) -> None:
+    keys = ("data.batch_size", "parallel.dp", "parallel.microbatches")
+    if not draft.sound(*keys, "train.devices"):
+        return
+    batch, dp, microbatches = (draft[key] for key in keys)
+    unit = dp * microbatches
+    if batch % unit:
+        near = " or ".join(str(rows) for rows in (batch // unit * unit, batch // unit * unit + unit) if rows)
+        legal = f"a multiple of parallel.dp x parallel.microbatches = {dp} x {microbatches}, such as {near}"
+        draft.refuse("data.batch_size", legal)
+
+
+def _file_exists(draft: Draft, key: str) -> None:
+    """The file of a reference to a function, where it names one."""
+    if draft[key] is None or not draft.sound(key):
+        return
+    place = draft[key].rpartition(":")[0]
+    if place.endswith(".py") and not _there(place, os.path.isfile):
+        draft.refuse(key, "a Python file that exists", f"There is no {place}")
+
+
+def _there(path: str, test: Callable[[str], bool]) -> bool:
+    try:
+        return test(path)
+    except (OSError, ValueError):  # a name that no file can have
+        return False

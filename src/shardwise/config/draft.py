@@ -1,0 +1,147 @@
+"""A config in the making: values that passed their rules, and all that was found wrong so far."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import did_you_mean
+
+from .rules import Illegal
+from .sections import SECTIONS, rules
+from .toml import parse, shown
+
+REFERENCES = ("model.factory", "model.loss", "data.factory")
+
+
+class Draft:
+    """Values under dotted keys (``"optimizer.lr"``).
+
+    ``problems`` are collected, one line each, so that a user sees them all at once; a check on several keys is made only
+    if none of them is itself wrong.
+    """
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+        self.notices: list[str] = []
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+        self._bad: set[str] = set()
+        self._raw: dict[str, Any] = {}
+
+    # reading ---------------------------------------------------------------------------------------------------------
+
+    def add_tables(self, tables: Mapping[str, Any], origin: str, folder: Path) -> None:
+        """The sections of a TOML file.  Relative paths in it are relative to its ``folder``."""
+        for section, keys in tables.items():
+            if section not in SECTIONS:
+                self._unknown(section, origin, "section", SECTIONS)
+            elif not isinstance(keys, dict):
+                self.problems.append(f"{section} = {shown(keys)} ({origin}): legal: a section, [{section}]")
+                self._bad.update(f"{section}.{name}" for name in rules(section))
+            else:
+                for name, value in keys.items():
+                    self._add(section, name, value, origin, folder)
+
+    def add_override(self, override: str, origin: str, folder: Path) -> None:
+        """One ``section.key=value``; a key of a free table is one level deeper, or more (``model.config.hidden_size=64``)."""
+        dotted, equals, value = override.partition("=")
+        section, *path = (part.strip() for part in dotted.split("."))
+        if not equals or not path or not all(path):
+            self.problems.append(
+                f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100"
+            )
+        elif section not in SECTIONS:
+            self._unknown(section, origin, "section", SECTIONS)
+        else:
+            self._add(section, path[0], self._nested(section, path, parse(value.strip())), origin, folder)
+
+    def _nested(self, section: str, path: list[str], value: Any) -> Any:
+        """The value of the first key of ``path`` after the last one is set to ``value``; what else it holds stays."""
+        first, *rest = path
+        for name in reversed(rest):
+            value = {name: value}
+        before = self._raw.get(f"{section}.{first}")
+        return _merged(before, value) if rest and isinstance(before, dict) else value
+
+    def _add(self, section: str, name: str, value: Any, origin: str, folder: Path) -> None:
+        legal = rules(section)
+        if name not in legal:
+            return self._unknown(name, origin, "key", legal, f"{section}.")
+        key = f"{section}.{name}"
+        self._raw[key], self._origins[key] = value, origin
+        self._forget(key)
+        try:
+            read = legal[name].read(value)
+        except (Illegal, RecursionError) as error:
+            return self.refuse(key, legal[name].legal, str(error))
+        if key in REFERENCES:
+            place, _, function = read.rpartition(":")
+            read = f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else read
+        elif key == "data.source" and read != "stdlib":
+            read = _absolute(read, folder)
+        self._values[key] = read
+
+    def _forget(self, key: str) -> None:
+        """A later value takes the place of an earlier one, its problem included."""
+        self._values.pop(key, None)
+        self._bad.discard(key)
+        self.problems = [problem for problem in self.problems if not problem.startswith(f"{key} = ")]
+
+    def _unknown(self, word: str, origin: str, what: str, legal: Iterable[str], prefix: str = "") -> None:
+        words = tuple(legal)
+        name = word if word.isidentifier() else shown(word)
+        hint = did_you_mean(word, words)
+        self.problems.append(f"{prefix}{name} ({origin}): unknown {what}; legal: {', '.join(words)}.{hint}")
+
+    # checking --------------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, key: str) -> Any:
+        """The value of a key, its static default, or None."""
+        if key in self._values:
+            return self._values[key]
+        section, _, name = key.partition(".")
+        default = next(field.default for field in fields(SECTIONS[section]) if field.name == name)
+        return None if default is MISSING else default
+
+    def given(self, key: str) -> bool:
+        """Did the user set it, rightly or wrongly?"""
+        return key in self._origins
+
+    def sound(self, *keys: str) -> bool:
+        """Is there no problem with any of these keys?"""
+        return self._bad.isdisjoint(keys)
+
+    def default(self, key: str, value: Any) -> None:
+        """Set a key that the user did not."""
+        if not self.given(key) and self.sound(key):
+            self._values[key] = value
+
+    def refuse(self, key: str, legal: str, hint: str = "") -> None:
+        """Note that the value of ``key`` is wrong and what would be legal."""
+        self._bad.add(key)
+        given = key in self._origins
+        value = self._raw[key] if given else self[key]
+        self.problems.append(
+            f"{key} = {shown(value)} ({self._origins.get(key, 'default')}): legal: {legal}"
+            + (f". {hint}" if hint else "")
+        )
+
+    def section(self, name: str) -> Any:
+        """The section as its dataclass."""
+        return SECTIONS[name](**{key: self[f"{name}.{key}"] for key in rules(name)})
+
+
+def _merged(before: Any, value: Any) -> Any:
+    """Table ``before`` with the keys of ``value`` set, at all depths."""
+    if not isinstance(before, dict) or not isinstance(value, dict):
+        return value
+    return {**before, **{name: _merged(before.get(name), item) for name, item in value.items()}}
+
+
+def _absolute(path: str, folder: Path) -> str:
+    """The run folder's config must name the same file as the one it comes from."""
+    return os.path.abspath(folder / os.path.expanduser(path))

@@ -1,0 +1,111 @@
+"""Functions of the user's, named in a config as ``path/to/file.py:function`` or ``package.module:function``."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from shardwise.core.errors import ConfigError, did_you_mean
+
+from .toml import shown
+
+Function = Callable[..., Any]
+
+
+def load_function(key: str, reference: str) -> Function:
+    """The function that ``reference`` (the value of ``key``) names.
+
+    ConfigError says why there is none, with the file and line where importing it failed.
+    """
+    place, _, name = reference.rpartition(":")
+    with blame(key, reference):
+        module = _file_module(Path(place)) if place.endswith(".py") else _module(place)
+    found = getattr(module, name, None)
+    if not callable(found):
+        functions = [
+            word for word, value in vars(module).items() if callable(value) and not word.startswith("_")
+        ]
+        what = f"{place} has no {name}" if found is None else f"{name} in {place} is a {type(found).__name__}"
+        legal = f"a function in {place}" + (f": {', '.join(functions)}" if functions else "")
+        raise ConfigError(
+            f"{key} = {shown(reference)}: {what}; legal: {legal}.{did_you_mean(name, functions)}"
+        )
+    function: Function = found
+    return function
+
+
+def call(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
+    """What the function that ``reference`` names returns; ConfigError if it cannot be had or fails."""
+    function = load_function(key, reference)
+    with blame(key, reference):
+        return function(**arguments)
+
+
+@contextmanager
+def blame(key: str, value: Any) -> Iterator[None]:
+    """Turn what goes wrong inside into a ConfigError on ``key``, with the last file and line of the user's code."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{key} = {shown(value)}: {describe(error)}") from error
+
+
+def describe(error: BaseException) -> str:
+    """``KeyError: 'x' (model.py:12, in build)``: an exception and where it was raised."""
+    message = " ".join(str(error).split())
+    words = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return (
+            words
+            if error.lineno is None
+            else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+        )
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
+    ]
+    inner = [frame for frame in frames if f"{os.sep}importlib{os.sep}" not in frame.filename]
+    return words + (f" ({inner[-1].filename}:{inner[-1].lineno}, in {inner[-1].name})" if inner else "")
+
+
+def _file_module(path: Path) -> ModuleType:
+    """The module of a Python file, imported once; as for a script, its folder is where its imports look too."""
+    name = f"shardwise_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    _search(path.parent)
+    sys.modules[name] = module  # before it runs, as import does: dataclasses and pickle look it up there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    """A module by its name, also one of the current folder."""
+    _search(Path.cwd())
+    importlib.invalidate_caches()
+    return importlib.import_module(name)
+
+
+def _search(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))

@@ -1,0 +1,34 @@
+"""The devices that a config is checked against."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """``gpus`` is a hard limit of ranks where there are any; otherwise ``cores`` of the CPU, a soft one.
+
+    ``world`` is the number of ranks that somebody else has already started (torchrun), or None.
+    """
+
+    cores: int
+    gpus: int = 0
+    world: int | None = None
+
+    @staticmethod
+    def here() -> Hardware:
+        """This machine: the cores this process may use, the GPUs torch sees, and torchrun's world, if it runs us."""
+        import torch
+
+        affinity = getattr(os, "sched_getaffinity", None)
+        cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        world = os.environ.get("WORLD_SIZE", "") if "TORCHELASTIC_RUN_ID" in os.environ else ""
+        return Hardware(cores, gpus, int(world) if world.isdigit() and int(world) > 0 else None)
+
+    @property
+    def devices(self) -> int:
+        """Ranks to start if nobody says how many."""
+        return self.world or self.gpus or self.cores

@@ -1,0 +1,145 @@
+"""What each key of a config may hold: a type, a test, and the words for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.core.errors import did_you_mean
+
+LARGEST = 2**63 - 1
+
+
+class Illegal(ValueError):
+    """A value that a rule refuses; the text is a hint, if any."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``read`` turns a TOML value into the key's, or raises :class:`Illegal`; ``legal`` says what it takes."""
+
+    legal: str
+    read: Callable[[Any], Any]
+
+
+def key(rule: Rule, default: Any = None) -> Any:
+    """A dataclass field with a rule.  The default None stands for "not given"."""
+    return field(default=default, metadata={"rule": rule})
+
+
+def integer(least: int, most: int = 2**31 - 1) -> Rule:
+    """An integer between two bounds, both legal."""
+
+    def read(value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise Illegal
+        if value > most:
+            raise Illegal(f"At most {most}")
+        return value
+
+    return Rule(f"an integer of at least {least}", read)
+
+
+def number(least: float = 0.0, below: float = math.inf, *, open_: bool = False) -> Rule:
+    """A finite number: at least ``least`` (or above it, if ``open_``), and below ``below``."""
+
+    def read(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e300:
+            raise Illegal
+        if not (value > least if open_ else value >= least) or not value < below:
+            raise Illegal
+        return float(value)
+
+    words = f"a number {'above' if open_ else 'of at least'} {least:g}"
+    return Rule(words + (f" and below {below:g}" if below < math.inf else ""), read)
+
+
+def choice(*words: str) -> Rule:
+    """One of some words."""
+
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or value not in words:
+            raise Illegal(did_you_mean(value, words).strip())
+        return value
+
+    return Rule(", ".join(f'"{word}"' for word in words), read)
+
+
+def switch() -> Rule:
+    """True or false."""
+
+    def read(value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise Illegal
+        return value
+
+    return Rule("true or false", read)
+
+
+def text(legal: str, test: Callable[[str], bool] = bool) -> Rule:
+    """A text that can be written to a file, such as a path, and passes ``test``."""
+
+    def read(value: Any) -> str:
+        if not isinstance(value, str) or not _writable(value) or not test(value):
+            raise Illegal
+        return value
+
+    return Rule(legal, read)
+
+
+def reference(what: str) -> Rule:
+    """Where a function is: a file, or a module, and its name."""
+
+    def test(value: str) -> bool:
+        place, _, name = value.rpartition(":")
+        return bool(place) and name.isidentifier()
+
+    return text(f'{what} as "path/to/file.py:function" or "package.module:function"', test)
+
+
+def pair(each: Rule) -> Rule:
+    """Two values under one rule."""
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, Sequence) or isinstance(value, str) or len(value) != 2:
+            raise Illegal
+        return tuple(each.read(item) for item in value)
+
+    return Rule(f"a list of two, each {each.legal}", read)
+
+
+def table(legal: str) -> Rule:
+    """A free table of texts, numbers, true and false, lists and tables."""
+
+    def read(value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Illegal
+        return {_plain(name): _plain(item) for name, item in value.items()}
+
+    return Rule(legal, read)
+
+
+def _plain(value: Any) -> Any:
+    """A copy of a value that can be written as TOML and read back the same."""
+    if isinstance(value, dict):
+        return {_plain(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, str) and _writable(value):
+        return value
+    if isinstance(value, bool) or (isinstance(value, int) and abs(value) <= LARGEST):
+        return value
+    if isinstance(value, float) and not math.isnan(value):
+        return value
+    raise Illegal(f"It holds {value!r}, which is neither text, a number, true or false, a list nor a table")
+
+
+def _writable(value: str) -> bool:
+    """Is it text that a file and a path can hold: no lone surrogates (undecodable arguments), no zero byte?"""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in value

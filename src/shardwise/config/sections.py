@@ -1,0 +1,101 @@
+"""The sections of a config and the rule of every key.
+
+A key whose default is None is either left out where it does not apply, or gets a default that depends on other keys
+(`defaults.py`); those of a loaded config are filled in.
+"""
+
+# ruff: noqa: RUF009 - `key` makes a new field of a dataclass each time
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwise.core import optim, plan
+from shardwise.core.optim import OptimizerName, Schedule
+from shardwise.core.plan import Dropout, Precision, Recompute
+
+from .rules import LARGEST, Rule, choice, integer, key, number, pair, reference, switch, table, text
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """``[model]``: one of ``name`` (an own model, with its sizes), ``factory`` or ``transformers``."""
+
+    name: str | None = key(choice("gpt", "llama"))
+    factory: str | None = key(reference("a function that returns an nn.Module,"))
+    transformers: str | None = key(
+        text('the name of a model class, such as "LlamaForCausalLM"', str.isidentifier)
+    )
+    loss: str | None = key(reference("a function loss(output, batch),"))
+    vocabulary: int | None = key(integer(1))
+    width: int | None = key(integer(1))
+    layers: int | None = key(integer(1))
+    heads: int | None = key(integer(1))
+    kv_heads: int | None = key(integer(1))
+    hidden: int | None = key(integer(1))
+    context: int | None = key(integer(1))
+    dropout: float | None = key(number(0, below=1))
+    tied: bool | None = key(switch())
+    config: Mapping[str, Any] | None = key(table("a table of values for the transformers config class"))
+    arguments: Mapping[str, Any] | None = key(table("a table of keyword arguments of the factory"))
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """``[data]``: text (``source``) or a dataset (``factory``); ``batch_size`` is in rows of the whole step."""
+
+    source: str | None = key(text('"stdlib", or the path of a text file or a folder of text files'))
+    factory: str | None = key(reference("a function that returns a map-style dataset of dicts of tensors,"))
+    arguments: Mapping[str, Any] | None = key(table("a table of keyword arguments of the factory"))
+    batch_size: int = key(integer(1), 16)
+    sequence_length: int = key(integer(1), 128)
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """``[optimizer]``: ``lr`` is the peak of ``schedule``; weight decay spares norms and biases."""
+
+    name: OptimizerName = key(choice(*optim.CHOICES["name"]), "adamw")
+    lr: float = key(number(0), 2e-3)
+    betas: tuple[float, float] | None = key(pair(number(0, below=1)))
+    weight_decay: float = key(number(0))
+    schedule: Schedule = key(choice(*optim.CHOICES["schedule"]), "cosine")
+    warmup_steps: int = key(integer(0))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """``[parallel]``: how the work of a step is divided."""
+
+    dp: int = key(integer(1))
+    microbatches: int = key(integer(1), 1)
+    recompute: Recompute = key(choice(*plan.CHOICES["recompute"]), "none")
+    precision: Precision = key(choice(*plan.CHOICES["precision"]), "fp32")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing."""
+
+    steps: int = key(integer(1), 600)
+    seed: int = key(integer(0, most=LARGEST), 0)
+    devices: int = key(integer(1))
+    threads: int = key(integer(1))
+    clip_norm: float = key(number(0), 1.0)
+    run_dir: str = key(text("the path of a folder"), "runs/train")
+    dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "model": ModelConfig,
+    "data": DataConfig,
+    "optimizer": OptimizerConfig,
+    "parallel": ParallelConfig,
+    "train": TrainConfig,
+}
+
+
+def rules(section: str) -> dict[str, Rule]:
+    """The rule of each key of a section."""
+    return {field.name: field.metadata["rule"] for field in fields(SECTIONS[section])}

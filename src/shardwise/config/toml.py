@@ -1,0 +1,68 @@
+"""Writing TOML, and reading one value of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def dumps(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Sections of keys as TOML text; None is left out, a table in a section gets a header of its own."""
+    blocks = []
+    for section, values in tables.items():
+        plain = {
+            name: value for name, value in values.items() if value is not None and not isinstance(value, dict)
+        }
+        blocks.append(_block(section, plain))
+        blocks += [
+            _block(f"{section}.{name}", value) for name, value in values.items() if isinstance(value, dict)
+        ]
+    return "\n".join(blocks)
+
+
+def inline(value: Any) -> str:
+    """A value as TOML on one line (what TOML does not have, as Python writes it)."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return _quote(value)
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(inline, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_key(name)} = {inline(item)}" for name, item in value.items()) + "}"
+    return str(value)
+
+
+def shown(value: Any, width: int = 80) -> str:
+    """A value for a message: one line, printable, not endless."""
+    text = inline(value).encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= width else f"{text[: width - 1]}…"
+
+
+def parse(text: str) -> Any:
+    """A value as TOML writes it, or the text itself where it is none: ``3``, ``[0.9, 0.95]``, ``runs/first``."""
+    try:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
+        return text
+    return found["value"] if found.keys() == {"value"} else text
+
+
+def _block(header: str, values: Mapping[str, Any]) -> str:
+    return "\n".join(
+        [f"[{header}]", *(f"{_key(name)} = {inline(value)}" for name, value in values.items()), ""]
+    )
+
+
+def _key(name: str) -> str:
+    return name if BARE_KEY.fullmatch(name) else _quote(name)
+
+
+def _quote(text: str) -> str:
+    """JSON's escapes are TOML's, but for DEL, which JSON leaves as it is."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

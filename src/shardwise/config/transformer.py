@@ -1,0 +1,111 @@
+"""Models of the transformers library, built from a table of values without any download."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.errors import ConfigError, did_you_mean
+
+from .defaults import BYTE_VOCABULARY
+from .factories import blame
+
+COMMON_KEYS = ("attn_implementation", "num_labels", "output_attentions")
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def transformers_constructor(
+    name: str, values: Mapping[str, Any], length: int | None
+) -> Callable[[], nn.Module]:
+    """A function that makes the model class ``name`` from config ``values``.
+
+    ``length`` is the sequence length of byte-level text, which sets the vocabulary and the least context, or None for
+    other data.  ConfigError for an unknown class, unknown keys, and values that the config class refuses.
+    """
+    model_class = _model_class(name)
+    config_class = model_class.config_class
+    parameters = inspect.signature(config_class.__init__).parameters
+    aliases: Mapping[str, str] = getattr(config_class, "attribute_map", {})
+    legal = sorted({*parameters, *aliases, *COMMON_KEYS} - {"self", "kwargs"})
+    unknown = [key for key in values if key not in legal]
+    if unknown:
+        raise ConfigError(
+            "\n".join(
+                f"model.config.{key}: unknown key of {config_class.__name__}; legal: {', '.join(legal)}."
+                f"{did_you_mean(key, legal)}"
+                for key in unknown
+            )
+        )
+    complete = dict(values)
+    if "use_cache" in parameters:
+        complete.setdefault("use_cache", False)  # of use to generation only
+    if length is not None:
+        complete = _for_text(complete, parameters, aliases, length)
+
+    def construct() -> nn.Module:
+        with blame("model.transformers", name):
+            # A config object of its own for every model, for a model may change it.
+            model: nn.Module = model_class(config_class(**complete))
+            return model
+
+    with blame("model.config", values):
+        config_class(**complete)
+    return construct
+
+
+def _for_text(
+    values: dict[str, Any],
+    parameters: Mapping[str, inspect.Parameter],
+    aliases: Mapping[str, str],
+    length: int,
+) -> dict[str, Any]:
+    """The values with a vocabulary of bytes and a context that holds a sample, or ConfigError if theirs are too small."""
+    least = {
+        "vocab_size": BYTE_VOCABULARY,
+        aliases.get("max_position_embeddings", "max_position_embeddings"): length,
+    }
+    for key, needed in least.items():
+        spellings = (key, *(alias for alias, real in aliases.items() if real == key))
+        given = next((word for word in spellings if word in values), None)
+        if given is not None and isinstance(values[given], int) and values[given] < needed:
+            raise ConfigError(f"model.config.{given} = {values[given]}: legal: at least {needed}, for text of bytes in "
+                              f"samples of data.sequence_length = {length}")  # fmt: skip
+        if given is None and key in parameters:
+            default = parameters[key].default
+            short = not isinstance(default, int) or default < needed
+            values[key] = needed if key == "vocab_size" or short else default
+    for token in SPECIAL_TOKENS:
+        default = parameters[token].default if token in parameters else None
+        if isinstance(default, int) and default >= values.get("vocab_size", default + 1):
+            values.setdefault(token, None)
+    return values
+
+
+def _model_class(name: str) -> Any:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f'model.transformers = "{name}": transformers cannot be imported ({error}); legal: install it '
+            "(pip install transformers), or choose model.name or model.factory"
+        ) from error
+    with blame("model.transformers", name):
+        found = getattr(transformers, name, None)
+    base = transformers.PreTrainedModel
+    if (
+        not (isinstance(found, type) and issubclass(found, base))
+        or getattr(found, "config_class", None) is None
+    ):
+        models = [
+            word for word in dir(transformers) if "For" in word or word.endswith(("Model", "HeadModel"))
+        ]
+        raise ConfigError(
+            f'model.transformers = "{name}": not a model class of transformers {transformers.__version__}; '
+            f'legal: such as "LlamaForCausalLM".{did_you_mean(name, models)}'
+        )
+    return found

@@ -1,0 +1,51 @@
+"""Errors that people read: they say what is wrong, where, the value found, and what would be legal."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class ShardwiseError(Exception):
+    """Base class of every error that shardwise raises on purpose."""
+
+
+class ConfigError(ShardwiseError):
+    """The user's input is wrong; the message names the key, the value and what is legal."""
+
+
+def did_you_mean(word: object, legal: Iterable[object]) -> str:
+    """``' Did you mean "x"?'`` for the legal word closest to ``word``, or ``""`` where none is close."""
+    close = difflib.get_close_matches(str(word), [str(candidate) for candidate in legal], n=1, cutoff=0.6)
+    return f' Did you mean "{close[0]}"?' if close else ""
+
+
+def check_choice(field: str, value: object, legal: Iterable[str]) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is one of the ``legal`` words."""
+    choices = tuple(legal)
+    if isinstance(value, str) and value in choices:
+        return
+    listed = ", ".join(f'"{choice}"' for choice in choices)
+    raise ConfigError(f"{field}: {value!r} is not legal; legal: {listed}.{did_you_mean(value, choices)}")
+
+
+def check_count(field: str, value: object, least: int = 1) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is an integer (not a bool) of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigError(f"{field}: {value!r} is not legal; legal: an integer of at least {least}.")
+
+
+def check_text(field: str, value: object) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is a non-empty string."""
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{field}: {value!r} is not legal; legal: a non-empty string.")
+
+
+def check_keys(where: str, keys: Iterable[str], legal: Iterable[str]) -> None:
+    """Raise :class:`ConfigError` naming the first of ``keys`` that is not ``legal``."""
+    known = tuple(legal)
+    for key in keys:
+        if key not in known:
+            raise ConfigError(
+                f'{where}: unknown key "{key}"; legal: {", ".join(known)}.{did_you_mean(key, known)}'
+            )

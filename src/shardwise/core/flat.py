@@ -1,0 +1,159 @@
+"""ZeRO's placement: equal ranges of a unit's tensors laid end to end.
+
+Ranges are equal, padded and aligned, so that an all-gather or a reduce-scatter of the buffer copies
+nothing.  Only checkpoints need to know which boxes of which tensors a range holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.layout import Box
+
+
+@dataclass(frozen=True, slots=True)
+class FlatEntry:
+    """One tensor in a flat buffer; ``offset`` is that of its first element, in elements."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        """The offset just past its last element."""
+        return self.offset + self.numel
+
+
+@dataclass(frozen=True, slots=True)
+class FlatBuffer:
+    """Tensors of one dtype end to end, ordered by optimizer group.
+
+    Args:
+        entries: the tensors in order of their offsets, each aligned to ``align`` bytes.
+        numel: the elements of the whole buffer with all padding.
+        itemsize: the bytes of an element.
+        segments: ``(optimizer group, start, stop)`` in elements: one contiguous range for each group.
+        align: the alignment of entries and shards, in bytes.
+    """
+
+    entries: tuple[FlatEntry, ...]
+    numel: int
+    itemsize: int
+    segments: tuple[tuple[str, int, int], ...]
+    align: int = 64
+
+    @staticmethod
+    def pack(
+        items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = 64
+    ) -> FlatBuffer:
+        """Lay out ``items``, each (name, shape, optimizer group), so that ``parts`` equal shards are aligned.
+
+        Group ``"decay"`` comes first, then the others in order of appearance; within a group the order of
+        ``items`` is kept.
+        """
+        if parts < 1 or itemsize < 1 or align % itemsize:
+            raise ShardwiseError(
+                f"cannot pack for {parts} parts with items of {itemsize} bytes aligned to {align}"
+            )
+        names = [name for name, _, _ in items]
+        if len(set(names)) < len(names):
+            raise ShardwiseError(f"cannot pack {max(names, key=names.count)!r} twice into one buffer")
+        unit = align // itemsize
+        groups = sorted(dict.fromkeys(group for _, _, group in items), key=lambda group: group != "decay")
+        entries: list[FlatEntry] = []
+        segments: list[tuple[str, int, int]] = []
+        end = 0
+        for group in groups:
+            start = _round_up(end, unit)
+            for name, shape, its_group in items:
+                if its_group == group:
+                    entries.append(FlatEntry(name, tuple(shape), _round_up(end, unit)))
+                    end = entries[-1].stop
+            segments.append((group, start, max(start, end)))
+        return FlatBuffer(tuple(entries), _round_up(end, parts * unit), itemsize, tuple(segments), align)
+
+    def entry(self, name: str) -> FlatEntry:
+        """The entry called ``name``; :class:`ShardwiseError` where there is none."""
+        for entry in self.entries:
+            if entry.name == name:
+                return entry
+        raise ShardwiseError(
+            f"no tensor {name!r} in this buffer; it has {', '.join(e.name for e in self.entries)}"
+        )
+
+    def shard(self, parts: int, index: int) -> FlatShard:
+        """Range ``index`` of ``parts`` equal ones; ShardwiseError if the buffer is not packed for them."""
+        if not 0 <= index < parts:
+            raise ShardwiseError(f"shard {index} of {parts} does not exist; legal: 0 to {parts - 1}")
+        if self.numel * self.itemsize % (parts * self.align):
+            raise ShardwiseError(
+                f"a buffer of {self.numel} elements has no {parts} aligned shards; pack it for {parts}"
+            )
+        size = self.numel // parts
+        return FlatShard(index * size, (index + 1) * size)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatShard:
+    """The elements ``start`` to ``stop`` of a flat buffer."""
+
+    start: int
+    stop: int
+
+    def segments(self, buffer: FlatBuffer) -> tuple[tuple[str, int, int], ...]:
+        """``(optimizer group, start, stop)`` of what it holds of each group, in elements of the buffer."""
+        cut = (
+            (group, max(start, self.start), min(stop, self.stop)) for group, start, stop in buffer.segments
+        )
+        return tuple((group, start, stop) for group, start, stop in cut if start < stop)
+
+    def boxes(self, buffer: FlatBuffer) -> list[tuple[str, Box]]:
+        """What this shard holds, as (name, box) in the order of its elements; padding is in no box."""
+        found = []
+        for entry in buffer.entries:
+            start, stop = max(self.start, entry.offset), min(self.stop, entry.stop)
+            boxes = range_boxes(entry.shape, start - entry.offset, stop - entry.offset)
+            found += [(entry.name, box) for box in boxes]
+        return found
+
+
+def range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """The elements ``start`` to ``stop`` of a row-major tensor as boxes in order, at most 2n - 1 for n dims.
+
+    A range is a piece of its first row, whole rows, and a piece of its last: pieces of rows split on
+    again, but only on one side each.
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Box((), ())]
+    inside = math.prod(shape[1:])
+    first, begin = divmod(start, inside)
+    last, end = divmod(stop, inside)
+    if first == last:
+        return _in_row(first, range_boxes(shape[1:], begin, end))
+    found: list[Box] = []
+    if begin:
+        found += _in_row(first, range_boxes(shape[1:], begin, inside))
+        first += 1
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        found.append(Box((first, *zeros), (last, *shape[1:])))
+    return found + _in_row(last, range_boxes(shape[1:], 0, end))
+
+
+def _in_row(row: int, boxes: list[Box]) -> list[Box]:
+    return [Box((row, *box.start), (row + 1, *box.stop)) for box in boxes]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,198 @@
+"""Where one tensor lives on a mesh.
+
+On each mesh axis a tensor is *sharded* (V), a *partial* sum (P) or *replicated* (I).  Dims are factored: a
+fused qkv dim of 3 x heads x head_size is three factors, and an axis shards one of them, so that the pieces
+of a rank need not be contiguous in the dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.mesh import Mesh
+
+
+def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
+    """Part ``index`` of ``size`` things in ``parts`` balanced parts, as (start, stop).
+
+    Sizes of parts differ by at most one.  The cuts for ``a`` parts are among those for ``a * b`` parts, so
+    that gathering the minor of two axes gives exactly the shards of the major one, uneven or not.
+    """
+    if parts < 1 or not 0 <= index < parts:
+        raise ShardwiseError(f"part {index} of {parts} does not exist; legal: 0 to {parts - 1} of at least 1")
+    return size * index // parts, size * (index + 1) // parts
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangle of a tensor: ``start[d] <= index[d] < stop[d]`` on each dim ``d``."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.start) != len(self.stop):
+            raise ShardwiseError(f"a box from {self.start} to {self.stop} has two numbers of dims")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The extent on each dim, 0 where stop is not beyond start."""
+        return tuple(max(stop - start, 0) for start, stop in zip(self.start, self.stop, strict=True))
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of an array that selects the box."""
+        return tuple(slice(start, stop) for start, stop in zip(self.start, self.stop, strict=True))
+
+    def intersect(self, other: Box) -> Box | None:
+        """The elements in both boxes, or None where there are none."""
+        start = tuple(map(max, zip(self.start, other.start, strict=True)))
+        stop = tuple(map(min, zip(self.stop, other.stop, strict=True)))
+        box = Box(start, stop)
+        return box if box.numel else None
+
+    def contains(self, other: Box) -> bool:
+        """Whether every element of ``other`` is in this box."""
+        return not other.numel or self.intersect(other) == other
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """One factor of a dim and the mesh axes that shard it, the major axis first."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        if self.size < 0:
+            raise ShardwiseError(f"a factor of size {self.size} is not legal; legal: 0 or more")
+
+    def range(self, mesh: Mesh, rank: int) -> tuple[int, int]:
+        """The (start, stop) in this factor that ``rank`` owns."""
+        return shard_range(self.size, mesh.axis_size(self.axes), mesh.index(rank, self.axes))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The placement of one tensor: its dims, each a row-major product of factors, and its partial axes."""
+
+    dims: tuple[tuple[Factor, ...], ...]
+    partial: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dims", tuple(tuple(dim) for dim in self.dims))
+        object.__setattr__(self, "partial", frozenset(self.partial))
+        seen = [axis for dim in self.dims for factor in dim for axis in factor.axes] + sorted(self.partial)
+        twice = sorted({axis for axis in seen if seen.count(axis) > 1})
+        if twice:
+            raise ShardwiseError(f"layout {self}: axis {', '.join(twice)} is used twice; legal: once")
+
+    @staticmethod
+    def replicated(shape: Sequence[int]) -> Layout:
+        """The whole tensor on every rank."""
+        return Layout(tuple((Factor(size),) for size in shape))
+
+    @staticmethod
+    def sharded(
+        shape: Sequence[int], dims: Mapping[int, str | tuple[str, ...]], partial: Iterable[str] = ()
+    ) -> Layout:
+        """``Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")})``: sharded dims and their axes, major first."""
+        unknown = [dim for dim in dims if not 0 <= dim < len(shape)]
+        if unknown:
+            raise ShardwiseError(f"dim {unknown[0]} of a tensor of shape {tuple(shape)} does not exist")
+        axes = {dim: (names,) if isinstance(names, str) else tuple(names) for dim, names in dims.items()}
+        return Layout(
+            tuple((Factor(size, axes.get(dim, ())),) for dim, size in enumerate(shape)), frozenset(partial)
+        )
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        return tuple(math.prod(factor.size for factor in dim) for dim in self.dims)
+
+    @property
+    def sharding_axes(self) -> frozenset[str]:
+        """The axes that shard the tensor."""
+        return frozenset(axis for dim in self.dims for factor in dim for axis in factor.axes)
+
+    @property
+    def axes_used(self) -> frozenset[str]:
+        """The axes on which the tensor is not replicated."""
+        return self.sharding_axes | self.partial
+
+    def state(self, axis: str) -> Literal["V", "P", "I"]:
+        """What the tensor is on ``axis``: sharded (V), a partial sum (P) or replicated (I)."""
+        if axis in self.partial:
+            return "P"
+        return "V" if axis in self.sharding_axes else "I"
+
+    def dual(self, operand: Literal["I", "R"] = "I", axes: Iterable[str] = ()) -> Layout:
+        """The layout of the gradient.
+
+        Sharded stays sharded; the gradient of a partial sum is replicated.  A replicated tensor has a
+        replicated gradient (``"I"``), unless it is a required operand of an op whose result is sharded or
+        partial over ``axes`` (``"R"``): its gradient is partial there.
+        """
+        if operand == "I":
+            return Layout(self.dims)
+        return Layout(self.dims, frozenset(axes) - self.axes_used)
+
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of the piece on ``rank``."""
+        return tuple(math.prod(factor_shape) for factor_shape in self.local_factors(mesh, rank))
+
+    def local_factors(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], ...]:
+        """The local size of each factor of each dim on ``rank``."""
+        ranges = (tuple(factor.range(mesh, rank) for factor in dim) for dim in self.dims)
+        return tuple(tuple(stop - start for start, stop in dim) for dim in ranges)
+
+    def nbytes(self, itemsize: int, mesh: Mesh, rank: int) -> int:
+        """The bytes that the piece on ``rank`` takes, at ``itemsize`` bytes an element."""
+        return math.prod(self.local_shape(mesh, rank)) * itemsize
+
+    def boxes(self, mesh: Mesh, rank: int) -> list[Box]:
+        """The boxes of the whole tensor that ``rank`` owns, in row-major order; none where it owns nothing.
+
+        Several where a minor factor of a dim is sharded.  Concatenating them dim by dim gives the local
+        tensor.
+        """
+        dims = [_intervals([(f.size, *f.range(mesh, rank)) for f in dim]) for dim in self.dims]
+        return [
+            Box(tuple(start for start, _ in box), tuple(stop for _, stop in box)) for box in product(*dims)
+        ]
+
+    def __str__(self) -> str:
+        """``[8:dp, 3*4:tp*16] partial tp2``."""
+        dims = (
+            "*".join(
+                ":".join([str(factor.size), *([",".join(factor.axes)] if factor.axes else [])])
+                for factor in dim
+            )
+            for dim in self.dims
+        )
+        return f"[{', '.join(dims)}]" + (f" partial {','.join(sorted(self.partial))}" if self.partial else "")
+
+
+def _intervals(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
+    """The intervals of a dim that a rank owns, from the (size, start, stop) of its factors, major first."""
+    if not factors:
+        return [(0, 1)]
+    (_, start, stop), minor = factors[0], factors[1:]
+    inside = math.prod(factor[0] for factor in minor)
+    if all(low == 0 and high == extent for extent, low, high in minor):
+        return [(start * inside, stop * inside)] if stop > start and inside else []
+    pieces = _intervals(minor)
+    return [
+        (index * inside + low, index * inside + high) for index in range(start, stop) for low, high in pieces
+    ]

@@ -1,0 +1,150 @@
+"""The mesh: ranks arranged on named axes.
+
+"Axis" is always the mesh's word, "dim" always a tensor's.  Rank order is row-major: the first axis varies
+slowest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from shardwise.core.errors import (
+    ConfigError,
+    ShardwiseError,
+    check_choice,
+    check_count,
+    check_text,
+    did_you_mean,
+)
+
+LINKS = ("device", "host", "rack")
+
+Coordinates = tuple[tuple[str, int], ...]
+"""Some axes of a mesh, each with a coordinate: the fixed part of a class of ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One named axis.  ``link`` is the level that its neighbours are connected over: ``device`` (inside a
+    host), ``host`` (between hosts of a rack) or ``rack``."""
+
+    name: str
+    size: int
+    link: str = "device"
+
+    def __post_init__(self) -> None:
+        check_text("mesh axis name", self.name)
+        if not self.name.isidentifier():
+            raise ConfigError(
+                f"mesh axis name: {self.name!r} is not legal; legal: letters, digits and underscores."
+            )
+        check_count(f"mesh.{self.name}.size", self.size)
+        check_choice(f"mesh.{self.name}.link", self.link, LINKS)
+
+
+def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks ``0 … size-1`` on named axes.  An axis that the mesh does not have counts as one of size 1."""
+
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", tuple(self.axes))
+        for axis in self.axes:
+            if not isinstance(axis, Axis):
+                raise ConfigError(f"mesh: {axis!r} is not legal; legal: an Axis(name, size, link).")
+            if self.names.count(axis.name) > 1:
+                raise ConfigError(
+                    f'mesh: axis "{axis.name}" is there twice; legal: each name once, of {self.names}.'
+                )
+
+    @staticmethod
+    def of(**sizes: int) -> Mesh:
+        """``Mesh.of(dp=2, tp=4)``: axes in the order given, the first varying slowest."""
+        return Mesh(tuple(Axis(name, size) for name, size in sizes.items()))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the axes, slowest first."""
+        return tuple(axis.name for axis in self.axes)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes, slowest first."""
+        return tuple(axis.size for axis in self.axes)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape)
+
+    def axis_size(self, names: str | tuple[str, ...]) -> int:
+        """The number of ranks along ``names`` together; an absent axis counts as 1."""
+        wanted = _names(names)
+        return math.prod(axis.size for axis in self.axes if axis.name in wanted)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate of ``rank`` on every axis."""
+        if not 0 <= rank < self.size:
+            raise ShardwiseError(f"rank {rank} is not in the mesh; legal: 0 to {self.size - 1}.")
+        found = {}
+        for axis in reversed(self.axes):
+            rank, found[axis.name] = divmod(rank, axis.size)
+        return {name: found[name] for name in self.names}
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at ``coordinates``; an axis not named is at 0, an absent axis must be at 0."""
+        for name, value in coordinates.items():
+            size = self.axis_size(name)
+            if not 0 <= value < size:
+                hint = "" if name in self.names else did_you_mean(name, self.names)
+                raise ShardwiseError(
+                    f'coordinate {value} on axis "{name}" is not legal; legal: 0 to {size - 1}.{hint}'
+                )
+        rank = 0
+        for axis in self.axes:
+            rank = rank * axis.size + coordinates.get(axis.name, 0)
+        return rank
+
+    def group(self, rank: int, names: str | tuple[str, ...]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only on the axes ``names``, the first of them slowest."""
+        here = self.coordinates(rank)
+        wanted = [name for name in _names(names) if name in here]
+        places = product(*(range(self.axis_size(name)) for name in wanted))
+        return tuple(self.rank({**here, **dict(zip(wanted, place, strict=True))}) for place in places)
+
+    def index(self, rank: int, names: str | tuple[str, ...]) -> int:
+        """The position of ``rank`` in ``group(rank, names)``."""
+        here = self.coordinates(rank)
+        position = 0
+        for name in _names(names):
+            position = position * self.axis_size(name) + here.get(name, 0)
+        return position
+
+    def offset(self, rank: int, axis: str, k: int, wrap: bool = False) -> int:
+        """The rank ``k`` further along ``axis``; past the end it wraps around or raises ShardwiseError."""
+        here = self.coordinates(rank)
+        size = self.axis_size(axis)
+        there = here.get(axis, 0) + k
+        if wrap:
+            there %= size
+        return self.rank({**{name: at for name, at in here.items() if name != axis}, axis: there})
+
+    def classes(self, names: str | tuple[str, ...]) -> tuple[Coordinates, ...]:
+        """The classes of ranks that the axes ``names`` tell apart: their fixed coordinates, in rank order."""
+        wanted = tuple(name for name in self.names if name in _names(names))
+        places = product(*(range(self.axis_size(name)) for name in wanted))
+        return tuple(tuple(zip(wanted, place, strict=True)) for place in places)
+
+    def members(self, coordinates: Coordinates) -> tuple[int, ...]:
+        """The ranks at these fixed ``coordinates``, in rank order."""
+        fixed = dict(coordinates)
+        free = tuple(name for name in self.names if name not in fixed)
+        return self.group(self.rank(fixed), free)

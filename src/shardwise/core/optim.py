@@ -1,0 +1,139 @@
+"""The choice of an optimizer and its learning-rate schedule: frozen data, checked when made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from shardwise.core.errors import ConfigError, check_choice, check_count
+
+OptimizerName = Literal["adamw", "sgd", "adam", "adagrad", "rmsprop", "nadam", "radam"]
+Schedule = Literal["constant", "cosine", "wsd"]
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "name": ("adamw", "sgd", "adam", "adagrad", "rmsprop", "nadam", "radam"),
+    "schedule": ("constant", "cosine", "wsd"),
+    "decay": ("matrices", "all"),
+}
+"""The fields of an optimizer choice that are one word, with the legal words."""
+
+APPLIES: Mapping[str, tuple[str, ...]] = {
+    "betas": ("adamw", "adam", "nadam", "radam"),
+    "eps": ("adamw", "adam", "adagrad", "rmsprop", "nadam", "radam"),
+    "momentum": ("sgd", "rmsprop"),
+    "nesterov": ("sgd",),
+    "alpha": ("rmsprop",),
+    "momentum_decay": ("nadam",),
+}
+"""The fields that only some optimizers have, with these."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerChoice:
+    """An optimizer by its name in :mod:`torch.optim`, its numbers and its learning rate over the steps.
+
+    The numbers mean what they mean there, and ``eps`` and ``weight_decay`` are by default what they are there
+    (the decay of ``adamw`` is decoupled, of all others a term of the gradient).  ``decay = "matrices"`` keeps
+    weight decay off norms and biases, that is off parameters of fewer than two dims.
+
+    The learning rate rises linearly over ``warmup_steps`` to ``lr`` and then stays there (``constant``),
+    falls as half a cosine until the last of ``total_steps`` (``cosine``), or stays and falls linearly over
+    the last ``decay_fraction`` of all steps (``wsd``: warm-up, stable, decay; Hu et al. 2024, arXiv
+    2404.06395), in both cases to ``min_lr_ratio * lr``.
+
+    :class:`ConfigError` names the field, its value and what is legal.
+    """
+
+    name: OptimizerName = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float | None = None
+    weight_decay: float | None = None
+    decay: Literal["matrices", "all"] = "matrices"
+    momentum: float = 0.0
+    nesterov: bool = False
+    alpha: float = 0.99
+    momentum_decay: float = 4e-3
+    schedule: Schedule = "constant"
+    warmup_steps: int = 0
+    total_steps: int = 0
+    min_lr_ratio: float = 0.1
+    decay_fraction: float = 0.2
+
+    def __post_init__(self) -> None:
+        for field, legal in CHOICES.items():
+            check_choice(f"optimizer.{field}", getattr(self, field), legal)
+        self._check_numbers()
+        self._check_applies()
+        for field in ("warmup_steps", "total_steps"):
+            check_count(f"optimizer.{field}", getattr(self, field), least=0)
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise ConfigError(
+                f'optimizer.total_steps: {self.total_steps} is not legal with schedule = "{self.schedule}"; '
+                f"legal: more than warmup_steps = {self.warmup_steps}."
+            )
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of update ``step``, counted from 0.
+
+        It is ``lr`` at step ``warmup_steps - 1`` and at step ``warmup_steps``, and ``min_lr_ratio * lr`` at
+        step ``total_steps - 1`` and after it, unless the schedule is constant.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "cosine":
+            span = max(self.total_steps - 1 - self.warmup_steps, 1)
+            share = (1 + math.cos(math.pi * min((step - self.warmup_steps) / span, 1.0))) / 2
+        elif self.schedule == "wsd":
+            falling = max(round(self.total_steps * self.decay_fraction), 1)
+            share = min(max((self.total_steps - 1 - step) / falling, 0.0), 1.0)
+        else:
+            return self.lr
+        return self.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * share)
+
+    def decays(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether weight decay applies to the parameter called ``name`` of this ``shape``."""
+        return self.decay == "all" or len(shape) >= 2
+
+    def _check_numbers(self) -> None:
+        betas = self.betas
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise ConfigError(f"optimizer.betas: {betas!r} is not legal; legal: two numbers in [0, 1).")
+        object.__setattr__(self, "betas", tuple(betas))
+        for beta in betas:
+            _check_number("betas", beta, below=1.0)
+        for field in ("lr", "momentum_decay"):
+            _check_number(field, getattr(self, field))
+        for field in ("eps", "weight_decay"):
+            if getattr(self, field) is not None:
+                _check_number(field, getattr(self, field))
+        for field in ("momentum", "alpha"):
+            _check_number(field, getattr(self, field), below=1.0)
+        for field in ("min_lr_ratio", "decay_fraction"):
+            _check_number(field, getattr(self, field), most=1.0)
+
+    def _check_applies(self) -> None:
+        defaults = {field.name: field.default for field in fields(self)}
+        for field, names in APPLIES.items():
+            if self.name not in names and getattr(self, field) != defaults[field]:
+                raise ConfigError(
+                    f'optimizer.{field}: {getattr(self, field)!r} is not legal for "{self.name}", '
+                    f"which has no {field}; legal: for {', '.join(names)}."
+                )
+        if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0):
+            raise ConfigError(
+                f"optimizer.nesterov: {self.nesterov!r} is not legal with momentum = {self.momentum}; "
+                "legal: true with a momentum above 0, or false."
+            )
+
+
+def _check_number(field: str, value: object, below: float = math.inf, most: float = math.inf) -> None:
+    """Raise unless ``value`` is a number of at least 0, less than ``below`` and at most ``most``."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and 0 <= value < below and value <= most:  # type: ignore[operator]
+        return
+    bound = f" less than {below:g}" if below < math.inf else ""
+    bound = f" at most {most:g}" if most < math.inf else bound
+    raise ConfigError(f"optimizer.{field}: {value!r} is not legal; legal: a number of at least 0{bound}.")

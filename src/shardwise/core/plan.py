@@ -1,0 +1,174 @@
+"""The plan: how the work of a step is divided.  Frozen data, checked when made; TOML in and out."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
+from shardwise.core.mesh import Axis, Mesh
+
+Recompute = Literal["none", "full"]
+Precision = Literal["fp32", "fp64", "bf16"]
+Dropout = Literal["exact", "fast"]
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "recompute": ("none", "full"),
+    "precision": ("fp32", "fp64", "bf16"),
+    "schedule": ("1f1b",),
+    "dropout": ("exact", "fast"),
+    "offload": ("none",),
+}
+"""The fields of a plan that are one word, with the legal words."""
+
+DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
+    ("R", "P", "R"): "DDP",
+    ("R", "P", "S"): "ZeRO-1",
+    ("R", "S", "S"): "ZeRO-2",
+    ("S", "S", "S"): "ZeRO-3",
+}
+"""The data-parallel table: (rest, gradient between microbatches, optimizer state) and its usual name."""
+
+RUNNABLE_ROWS = (("R", "P", "R"),)
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterRule:
+    """One row of the data-parallel table for the parameters whose name matches ``pattern`` (as in
+    :mod:`fnmatch`).
+
+    R is replicated, P a partial sum, S a flat shard over ``dp``.  ``rest`` is the parameter between steps,
+    ``grad`` its gradient between microbatches, ``state`` the optimizer's.
+    """
+
+    pattern: str
+    rest: Literal["R", "S"] = "R"
+    grad: Literal["P", "S"] = "P"
+    state: Literal["R", "S"] = "R"
+
+    def __post_init__(self) -> None:
+        check_text("parameters.pattern", self.pattern)
+        where = f'parameters "{self.pattern}"'
+        for field, legal in (("rest", "RS"), ("grad", "PS"), ("state", "RS")):
+            check_choice(f"{where}: {field}", getattr(self, field), legal)
+        row = (self.rest, self.grad, self.state)
+        if row in RUNNABLE_ROWS:
+            return
+        name = DATA_PARALLEL_ROWS.get(row)
+        problem = f"{name}, which cannot be run yet" if name else "no row of the data-parallel table"
+        raise ConfigError(
+            f"{where}: rest, grad, state = {', '.join(row)} is {problem}; legal: "
+            + ", ".join(
+                f"{', '.join(legal_row)} ({DATA_PARALLEL_ROWS[legal_row]})" for legal_row in RUNNABLE_ROWS
+            )
+            + "."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a step is divided over the ranks of ``mesh``.
+
+    ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward;
+    ``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend
+    on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
+    :class:`ConfigError` names the field, the value and what is legal.
+    """
+
+    mesh: Mesh = Mesh.of(dp=1)
+    microbatches: int = 1
+    recompute: Recompute = "none"
+    precision: Precision = "fp32"
+    schedule: str = "1f1b"
+    parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
+    dropout: Dropout = "exact"
+    offload: Literal["none"] = "none"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mesh):
+            raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: a Mesh, such as Mesh.of(dp=2).")
+        check_count("microbatches", self.microbatches)
+        for field, legal in CHOICES.items():
+            check_choice(field, getattr(self, field), legal)
+        rules = self.parameters
+        if (
+            not isinstance(rules, tuple | list)
+            or not rules
+            or not all(isinstance(rule, ParameterRule) for rule in rules)
+        ):
+            raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
+        object.__setattr__(self, "parameters", tuple(rules))
+
+    def replace(self, **changes: Any) -> Plan:
+        """A plan with some fields changed, checked anew."""
+        check_keys("plan", changes, (field.name for field in fields(Plan)))
+        return replace(self, **changes)
+
+    def rule(self, name: str) -> ParameterRule:
+        """The rule of the parameter called ``name``: the first that matches."""
+        for rule in self.parameters:
+            if fnmatchcase(name, rule.pattern):
+                return rule
+        patterns = ", ".join(f'"{rule.pattern}"' for rule in self.parameters)
+        raise ConfigError(
+            f'parameters: no rule matches "{name}"; legal: a rule for each, such as "*"; found: {patterns}.'
+        )
+
+    def to_toml(self) -> str:
+        """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
+        lines = [f"microbatches = {self.microbatches}"]
+        lines += [f"{field} = {_quote(getattr(self, field))}" for field in CHOICES]
+        if not self.mesh.axes:
+            lines += ["mesh = []"]
+        for axis in self.mesh.axes:
+            lines += [
+                "",
+                "[[mesh]]",
+                f"name = {_quote(axis.name)}",
+                f"size = {axis.size}",
+                f"link = {_quote(axis.link)}",
+            ]
+        for rule in self.parameters:
+            lines += ["", "[[parameters]]"]
+            lines += [
+                f"{field.name} = {_quote(getattr(rule, field.name))}" for field in fields(ParameterRule)
+            ]
+        return "\n".join(lines) + "\n"
+
+    @staticmethod
+    def from_toml(text: str) -> Plan:
+        """Read a plan; what is left out has its default, what is unknown or wrong raises ConfigError."""
+        try:
+            values: dict[str, Any] = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"plan: not TOML: {error}.") from error
+        check_keys("plan", values, (field.name for field in fields(Plan)))
+        if "mesh" in values:
+            values["mesh"] = Mesh(tuple(_records("mesh", values["mesh"], Axis)))
+        if "parameters" in values:
+            values["parameters"] = tuple(_records("parameters", values["parameters"], ParameterRule))
+        return Plan(**values)
+
+
+def _records(where: str, items: object, kind: type[Any]) -> list[Any]:
+    """The records of type ``kind`` in the array of tables ``items``."""
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise ConfigError(f"{where}: {items!r} is not legal; legal: tables, each under [[{where}]].")
+    required = [field.name for field in fields(kind)][: 1 if kind is ParameterRule else 2]
+    for position, item in enumerate(items):
+        check_keys(f"{where}[{position}]", item, (field.name for field in fields(kind)))
+        for key in required:
+            if key not in item:
+                raise ConfigError(
+                    f'{where}[{position}]: "{key}" is missing; found: {", ".join(item) or "nothing"}.'
+                )
+    return [kind(**item) for item in items]
+
+
+def _quote(text: str) -> str:
+    """``text`` as a basic TOML string: JSON's escapes are TOML's, but for DEL, which TOML wants escaped."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,0 +1,95 @@
+"""The program of a step: what one class of ranks executes, as a flat list of instructions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.mesh import Coordinates, Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The instructions of one class of ranks.
+
+    A class is all the ranks at the fixed ``coordinates`` (pairs of axis and coordinate; none: every
+    rank).  Ranks of one class run the same list: peers and groups in it are relative to the mesh and
+    resolved when it runs.
+    """
+
+    name: str
+    coordinates: Coordinates = ()
+    instructions: tuple[Instruction, ...] = ()
+
+    def text(self) -> str:
+        """One instruction a line: position, lane, instruction, ``reads → writes``."""
+        place = " ".join(f"{axis}={at}" for axis, at in self.coordinates) or "every rank"
+        lines = [f"{self.name}: {place}, {len(self.instructions)} instructions"]
+        digits = len(str(max(len(self.instructions) - 1, 0)))
+        width = max((len(str(instruction)) for instruction in self.instructions), default=0)
+        for position, instruction in enumerate(self.instructions):
+            reads, writes = (" ".join(map(str, held)) for held in (instruction.reads, instruction.writes))
+            access = f"{reads} → {writes}".strip() if reads or writes else ""
+            lines.append(
+                f"{position:>{digits}}  {instruction.lane:<7}  {instruction!s:<{width}}  {access}".rstrip()
+            )
+        return "\n".join(lines)
+
+    def to_json(self) -> str:
+        """The program as JSON, defaults left out; :meth:`from_json` reads it back unchanged."""
+        return json.dumps(
+            {
+                "name": self.name,
+                "coordinates": dict(self.coordinates),
+                "instructions": [_to_dict(instruction) for instruction in self.instructions],
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Program:
+        """Read what :meth:`to_json` wrote; :class:`ShardwiseError` where it is something else."""
+        try:
+            data = json.loads(text)
+            instructions = tuple(_from_dict(item) for item in data["instructions"])
+            return Program(data["name"], tuple(data["coordinates"].items()), instructions)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ShardwiseError(f"not a program in JSON: {type(error).__name__}: {error}") from error
+
+
+def class_of(programs: Sequence[Program], mesh: Mesh, rank: int) -> Program:
+    """The one program that ``rank`` runs; :class:`ShardwiseError` where there is none or more than one."""
+    here = mesh.coordinates(rank)
+    found = [
+        program for program in programs if all(here.get(axis, 0) == at for axis, at in program.coordinates)
+    ]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(program.name for program in found) or "none"
+    raise ShardwiseError(f"rank {rank} at {here} has to have one program and has {len(found)}: {names}")
+
+
+def _to_dict(instruction: Instruction) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in fields(Instruction):
+        value = getattr(instruction, field.name)
+        if field.default is not MISSING and value == field.default:
+            continue
+        if field.name in ("reads", "writes"):
+            value = [[buffer.kind, buffer.index, buffer.microbatch, buffer.version] for buffer in value]
+        found[field.name] = value
+    return found
+
+
+def _from_dict(data: dict[str, Any]) -> Instruction:
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+    for key in ("reads", "writes"):
+        if key in values:
+            values[key] = tuple(Buffer(*buffer) for buffer in values[key])
+    values["op"] = Op(values["op"])
+    if "lane" in values:
+        values["lane"] = Lane(values["lane"])
+    return Instruction(**values)

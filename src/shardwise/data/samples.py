@@ -1,0 +1,104 @@
+"""What a dataset yields: checked sample by sample, stacked into rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError, did_you_mean
+
+Fields = dict[str, Tensor]
+
+
+class Samples:
+    """A map-style dataset (``len`` and integer indexing) of dicts of tensors, all alike.
+
+    Sample 0 says what the fields are, their shapes and dtypes; any other sample that differs raises ConfigError naming
+    the sample, the field, what was found and what was expected.  Numbers and numpy arrays become tensors.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        for method, use in (("__len__", "len(dataset)"), ("__getitem__", "dataset[index]")):
+            if not hasattr(dataset, method):
+                raise ConfigError(
+                    f"data: a dataset must support {use}; {type(dataset).__name__} does not; "
+                    "legal: a map-style dataset of dicts of tensors"
+                )
+        self.dataset = dataset
+        self.size = len(dataset)
+        if self.size < 1:
+            raise ConfigError(
+                f"data: the dataset ({type(dataset).__name__}) is empty; legal: one sample or more"
+            )
+        self.reference = self._fields(0)
+
+    def read(self, indices: Iterable[int]) -> Fields:
+        """The samples at ``indices`` as rows: each field (rows, *shape), also for no rows at all."""
+        rows = [self._checked(index) for index in indices]
+        if not rows:
+            return {name: value.new_empty((0, *value.shape)) for name, value in self.reference.items()}
+        return {name: torch.stack([row[name] for row in rows]) for name in self.reference}
+
+    def _checked(self, index: int) -> Fields:
+        found = self._fields(index)
+        for name in sorted(found.keys() ^ self.reference.keys()):
+            extra = name in found
+            what = f'a field "{name}", which sample 0 has not' if extra else f'no field "{name}", which sample 0 has'
+            hint = did_you_mean(name, self.reference) if extra else ""
+            raise ConfigError(
+                f"data: sample {index} has {what}; legal: the same fields in every sample "
+                f"({', '.join(self.reference)}).{hint}"
+            )
+        for name, expected in self.reference.items():
+            value = found[name]
+            for what in ("shape", "dtype"):
+                here, there = getattr(value, what), getattr(expected, what)
+                if here != there:
+                    here, there = (tuple(here), tuple(there)) if what == "shape" else (here, there)
+                    raise ConfigError(
+                        f'data: sample {index}, field "{name}": {what} {here}, expected {there} as in sample 0'
+                    )
+        return found
+
+    def _fields(self, index: int) -> Fields:
+        try:
+            item = self.dataset[index]
+        except ConfigError:
+            raise
+        except Exception as error:
+            error.add_note(f"while reading sample {index} of the dataset ({type(self.dataset).__name__})")
+            raise
+        if not isinstance(item, Mapping) or not item:
+            what = "an empty dict" if isinstance(item, Mapping) else _kind(item)
+            raise ConfigError(f"data: sample {index} is {what}; legal: a dict of tensors")
+        return {self._name(index, name): self._tensor(index, name, value) for name, value in item.items()}
+
+    @staticmethod
+    def _name(index: int, name: object) -> str:
+        if not isinstance(name, str):
+            raise ConfigError(
+                f"data: sample {index} has the field {name!r}, {_kind(name)}; legal: names of fields as text"
+            )
+        return name
+
+    @staticmethod
+    def _tensor(index: int, name: object, value: object) -> Tensor:
+        if isinstance(value, Tensor):
+            return value.detach()
+        if isinstance(value, bool | int | float | np.ndarray | np.generic):
+            try:
+                return torch.as_tensor(value)
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+                raise ConfigError(f'data: sample {index}, field "{name}" is no tensor: {error}') from error
+        raise ConfigError(
+            f'data: sample {index}, field "{name}" is {_kind(value)}; legal: a tensor, a number or a numpy array'
+        )
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"

@@ -1,0 +1,149 @@
+"""A Llama in plain PyTorch: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .gpt import token_loss
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dim, the statistics in fp32 at least (Zhang and Sennrich, 2019)."""
+
+    def __init__(self, width: int, epsilon: float = 1e-5) -> None:
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = x.dtype in (torch.bfloat16, torch.float16)
+        wide = x.float() if low else x
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
+        return (y.to(x.dtype) if low else y) * self.weight
+
+
+def rotary_table(context: int, size: int, base: float = 10000.0) -> Tensor:
+    """cos and sin of position x frequency as (2, context, size): the two halves of a head share their frequencies."""
+    frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies).repeat(1, 2)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """Turn the pairs (i, i + size/2) of ``x`` (B, heads, S, size) by ``rotary`` (2, S, size) (Su et al., 2021)."""
+    cos, sin = rotary.unbind(0)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Attention(nn.Module):
+    """Causal attention in which groups of heads share keys and values: (B, S, width) -> (B, S, width)."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+        super().__init__()
+        self.size = width // heads
+        self.groups = heads // kv_heads
+        self.q_proj = nn.Linear(width, width, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * self.size, bias=False)
+        self.o_proj = nn.Linear(width, width, bias=False)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (x.shape[-1] // self.size, self.size)).transpose(1, 2)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """One copy of each key or value head for every query head of its group."""
+        if self.groups == 1:
+            return x
+        return x.unsqueeze(2).expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        q = rotate(self._heads(self.q_proj(x)), rotary)
+        k = self._shared(rotate(self._heads(self.k_proj(x)), rotary))
+        v = self._shared(self._heads(self.v_proj(x)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(width, hidden, bias=False)
+        self.up_proj = nn.Linear(width, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def swiglu_hidden(width: int) -> int:
+    """8/3 x width, rounded up to a multiple of 32: as many parameters as a plain MLP of 4 x width has."""
+    return -(-8 * width // 96) * 32
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normed before and added to what came in."""
+
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm(width)
+        self.attention = Attention(width, heads, kv_heads)
+        self.norm2 = RMSNorm(width)
+        self.mlp = SwiGLU(width, hidden)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x), rotary)
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """Llama's architecture (Touvron et al., 2023).
+
+    ``kv_heads`` (default: heads) divides ``heads``, which divides ``width`` into heads of an even size; ``hidden`` is
+    the MLP's width (default: :func:`swiglu_hidden`); ``tied``: the head is the embedding.
+    """
+
+    rotary: Tensor
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 256,
+        width: int = 256,
+        layers: int = 4,
+        heads: int = 8,
+        kv_heads: int | None = None,
+        hidden: int | None = None,
+        context: int = 256,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        kv_heads = kv_heads or heads
+        if width % (2 * heads) or heads % kv_heads:
+            raise ValueError(
+                f"{width=} must be an even multiple of {heads=}, and that a multiple of {kv_heads=}"
+            )
+        self.context, hidden = context, hidden or swiglu_hidden(width)
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.register_buffer("rotary", rotary_table(context, width // heads), persistent=False)
+        self.blocks = nn.ModuleList(Block(width, heads, kv_heads, hidden) for _ in range(layers))
+        self.norm = RMSNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.embedding.weight
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss against the aligned ``labels`` (B, S)."""
+        x = self.embedding(input_ids)
+        rotary = self.rotary[:, : input_ids.shape[1]].to(x.dtype)
+        for block in self.blocks:
+            x = block(x, rotary)
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits if labels is None else token_loss(logits, labels)

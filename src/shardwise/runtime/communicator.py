@@ -1,0 +1,340 @@
+"""The one door to communication: what every backend promises, and what all of them share.
+
+A communicator belongs to one rank of a mesh.  Every operation is *posted* and gives a :class:`Handle`; from
+the post until ``handle.wait()`` has returned, the tensors belong to the operation: an output may hold
+anything, and an input must not be written.
+
+Order: operations of one (axes, lane) run in the order in which they were posted, which must be the same on
+all members; different lanes are independent of each other.  Messages from one rank to another are matched
+in the order of posting, whatever their lane. A send is complete only once its receive has been posted: some
+backends buffer small messages, so a program that relies on it hangs on the others.
+
+Backends derive from :class:`BaseCommunicator`, which checks the arguments and resolves the group, so that a
+backend sees only flat, contiguous tensors of the right sizes and groups of at least two ranks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.mesh import Mesh
+
+Axes: TypeAlias = str | tuple[str, ...]
+OnWait: TypeAlias = Callable[[str | None], None]
+
+# What every backend can sum: gloo and NCCL lack int16, bool and fp8.
+REDUCIBLE = frozenset({
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8,
+})  # fmt: skip
+
+
+class CommunicationError(ShardwiseError):
+    """An operation failed: a peer is gone, or the ranks do not agree on what they do.
+
+    ``rank`` is the rank that noticed, ``operation`` the call in words, ``what`` the caller's name for it,
+    ``missing`` the ranks that had not arrived, as far as they are known.
+    """
+
+    def __init__(
+        self, reason: str, *, rank: int = -1, operation: str = "", what: str = "", missing: Iterable[int] = ()
+    ) -> None:
+        self.rank, self.operation, self.what, self.missing = rank, operation, what, tuple(missing)
+        absent = f" (not arrived: rank {', '.join(map(str, self.missing))})" if self.missing else ""
+        place = f"rank {rank}: {operation}: " if operation else ""
+        super().__init__(f"{place}{reason}{absent}")
+
+
+class CommunicationTimeout(CommunicationError):
+    """A wait took longer than the communicator's time-out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The ranks that take part in a collective, in group order, and the position of this rank among them."""
+
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One posted operation, for messages and for telling two operations apart."""
+
+    kind: str
+    group: Group
+    lane: str
+    what: str
+
+    def __str__(self) -> str:
+        name = f" of {self.what}" if self.what else ""
+        over = f" over {','.join(self.group.axes)}" if self.group.axes else ""
+        return f"{self.kind}{name}{over} among ranks {list(self.group.ranks)} on lane {self.lane}"
+
+
+class Handle(Protocol):
+    """An operation under way."""
+
+    def wait(self) -> None:
+        """Return when the operation is complete on this rank; may be called more than once.
+
+        Raises :class:`CommunicationTimeout` when it takes longer than the communicator's time-out.  On CUDA
+        the current stream waits, not the host.
+        """
+
+
+class Completed:
+    """The handle of an operation that had nothing to do."""
+
+    def wait(self) -> None:
+        return None
+
+
+class Communicator(Protocol):
+    """One rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of the
+    group over ``axes``.
+
+    Axes that the mesh lacks count as of size 1; with n = 1 a collective is a local copy or nothing.
+    ``lane`` names the queue, ``what`` the operation in messages.
+    """
+
+    mesh: Mesh
+    rank: int
+    device: torch.device
+
+    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Replace ``x`` by its sum over the group, in place.  Real dtypes; fp16 and bf16 are rounded as the
+        backend does."""
+
+    def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Concatenate the members' ``x`` in group order; ``out`` has n × as many elements, and ``x`` may be
+        its own part of it."""
+
+    def reduce_scatter(
+        self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = ""
+    ) -> Handle:
+        """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n × as many
+        elements).
+
+        ``out`` may be that part of ``x``.
+        """
+
+    def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Send the i-th of n equal parts of ``x`` to member i and put the part from member i in the i-th
+        part of ``out``."""
+
+    def broadcast(
+        self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = ""
+    ) -> Handle:
+        """Replace ``x`` by that of the member with index ``root`` in the group."""
+
+    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "") -> Handle:
+        """Send ``x`` to a rank of the mesh."""
+
+    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "") -> Handle:
+        """Fill ``x`` with what ``from_rank`` sends to this rank."""
+
+    def barrier(self, axes: Axes | None = None, what: str = "") -> None:
+        """Return when all members (of the whole mesh by default) have called it."""
+
+    def prepare(self, groups: Iterable[tuple[Axes, str]]) -> None:
+        """Make the communicators for these (axes, lane) now.  All members must name those they share in the
+        same order.
+
+        Without it each is made when first used, and then its first use must not be overtaken by that of
+        another on some rank.
+        """
+
+    def progress(self) -> None:
+        """Do a bounded bit of pending work without blocking; cheap when there is none.  For backends that
+        have no thread."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer of ``numel`` elements, 64-byte aligned, on which collectives need no copies.
+
+        All ranks must call it with the same arguments in the same order.
+        """
+
+    def close(self) -> None:
+        """Release what the communicator holds.  May be called more than once; buffers from :meth:`allocate`
+        stay readable."""
+
+
+class BaseCommunicator(ABC):
+    """Checks arguments, resolves groups and answers the trivial cases; backends implement the underscored
+    methods."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        device: torch.device,
+        timeout: float = 300.0,
+        on_wait: OnWait | None = None,
+    ) -> None:
+        if not 0 <= rank < mesh.size:
+            raise ShardwiseError(f"rank {rank} is not on a mesh of {mesh.size} ranks")
+        self.mesh, self.rank, self.device, self.timeout, self.on_wait = mesh, rank, device, timeout, on_wait
+        self._groups: dict[Axes, Group] = {}
+
+    def group(self, axes: Axes) -> Group:
+        """The group of this rank over ``axes``; axes of size 1 are left out."""
+        known = self._groups.get(axes)
+        if known is None:
+            names = (axes,) if isinstance(axes, str) else tuple(axes)
+            names = tuple(name for name in names if self.mesh.axis_size(name) > 1)
+            ranks = self.mesh.group(self.rank, names) if names else (self.rank,)
+            known = self._groups[axes] = Group(names, ranks, ranks.index(self.rank))
+        return known
+
+    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        call = Call("all_reduce", self.group(axes), lane, what)
+        self._check(call, x, reducing=True)
+        if call.group.size == 1 or x.numel() == 0:
+            return Completed()
+        return self._all_reduce(call, _flat(x))
+
+    def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        call = Call("all_gather", self.group(axes), lane, what)
+        self._check(call, x, out, out.numel() == call.group.size * x.numel())
+        return (
+            self._copied(out, x)
+            if call.group.size == 1 or x.numel() == 0
+            else self._all_gather(call, _flat(out), _flat(x))
+        )
+
+    def reduce_scatter(
+        self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = ""
+    ) -> Handle:
+        call = Call("reduce_scatter", self.group(axes), lane, what)
+        self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
+        return (
+            self._copied(out, x)
+            if call.group.size == 1 or x.numel() == 0
+            else self._reduce_scatter(call, _flat(out), _flat(x))
+        )
+
+    def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        call = Call("all_to_all", self.group(axes), lane, what)
+        self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
+        return (
+            self._copied(out, x)
+            if call.group.size == 1 or x.numel() == 0
+            else self._all_to_all(call, _flat(out), _flat(x))
+        )
+
+    def broadcast(
+        self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = ""
+    ) -> Handle:
+        call = Call("broadcast", self.group(axes), lane, what)
+        self._check(call, x)
+        if not 0 <= root < call.group.size:
+            raise ShardwiseError(f"{call}: root {root} is not an index in a group of {call.group.size}")
+        if call.group.size == 1 or x.numel() == 0:
+            return Completed()
+        return self._broadcast(call, _flat(x), root)
+
+    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "") -> Handle:
+        call = self._pair("send", to_rank, lane, what)
+        self._check(call, x)
+        return self._send(call, _flat(x), to_rank) if x.numel() else Completed()
+
+    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "") -> Handle:
+        call = self._pair("receive", from_rank, lane, what)
+        self._check(call, x)
+        return self._receive(call, _flat(x), from_rank) if x.numel() else Completed()
+
+    def barrier(self, axes: Axes | None = None, what: str = "") -> None:
+        call = Call("barrier", self.group(self.mesh.names if axes is None else axes), "barrier", what)
+        if call.group.size > 1:
+            self._barrier(call)
+
+    def prepare(self, groups: Iterable[tuple[Axes, str]]) -> None:
+        return None
+
+    def progress(self) -> None:
+        return None
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def close(self) -> None:
+        return None
+
+    def _pair(self, kind: str, peer: int, lane: str, what: str) -> Call:
+        if not 0 <= peer < self.mesh.size or peer == self.rank:
+            raise ShardwiseError(
+                f"{kind} {what}: rank {self.rank} has no peer {peer} on a mesh of {self.mesh.size} ranks"
+            )
+        ranks = (self.rank, peer) if kind == "send" else (peer, self.rank)
+        return Call(kind, Group((), ranks, ranks.index(self.rank)), lane, what)
+
+    def _check(
+        self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False
+    ) -> None:
+        """Refuse before anything is posted: some backends poison the whole group on a bad argument."""
+        for tensor in (x,) if out is None else (x, out):
+            if not tensor.is_contiguous():
+                raise ShardwiseError(f"{call}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
+            if tensor.device.type != self.device.type:
+                raise ShardwiseError(
+                    f"{call}: the tensor is on {tensor.device}, the communicator on {self.device}"
+                )
+        if reducing and x.dtype not in REDUCIBLE:
+            raise ShardwiseError(f"{call}: cannot sum {x.dtype}")
+        if out is not None and (not sizes_fit or out.dtype != x.dtype):
+            raise ShardwiseError(
+                f"{call}: sizes or dtypes do not fit {call.group.size} ranks: "
+                f"{x.numel()} elements of {x.dtype} into {out.numel()} of {out.dtype}"
+            )
+
+    def _copied(self, out: Tensor, x: Tensor) -> Handle:
+        if out.data_ptr() != x.data_ptr():
+            _flat(out).copy_(_flat(x))
+        return Completed()
+
+    @abstractmethod
+    def _all_reduce(self, call: Call, x: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...
+
+    @abstractmethod
+    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle: ...
+
+    @abstractmethod
+    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle: ...
+
+    @abstractmethod
+    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle: ...
+
+    @abstractmethod
+    def _barrier(self, call: Call) -> None: ...
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A one-dimensional alias outside autograd."""
+    return x.detach().view(-1)
+
+
+def as_bytes(x: Tensor) -> Tensor:
+    """A flat tensor as uint8: what only moves can then have any dtype on any backend."""
+    return x.view(torch.uint8)

@@ -1,0 +1,231 @@
+"""The optimizer over flat buffers: torch's own update kernels, each run once over a whole segment.
+
+A skipped step (``skip`` = 1) leaves parameters, state and step counters as they were, bit for bit, and the
+host never reads the flag.  The fused kernels take it as ``found_inf``, and the factor of clipping as the
+inverse of ``grad_scale``: the two attributes by which :class:`torch.amp.GradScaler` talks to an optimizer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.flat import FlatEntry
+from shardwise.core.optim import OptimizerChoice
+
+FUSED = {"cpu": ("adamw", "adam", "sgd", "adagrad"), "cuda": ("adamw", "adam", "sgd")}
+"""The optimizers for which the oldest torch that we support has fused kernels, by type of device."""
+
+
+class Segment(NamedTuple):
+    """A contiguous range of a flat buffer whose elements share one weight decay.
+
+    ``param`` and ``grad`` are 1-d views of the buffers; ``start`` is the position of ``param[0]`` in the flat
+    buffer of the parameters, in elements.
+    """
+
+    param: Tensor
+    grad: Tensor
+    decays: bool
+    start: int = 0
+
+
+def torch_optimizer(
+    choice: OptimizerChoice,
+    decayed: Sequence[Tensor],
+    undecayed: Sequence[Tensor],
+    **options: bool,
+) -> torch.optim.Optimizer:
+    """The optimizer of :mod:`torch.optim` that ``choice`` names, over two groups of parameters.
+
+    Weight decay applies to ``decayed`` only.  ``options`` are torch's ``fused``, ``foreach``, ``capturable``.
+    """
+    kwargs: dict[str, Any] = {"lr": choice.lr, **options}
+    if choice.eps is not None:
+        kwargs["eps"] = choice.eps
+    if choice.weight_decay is not None:
+        kwargs["weight_decay"] = choice.weight_decay
+    betas = {"betas": choice.betas}
+    make: Callable[..., torch.optim.Optimizer]
+    own: dict[str, Any]
+    match choice.name:
+        case "adamw":
+            make, own = torch.optim.AdamW, betas
+        case "adam":
+            make, own = torch.optim.Adam, betas
+        case "radam":
+            make, own = torch.optim.RAdam, betas
+        case "nadam":
+            make, own = torch.optim.NAdam, betas | {"momentum_decay": choice.momentum_decay}
+        case "adagrad":
+            make, own = torch.optim.Adagrad, {}
+        case "rmsprop":
+            make, own = torch.optim.RMSprop, {"alpha": choice.alpha, "momentum": choice.momentum}
+        case "sgd":
+            make, own = torch.optim.SGD, {"momentum": choice.momentum, "nesterov": choice.nesterov}
+    groups: list[dict[str, Any]] = [{"params": list(decayed)}] if decayed else []
+    if undecayed:
+        groups.append({"params": list(undecayed), "weight_decay": 0.0})
+    return make(groups, **kwargs, **own)
+
+
+class FlatOptimizer:
+    """One optimizer over segments of flat buffers, all on one device and of one dtype.
+
+    The update of a segment equals that of :mod:`torch.optim` on its parameters one by one, as every optimizer
+    here works element by element.  State is made at once, in zeros, so that the very first step can be
+    skipped; a zero element with a zero gradient (padding) stays zero, and so does its state.
+    """
+
+    def __init__(self, choice: OptimizerChoice, segments: Iterable[Segment | tuple[Tensor, Tensor, bool]]):
+        self.choice = choice
+        self.segments = tuple(s for s in (Segment(*segment) for segment in segments) if s.param.numel())
+        # Aliases: the caller's tensors keep their own `.grad`.
+        self._params = [segment.param.detach() for segment in self.segments]
+        for param, segment in zip(self._params, self.segments, strict=True):
+            param.grad = segment.grad
+        device_type = self._params[0].device.type if self._params else "cpu"
+        self._fused = choice.name in FUSED.get(device_type, ())
+        self._optimizer = self._make() if self.segments else None
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
+        """Update every segment in place.
+
+        ``lr`` is the learning rate of this step.  ``grad_scale`` is a 0-d tensor c on the segments' device:
+        gradients count as c times what they are (the buffers hold that product afterwards, or anything where
+        the step is skipped).  ``skip`` is a 0-d float32 tensor on that device, 1 to skip the step and 0 to
+        take it.
+        """
+        if self._optimizer is None:
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        optimizer: Any = self._optimizer
+        if self._fused:
+            optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale), skip
+            optimizer.step()
+            return
+        if grad_scale is not None:
+            self._scale_gradients(grad_scale)
+        kept = [tensor.clone() for tensor in self._mutable()] if skip is not None else []
+        optimizer.step()
+        if skip is not None:
+            skipped = skip != 0
+            for tensor, before in zip(self._mutable(), kept, strict=True):
+                torch.where(skipped, before, tensor, out=tensor)
+
+    def state_dict(self) -> dict[str, list[Tensor]]:
+        """The state by its names in torch (``exp_avg``, ``step``, …), one live tensor for each segment."""
+        states = [self._state(index) for index in range(len(self.segments))]
+        return {key: [state[key] for state in states] for key in (states[0] if states else ())}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Sequence[Tensor]]) -> None:
+        """Copy in what :meth:`state_dict` gave for segments of the same sizes.
+
+        :class:`ShardwiseError` says which names or shapes differ.
+        """
+        own = self.state_dict()
+        if set(own) != set(state):
+            raise ShardwiseError(
+                f"optimizer state {sorted(state)} does not fit {self.choice.name}: expected {sorted(own)}"
+            )
+        for key, tensors in own.items():
+            shapes = [tuple(tensor.shape) for tensor in tensors]
+            given = [tuple(tensor.shape) for tensor in state[key]]
+            if shapes != given:
+                raise ShardwiseError(f'optimizer state "{key}" has shapes {given}: expected {shapes}')
+            for tensor, source in zip(tensors, state[key], strict=True):
+                tensor.copy_(source)
+
+    def state_views(self, entries: Iterable[FlatEntry]) -> dict[str, dict[str, Tensor]]:
+        """The state of each parameter, as torch.optim would hold it: views in the parameter's shape, no copy.
+
+        The ``step`` (and ``mu_product``) of all parameters of a segment is the same 0-d tensor.
+        :class:`ShardwiseError` names an entry that does not lie within one segment.
+        """
+        return {entry.name: self._entry_state(entry) for entry in entries}
+
+    def _entry_state(self, entry: FlatEntry) -> dict[str, Tensor]:
+        numel = math.prod(entry.shape)
+        for index, segment in enumerate(self.segments):
+            first = entry.offset - segment.start
+            if first >= 0 and first + numel <= segment.param.numel():
+                return {
+                    key: value if value.dim() == 0 else value[first : first + numel].view(entry.shape)
+                    for key, value in self._state(index).items()
+                }
+        raise ShardwiseError(f'parameter "{entry.name}" does not lie within one segment of the flat buffer')
+
+    def _make(self) -> torch.optim.Optimizer:
+        if self._fused:
+            options = {"fused": True}
+        else:
+            # Over one long tensor "foreach" only adds temporaries.
+            options = {"foreach": False}
+            if self.choice.name != "adagrad":
+                options["capturable"] = self._params[0].device.type != "cpu"
+        decayed: list[Tensor] = []
+        undecayed: list[Tensor] = []
+        for param, segment in zip(self._params, self.segments, strict=True):
+            (decayed if segment.decays else undecayed).append(param)
+        optimizer = torch_optimizer(self.choice, decayed, undecayed, **options)
+        for param in self._params:
+            optimizer.state[param] = self._initial_state(param)
+        return optimizer
+
+    def _initial_state(self, param: Tensor) -> dict[str, Tensor]:
+        """What torch.optim makes in its first step, with the scalars where its kernels want them."""
+        on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self._fused)
+        scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
+        wide = scalar_type == torch.float64 and not self._fused
+        scalar = torch.zeros(
+            (), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device
+        )
+        match self.choice.name:
+            case "adamw" | "adam" | "radam" | "nadam":
+                names = ["exp_avg", "exp_avg_sq"]
+            case "adagrad":
+                names = ["sum"]
+            case "rmsprop":
+                names = ["square_avg"] + (["momentum_buffer"] if self.choice.momentum else [])
+            case "sgd":
+                # torch starts from the first gradient, which is what momentum x 0 + gradient gives.
+                return {"momentum_buffer": torch.zeros_like(param)} if self.choice.momentum else {}
+        state = {"step": scalar}
+        if self.choice.name == "nadam":
+            state["mu_product"] = torch.ones_like(scalar)
+        return state | {name: torch.zeros_like(param) for name in names}
+
+    def _state(self, index: int) -> dict[str, Tensor]:
+        assert self._optimizer is not None
+        state: dict[str, Any] = self._optimizer.state[self._params[index]]
+        return {key: value for key, value in state.items() if isinstance(value, Tensor)}
+
+    def _mutable(self) -> list[Tensor]:
+        """What a step changes on the device: all but Adagrad's ``step``, which can be on the CPU.
+
+        It also counts skipped steps there; with no decay of its learning rate, Adagrad never uses it.
+        """
+        states = [tensor for index in range(len(self._params)) for tensor in self._state(index).values()]
+        return [t for t in (*self._params, *states) if t.device == self._params[0].device]
+
+    def _divisor(self, grad_scale: Tensor | None) -> Tensor | None:
+        """What the fused kernels shall divide gradients by, after scaling here what they cannot."""
+        if grad_scale is None:
+            return None
+        if self._params[0].dtype == torch.float64:
+            # They take the divisor in float32: too coarse for these gradients.
+            self._scale_gradients(grad_scale)
+            return None
+        return grad_scale.float().reciprocal()
+
+    def _scale_gradients(self, factor: Tensor) -> None:
+        for segment in self.segments:
+            segment.grad.mul_(factor)

@@ -1,0 +1,52 @@
+"""Where the processes of a run find each other: the key-value store that torchrun's environment variables
+name."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from shardwise.core.errors import ConfigError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class Rendezvous:
+    """This process's rank, the number of processes, and a store that all of them can reach."""
+
+    store: dist.Store
+    rank: int
+    size: int
+
+
+def rendezvous(purpose: str, timeout: float) -> Rendezvous:
+    """Meet the other processes started by torchrun, or by hand with the same variables (``RANK WORLD_SIZE
+    MASTER_ADDR MASTER_PORT``).
+
+    Keys are private to ``purpose`` and to this attempt: after a restart the old ones are not seen.  Every
+    read from the store takes at most ``timeout`` seconds.  Raises :class:`ConfigError` where a variable is
+    missing or not a number.
+    """
+    values = {name: os.environ.get(name, "") for name in VARIABLES}
+    for name, value in values.items():
+        if not value or (name != "MASTER_ADDR" and not value.isdigit()):
+            raise ConfigError(
+                f"environment variable {name}: {value!r} is not legal; start with torchrun, which sets it."
+            )
+    rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
+    # torchrun's agent hosts the store itself and says so; otherwise it lives in rank 0.
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        values["MASTER_ADDR"],
+        int(values["MASTER_PORT"]),
+        world_size=size,
+        is_master=rank == 0 and not hosted,
+        timeout=timedelta(seconds=timeout),
+        multi_tenant=True,
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return Rendezvous(dist.PrefixStore(f"shardwise/{attempt}/{purpose}", store), rank, size)

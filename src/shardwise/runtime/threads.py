@@ -1,0 +1,333 @@
+"""All ranks of a mesh as threads of this process: for tests and for ``verify``.
+
+The backend is strict where real ones are lenient, so that a missing wait shows: outputs are filled with
+0xFF bytes (NaN) while an operation is pending and are written only by ``wait()``; inputs are copied on post
+and must be unchanged at ``wait()``; members that disagree on an operation, and ranks that end while others
+still need them, are errors.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwise.core.mesh import Mesh
+from shardwise.runtime.communicator import (
+    BaseCommunicator,
+    Call,
+    CommunicationError,
+    CommunicationTimeout,
+    Handle,
+    as_bytes,
+)
+
+T = TypeVar("T")
+Combine: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+Channel: TypeAlias = tuple[str, tuple[int, ...], str]
+
+MAX_DELAY = 2e-3  # seconds that the delay mode adds at most to a post or a wait
+
+
+def run_ranks(
+    mesh: Mesh,
+    fn: Callable[[ThreadCommunicator], T],
+    *,
+    timeout: float = 60.0,
+    delay_seed: int | None = None,
+    rendezvous: bool = False,
+    device: torch.device | str = "cpu",
+    on_wait: Callable[[int, str | None], None] | None = None,
+) -> list[T]:
+    """Run ``fn`` once per rank of the mesh, each in a thread of its own, and return the results in rank
+    order.
+
+    ``delay_seed`` delays posts and waits at random; ``rendezvous`` lets a send complete only once its
+    receive is posted.  The first exception stops the other ranks at their next communication and is raised
+    here with a note naming its rank.
+    """
+    world = _World(mesh.size, timeout)
+    results: dict[int, T] = {}
+
+    def run(rank: int) -> None:
+        torch.set_num_threads(1)
+        heard = None if on_wait is None else lambda text: on_wait(rank, text)
+        communicator = ThreadCommunicator(
+            mesh, rank, world, torch.device(device), delay_seed, rendezvous, heard
+        )
+        try:
+            # One backward at a time per thread: autograd's shared worker threads would run it without this
+            # thread's state.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = fn(communicator)
+        except BaseException as error:  # also what ends a thread: the other ranks must not wait for it
+            world.fail(rank, error)
+        else:
+            world.leave(rank)
+
+    threads_before = torch.get_num_threads()
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
+        for rank in range(mesh.size)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not world.expired():
+                thread.join(0.05)
+    except BaseException as error:
+        world.fail(-1, error)
+        raise
+    finally:
+        torch.set_num_threads(threads_before)
+    world.raise_failure()
+    return [results[rank] for rank in range(mesh.size)]
+
+
+class ThreadCommunicator(BaseCommunicator):
+    """One rank of :func:`run_ranks`.  Sums are made in group order, fp16 and bf16 in fp32."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        rank: int,
+        world: _World,
+        device: torch.device,
+        delay_seed: int | None,
+        rendezvous: bool,
+        on_wait: Callable[[str | None], None] | None,
+    ) -> None:
+        super().__init__(mesh, rank, device, world.timeout, on_wait)
+        self._world, self._rendezvous, self._delay_seed = world, rendezvous, delay_seed
+        self._posted: dict[Channel, int] = {}
+        self._random: dict[str, random.Random] = {}
+
+    def _all_reduce(self, call: Call, x: Tensor) -> Handle:
+        return self._post(call, x, x, lambda inputs: [ordered_sum(inputs)] * len(inputs))
+
+    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return self._post(call, x, out, lambda inputs: [torch.cat(inputs)] * len(inputs))
+
+    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return self._post(call, x, out, lambda inputs: list(ordered_sum(inputs).chunk(len(inputs))))
+
+    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        def combine(inputs: list[Tensor]) -> list[Tensor]:
+            parts = [x.chunk(len(inputs)) for x in inputs]
+            return [torch.cat([part[member] for part in parts]) for member in range(len(inputs))]
+
+        return self._post(call, x, out, combine)
+
+    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
+        out = None if call.group.index == root else x
+        return self._post(call, x, out, lambda inputs: [inputs[root]] * len(inputs), f"from index {root}")
+
+    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
+        return self._post(call, x, None, _message, buffered=not self._rendezvous)
+
+    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
+        return self._post(call, x, x, _message)
+
+    def _barrier(self, call: Call) -> None:
+        self._post(call, torch.empty(0, device=self.device), None, lambda inputs: inputs).wait()
+
+    def _post(
+        self,
+        call: Call,
+        x: Tensor,
+        out: Tensor | None,
+        combine: Combine,
+        detail: str = "",
+        buffered: bool = False,
+    ) -> Handle:
+        self._pause(call.lane)
+        pair = call.kind in ("send", "receive")
+        channel = ("message" if pair else "collective", call.group.ranks, "" if pair else call.lane)
+        position = self._posted[channel] = self._posted.get(channel, -1) + 1
+        agreed = f"{'message' if pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
+        snapshot = x.clone()
+        if out is not None:
+            as_bytes(out).fill_(0xFF)
+        meeting = self._world.enter((channel, position), call, self.rank, snapshot, agreed, combine)
+        return _ThreadHandle(self, meeting, call, x, snapshot, out, buffered)
+
+    def _pause(self, lane: str) -> None:
+        if self._delay_seed is None:
+            return
+        source = self._random.get(lane)
+        if source is None:
+            source = self._random[lane] = random.Random(f"{self._delay_seed}/{self.rank}/{lane}")
+        time.sleep(source.choice((0.0, source.uniform(0.0, MAX_DELAY))))
+
+    def _await(self, meeting: _Meeting, call: Call) -> None:
+        self._pause(call.lane)
+        if self.on_wait is not None and not meeting.over.is_set():
+            self.on_wait(str(call))
+            try:
+                self._world.wait(meeting, call, self.rank)
+            finally:
+                self.on_wait(None)
+        else:
+            self._world.wait(meeting, call, self.rank)
+
+
+class _ThreadHandle:
+    def __init__(
+        self,
+        communicator: ThreadCommunicator,
+        meeting: _Meeting,
+        call: Call,
+        x: Tensor,
+        snapshot: Tensor,
+        out: Tensor | None,
+        buffered: bool,
+    ) -> None:
+        self._communicator, self._meeting, self._call = communicator, meeting, call
+        self._x, self._snapshot, self._out, self._buffered = x, snapshot, out, buffered
+        self._complete = False
+
+    def wait(self) -> None:
+        if self._complete:
+            return
+        if not self._buffered:
+            self._communicator._await(self._meeting, self._call)
+        self._complete = True
+        if self._out is None:
+            intact = torch.equal(as_bytes(self._x), as_bytes(self._snapshot))
+        else:
+            intact = bool((as_bytes(self._out) == 0xFF).all())
+        if not intact:
+            raise CommunicationError(
+                "a tensor of a pending operation was written before wait()",
+                rank=self._communicator.rank,
+                operation=str(self._call),
+                what=self._call.what,
+            )
+        if self._out is not None:
+            self._out.copy_(self._meeting.outputs[self._call.group.index])
+
+
+class _Meeting:
+    """One operation, and what the ranks that have come to it brought."""
+
+    def __init__(self, agreed: str) -> None:
+        self.agreed = agreed
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.complete = False
+        self.over = threading.Event()  # complete, or never to be
+
+
+class _World:
+    """What the threads share."""
+
+    def __init__(self, size: int, timeout: float) -> None:
+        self.size, self.timeout = size, timeout
+        self._lock = threading.Lock()
+        self._meetings: dict[tuple[Channel, int], tuple[_Meeting, Call]] = {}
+        self._ended: set[int] = set()
+        self._failure: tuple[int, BaseException] | None = None
+        self._failed_at = 0.0
+
+    def enter(
+        self, key: tuple[Channel, int], call: Call, rank: int, x: Tensor, agreed: str, combine: Combine
+    ) -> _Meeting:
+        """Bring ``x`` to the operation; the last to come computes the outputs for all."""
+        ranks = call.group.ranks
+        with self._lock:
+            self._stop_if_failed(call, rank)
+            meeting, _ = self._meetings.setdefault(key, (_Meeting(agreed), call))
+            if meeting.agreed != agreed:
+                others = ", ".join(map(str, meeting.inputs))
+                raise CommunicationError(
+                    f"rank {rank} has {agreed} where rank {others} has {meeting.agreed}",
+                    rank=rank,
+                    operation=str(call),
+                    what=call.what,
+                )
+            meeting.inputs[rank] = x
+            last = len(meeting.inputs) == len(ranks)
+            if last:
+                del self._meetings[key]
+            elif self._ended.intersection(ranks) - meeting.inputs.keys():
+                meeting.over.set()
+        if last:
+            meeting.outputs = combine([meeting.inputs[member] for member in ranks])
+            meeting.complete = True
+            meeting.over.set()
+        return meeting
+
+    def wait(self, meeting: _Meeting, call: Call, rank: int) -> None:
+        on_time = meeting.over.wait(self.timeout)
+        with self._lock:
+            self._stop_if_failed(call, rank)
+            missing = [member for member in call.group.ranks if member not in meeting.inputs]
+            ended = sorted(self._ended.intersection(missing))
+        if meeting.complete:
+            return
+        if ended:
+            raise CommunicationError(
+                f"rank {', '.join(map(str, ended))} has ended",
+                rank=rank,
+                operation=str(call),
+                what=call.what,
+                missing=missing,
+            )
+        assert not on_time
+        raise CommunicationTimeout(
+            f"no end after {self.timeout:g} s",
+            rank=rank,
+            operation=str(call),
+            what=call.what,
+            missing=missing,
+        )
+
+    def leave(self, rank: int) -> None:
+        """The rank is done: nobody can wait for it any more."""
+        with self._lock:
+            self._ended.add(rank)
+            for meeting, call in self._meetings.values():
+                if rank in call.group.ranks and rank not in meeting.inputs:
+                    meeting.over.set()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        with self._lock:
+            if self._failure is None:
+                self._failure, self._failed_at = (rank, error), time.monotonic()
+            for meeting, _ in self._meetings.values():
+                meeting.over.set()
+
+    def expired(self) -> bool:
+        """Whether a rank has failed so long ago that one still running does not communicate at all."""
+        return self._failure is not None and time.monotonic() - self._failed_at > min(self.timeout, 10.0)
+
+    def raise_failure(self) -> None:
+        if self._failure is not None:
+            rank, error = self._failure
+            error.add_note(f"raised on rank {rank} of {self.size}")
+            raise error
+
+    def _stop_if_failed(self, call: Call, rank: int) -> None:
+        if self._failure is not None:
+            raise CommunicationError(
+                f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what
+            )
+
+
+def ordered_sum(inputs: list[Tensor]) -> Tensor:
+    """The sum in the order of the list; fp16 and bf16 are added in fp32 and rounded once, integers stay
+    what they are."""
+    wide = inputs[0].float() if inputs[0].dtype in (torch.float16, torch.bfloat16) else inputs[0].clone()
+    for x in inputs[1:]:
+        wide += x
+    return wide.to(inputs[0].dtype)
+
+
+def _message(inputs: list[Tensor]) -> list[Tensor]:
+    return [inputs[0], inputs[0]]

@@ -1,0 +1,227 @@
+"""From a module and an example batch to one flat graph of ATen ops: ``torch.export`` with a symbolic batch dim.
+
+The capture runs on a *shadow* of the module: the same structure with uninitialised parameters of the compute dtype, so that
+casts in the graph are those of the precision that trains, and nothing that the user holds is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.trace.casts import COMPUTE_DTYPE, cast_field, precision_mode, shadow_dtype
+
+HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
+
+
+class Uncapturable(ShardwiseError):
+    """The model cannot be turned into a graph; it still trains, as one unit."""
+
+
+LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
+
+
+class WithLoss(nn.Module):
+    """``module`` followed by its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
+
+    Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.  With
+    one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: LossFunction | None = None, ones: tuple[str, ...] = (), precision: str = "fp32"
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+        self.precision = precision
+        self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
+        seen = {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
+        with precision_mode(self.precision):
+            if self.loss is not None:
+                return loss_of(self.loss(self.module(**_accepted(self.module, seen)), seen))
+            return loss_of(self.module(**seen))
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in a module's output: itself, ``output.loss`` or ``output["loss"]``."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(loss, tuple | list) and loss:
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise ConfigError(
+            f"model: forward returned {found} where a scalar loss, or an output with .loss, is needed "
+            "(give `loss` a function of (output, batch) otherwise)"
+        )
+    return loss.reshape(())
+
+
+def _accepted(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(fields)
+    names = {p.name for p in parameters}
+    return {k: v for k, v in fields.items() if k in names}
+
+
+@dataclass
+class Captured:
+    """A flat graph and what its placeholders are.
+
+    ``names`` maps placeholder nodes to the module's own names; tied parameters and shared buffers appear once, under the
+    first of their names.  ``rows`` is None if the batch dim is symbolic, else the only number of rows that the graph takes.
+    """
+
+    graph: fx.Graph
+    owner: fx.GraphModule
+    parameters: dict[str, str]  # placeholder name → canonical parameter name
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    fields: dict[str, str]
+    rows: int | None
+    hint: int
+    trainable: dict[str, bool] = field(default_factory=dict)  # by canonical parameter name
+    values: dict[str, Tensor] = field(default_factory=dict)  # of buffers and constants, by placeholder
+    notes: list[str] = field(default_factory=list)
+
+
+    def value(self, name: str) -> Tensor:
+        """What the placeholder of a buffer or constant held at capture."""
+        return self.constants[name] if name in self.constants else self.values[name]
+
+
+def capture(
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss: LossFunction | None = None,
+    precision: str = "fp32",
+    training: bool = True,
+    ones: tuple[str, ...] = (),
+    rows: int | None = None,
+) -> Captured:
+    """Capture ``module`` with its loss on rows like those of ``batch`` (a dict of tensors with a common first dim).
+
+    ``rows`` asks for a static graph of just so many rows; without it the batch dim is symbolic where the model allows
+    and otherwise static, as large as ``batch``.  Raises :class:`Uncapturable` with the reason where export stops.
+    """
+    wrapped = WithLoss(shadow(module, precision), loss, ones, precision).train(training)
+    if rows is None:
+        try:
+            return _export(wrapped, batch, None)
+        except ConfigError:
+            raise
+        except Exception as error:  # export raises many kinds; the static capture decides
+            reason = _first_line(error)
+        rows = next(iter(batch.values())).shape[0]
+        try:
+            captured = _export(wrapped, batch, rows)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise Uncapturable(_first_line(error)) from error
+        captured.notes.append(f"batch dim is static ({rows} rows a capture): {reason}")
+        return captured
+    try:
+        return _export(wrapped, batch, rows)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise Uncapturable(_first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def shadow(module: nn.Module, precision: str) -> nn.Module:
+    """A copy of ``module`` whose parameters are uninitialised tensors of the compute dtype (nothing is committed to memory
+    until written); buffers and other attributes are shared, floating ones as doubles under ``fp64``."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in memo:
+            dtype = shadow_dtype(module, name, parameter, precision)
+            empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        wide = precision == "fp64" and buffer.is_floating_point()
+        memo[id(buffer)] = buffer.detach().to("cpu", torch.float64 if wide else buffer.dtype).clone()
+    return copy.deepcopy(module, memo)
+
+
+def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """``rows`` rows made by repeating those of ``batch``; distinct tensors, since export merges equal ones."""
+    out = {}
+    for name, value in batch.items():
+        index = torch.arange(rows) % max(value.shape[0], 1)
+        out[name] = value.detach().cpu()[index].clone()
+    return out
+
+
+def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
+    hint = rows or HINT_ROWS
+    example = {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, hint).items()}
+    shapes = None
+    if rows is None:
+        dim = torch.export.Dim("rows", min=1, max=1 << 30)
+        shapes = ({name: {0: dim} for name in example},)
+    with warnings.catch_warnings(), _quiet():
+        warnings.simplefilter("ignore")
+        program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
+    signature = program.graph_signature
+    canonical = _canonical(wrapped)
+    order = list(example)
+    return Captured(
+        graph=program.graph_module.graph,
+        owner=program.graph_module,
+        parameters={k: canonical[v] for k, v in signature.inputs_to_parameters.items()},
+        buffers={k: canonical[v] for k, v in signature.inputs_to_buffers.items()},
+        constants={
+            k: program.constants[v] for k, v in signature.inputs_to_lifted_tensor_constants.items()
+        },
+        fields=dict(zip(signature.user_inputs, order, strict=True)),
+        rows=rows,
+        hint=hint,
+        trainable={canonical[k]: p.requires_grad for k, p in wrapped.named_parameters(remove_duplicate=False)},
+        values={k: program.state_dict[v] if v in program.state_dict else program.constants[v] for k, v in signature.inputs_to_buffers.items()},
+    )
+
+
+def _canonical(wrapped: WithLoss) -> dict[str, str]:
+    """Names under the wrapper → the first name, in the user's module, of the same tensor."""
+    first: dict[int, str] = {}
+    names = {}
+    for kind in (wrapped.named_parameters, wrapped.named_buffers):
+        for name, value in kind(remove_duplicate=False):
+            names[name] = first.setdefault(id(value), name.removeprefix("module."))
+    return names
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Export logs every guard of a failed symbolic capture as an error; the reason is kept in the exception."""
+    import logging
+
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+__all__ = ["COMPUTE_DTYPE", "Captured", "Uncapturable", "WithLoss", "capture", "loss_of", "shadow"]

@@ -1,0 +1,122 @@
+"""Which dtype computes what under each precision.
+
+``fp32`` changes nothing.  ``fp64`` turns every cast to a narrower float into one to double.  ``bf16`` casts parameters
+(not buffers, not BatchNorm's parameters), lets matmul-like functions cast their operands, and computes losses in fp32;
+the fused norm and softmax kernels keep their statistics in fp32 by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+_MATMULS = frozenset(
+    f
+    for f in (
+        F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.bilinear,
+        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.conv1d, torch.conv2d, torch.conv3d,
+        Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, F.scaled_dot_product_attention, F.layer_norm, F.group_norm,
+    )
+)  # fmt: skip
+_LOSSES = frozenset(
+    (
+        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+        F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    )
+)  # fmt: skip
+_WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
+    Tensor.float: torch.float64,
+    Tensor.bfloat16: torch.float64,
+    Tensor.half: torch.float64,
+}
+
+
+def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str) -> torch.dtype:
+    """The dtype in which a parameter takes part in computing."""
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if precision == "bf16" and _owner_is_batch_norm(module, name):
+        return parameter.dtype
+    return COMPUTE_DTYPE[precision]
+
+
+def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, nn.modules.batchnorm._NormBase)
+
+
+def cast_field(value: Tensor, precision: str) -> Tensor:
+    """A batch field as the graph takes it: floats as doubles under ``fp64``, otherwise unchanged."""
+    return value.double() if precision == "fp64" and value.is_floating_point() else value
+
+
+class Promote(TorchFunctionMode):
+    """Casts and factories of narrower floats give doubles."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in _WIDE_CASTS:
+            return args[0].double()
+        if any(a in _NARROW for a in args if isinstance(a, torch.dtype)):
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
+        if kwargs.get("dtype") in _NARROW:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+class CastOperands(TorchFunctionMode):
+    """Matmul-like functions take their operands in ``dtype`` when these differ; losses take at least fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MATMULS:
+            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
+            if len({a.dtype for a in operands}) > 1:
+                args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
+        elif func in _LOSSES:
+            args, kwargs = self._cast(args, kwargs, torch.float32, (torch.bfloat16, torch.float16))
+        return func(*args, **kwargs)
+
+    @staticmethod
+    def _cast(
+        args: Sequence[Any], kwargs: dict[str, Any], to: torch.dtype, these: Sequence[torch.dtype]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        def cast(a: Any) -> Any:
+            return a.to(to) if isinstance(a, Tensor) and a.dtype in these else a
+
+        return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
+
+
+@contextlib.contextmanager
+def precision_mode(precision: str) -> Iterator[None]:
+    """The casts of ``precision`` while a forward pass runs or is captured."""
+    if precision == "fp64":
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            with Promote():
+                yield
+        finally:
+            torch.set_default_dtype(before)
+    elif precision == "bf16":
+        with CastOperands(torch.bfloat16):
+            yield
+    else:
+        yield

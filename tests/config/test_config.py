@@ -1,0 +1,497 @@
+"""Configurations: what is accepted and completed, what is refused and how, and the way back to TOML."""
+
+import random
+import string
+import sys
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardwise.config import Config, Hardware, load_config
+from shardwise.config.sections import SECTIONS, rules
+from shardwise.config.toml import dumps, inline, parse, shown
+from shardwise.core.errors import ConfigError
+
+CPU = Hardware(cores=2)
+
+
+def load(*overrides: str, toml: str | None = None, folder: Path | None = None, hardware: Hardware = CPU) -> Config:
+    path = None
+    if toml is not None:
+        assert folder is not None
+        path = folder / "config.toml"
+        path.write_text(toml, encoding="utf-8")
+    return load_config(path, overrides, hardware=hardware)
+
+
+def problems(*overrides: str, **options: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, **options)
+    return str(caught.value).splitlines()
+
+
+# what is accepted ----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_train_a_small_gpt_on_the_standard_library() -> None:
+    config = load()
+    assert (config.model.name, config.model.vocabulary, config.data.source) == ("gpt", 256, "stdlib")
+    assert config.model.context == config.data.sequence_length
+    assert (config.parallel.dp, config.train.devices, config.train.threads) == (2, 2, 1)
+    assert config.notices == ()
+
+
+def test_a_file_and_overrides(tmp_path: Path) -> None:
+    text = '[optimizer]\nname = "sgd"\nlr = 1\n[train]\nsteps = 7\n[data]\nbatch_size = 4\n[parallel]\nmicrobatches = 2'
+    config = load("train.steps=9", "train.run_dir=runs/x y", "train.steps = 11 ", toml=text, folder=tmp_path)
+    assert (config.optimizer.name, config.optimizer.lr, config.train.steps) == ("sgd", 1.0, 11)
+    assert isinstance(config.optimizer.lr, float)
+    assert config.train.run_dir == "runs/x y"
+    assert config.optimizer.betas is None
+    assert config.optimizer.weight_decay == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("[0.9, 0.95]", [0.9, 0.95]),
+        ("{a = 1}", {"a": 1}),
+        ('"quoted"', "quoted"),
+        ("runs/first", "runs/first"),
+        ("", ""),
+        ("1\nother = 2", "1\nother = 2"),
+        ("[" * 5000, "[" * 5000),
+        ("9" * 5000, "9" * 5000),
+    ],
+)
+def test_values_of_overrides(text: str, value: object) -> None:
+    assert parse(text) == value
+
+
+def test_tables_of_overrides(tmp_path: Path) -> None:
+    text = '[model]\ntransformers = "LlamaForCausalLM"\n[model.config]\nhidden_size = 64\nrope = {a = 1, b = {c = 2}}'
+    config = load("model.config.layers=2", "model.config.rope.b.d=3", toml=text, folder=tmp_path)
+    assert config.model.config == {"hidden_size": 64, "layers": 2, "rope": {"a": 1, "b": {"c": 2, "d": 3}}}
+    config = load("model.config={x = 1}", "model.config.y=2", toml=text, folder=tmp_path)
+    assert config.model.config == {"x": 1, "y": 2}
+    assert config.model.width is None
+
+
+def test_a_later_value_makes_good_an_earlier_one(tmp_path: Path) -> None:
+    assert load("train.steps=5", toml='[train]\nsteps = "many"', folder=tmp_path).train.steps == 5
+    assert len(problems("train.steps=few", toml='[train]\nsteps = "many"', folder=tmp_path)) == 1
+
+
+def test_paths_are_relative_to_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for folder in (here, tmp_path):
+        (folder / "text.txt").write_text("text")
+        (folder / "code.py").write_text("")
+    text = '[data]\nsource = "text.txt"\n[model]\nfactory = "code.py:f"\nloss = "package.module:g"'
+    config = load(toml=text, folder=tmp_path)
+    assert config.data.source == str(tmp_path / "text.txt")
+    assert config.model.factory == f"{tmp_path / 'code.py'}:f"
+    assert config.model.loss == "package.module:g"
+    config = load("data.source=./text.txt", "model.factory=../code.py:h", toml=text, folder=tmp_path)
+    assert config.data.source == str(here / "text.txt")
+    assert config.model.factory == f"{tmp_path / 'code.py'}:h"
+
+
+@pytest.mark.parametrize("cores", range(1, 70))
+def test_the_defaults_suit_any_number_of_cores(cores: int) -> None:
+    config = load(hardware=Hardware(cores))
+    assert config.data.batch_size % config.parallel.dp == 0
+    assert config.parallel.dp <= cores
+    assert (config.parallel.dp < cores) == bool(config.notices)
+    assert config.train.threads == cores // config.parallel.dp
+
+
+def test_devices() -> None:
+    four = Hardware(cores=4)
+    assert load("parallel.dp=2", hardware=four).train.devices == 2
+    assert load("train.devices=2", hardware=four).parallel.dp == 2
+    assert load("data.batch_size=6", "parallel.microbatches=2", hardware=four).parallel.dp == 3
+    notice = load("train.devices=8", "data.batch_size=16", hardware=four).notices
+    assert len(notice) == 1
+    assert "8 ranks share 4 cores" in notice[0]
+    assert load("train.devices=4", hardware=four).notices == ()
+    assert load("data.batch_size=16", hardware=Hardware(cores=16, gpus=4)).parallel.dp == 4
+    assert load("parallel.dp=4", hardware=Hardware(cores=1, gpus=4)).notices == ()
+    assert load(hardware=Hardware(cores=1, world=4)).parallel.dp == 4
+    assert load("train.devices=4", hardware=Hardware(cores=1, gpus=1, world=4)).parallel.dp == 4
+
+
+def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    here = Hardware.here()
+    assert here.cores >= 1
+    assert here.gpus == torch.cuda.device_count()
+    assert here.world is None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    assert Hardware.here().world == 3
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    assert Hardware.here().gpus == 5
+
+
+# what is refused -----------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    # typos
+    ("optimiser.lr=1", ["optimiser", "unknown section", "model, data, optimizer", 'Did you mean "optimizer"?']),
+    ("optimizer.learning=1", ["optimizer.learning", "unknown key", "lr, betas"]),
+    ("train.step=1", ["train.step", "unknown key", 'Did you mean "steps"?']),
+    ("optimizer.name=adamv", ["optimizer.name", '"adamv"', '"sgd"', 'Did you mean "adam']),
+    ("model.name=lama", ["model.name", '"lama"', '"gpt", "llama"', 'Did you mean "llama"?']),
+    ("train.steps", ['"train.steps"', "section.key=value"]),
+    ("steps=3", ['"steps=3"', "section.key=value"]),
+    ("train.=3", ["section.key=value"]),
+    # wrong types
+    ("train.steps=many", ["train.steps", '"many"', "an integer of at least 1"]),
+    ("train.steps=1.0", ["train.steps", "1.0", "an integer"]),
+    ("train.steps=true", ["train.steps", "true", "an integer"]),
+    ("train.steps.x=1", ["train.steps", "{x = 1}", "an integer"]),
+    ("optimizer.lr=[1]", ["optimizer.lr", "[1]", "a number of at least 0"]),
+    ("optimizer.lr=false", ["optimizer.lr", "a number"]),
+    ("optimizer.betas=0.9", ["optimizer.betas", "a list of two"]),
+    ("optimizer.betas=[0.9]", ["optimizer.betas", "a list of two"]),
+    ("optimizer.betas=[0.9, 0.9, 0.9]", ["optimizer.betas", "a list of two"]),
+    ('optimizer.betas=["a", 1]', ["optimizer.betas", "each a number"]),
+    ("train.run_dir=3", ["train.run_dir", "3", "the path of a folder"]),
+    ("train.run_dir=", ["train.run_dir", "the path of a folder"]),
+    ("data.source=1979-05-27", ["data.source", "1979-05-27", "stdlib"]),
+    ("model.config=3", ["model.config", "a table"]),
+    ("model.config.when=1979-05-27", ["model.config", "It holds", "1979"]),
+    ("model.config.x=nan", ["model.config", "It holds nan"]),
+    # impossible values
+    ("train.steps=0", ["train.steps", "0", "at least 1"]),
+    ("train.steps=-3", ["train.steps", "-3", "at least 1"]),
+    ("train.steps=3000000000", ["train.steps", "At most 2147483647"]),
+    ("train.seed=-1", ["train.seed", "at least 0"]),
+    ("train.seed=9223372036854775808", ["train.seed", "At most 9223372036854775807"]),
+    ("train.devices=0", ["train.devices", "at least 1"]),
+    ("train.threads=0", ["train.threads", "at least 1"]),
+    ("train.clip_norm=-1", ["train.clip_norm", "at least 0"]),
+    ("train.dropout=0.1", ["train.dropout", '"exact", "fast"']),
+    ("data.batch_size=0", ["data.batch_size", "at least 1"]),
+    ("data.sequence_length=-8", ["data.sequence_length", "-8", "at least 1"]),
+    ("model.layers=-1", ["model.layers", "-1", "at least 1"]),
+    ("model.width=0", ["model.width", "at least 1"]),
+    ("model.dropout=1.5", ["model.dropout", "1.5", "below 1"]),
+    ("model.heads=7", ["model.heads", "7", "a divisor of model.width = "]),
+    ("model.vocabulary=255", ["model.vocabulary", "255", "at least 256"]),
+    ("model.context=8", ["model.context", "8", "at least data.sequence_length = 256"]),
+    ("optimizer.lr=nan", ["optimizer.lr", "nan", "a number"]),
+    ("optimizer.lr=inf", ["optimizer.lr", "inf", "a number"]),
+    ("optimizer.lr=-1e-3", ["optimizer.lr", "-0.001", "at least 0"]),
+    ("optimizer.betas=[0.9, 1]", ["optimizer.betas", "below 1"]),
+    ("optimizer.weight_decay=-1", ["optimizer.weight_decay", "at least 0"]),
+    ("optimizer.schedule=linear", ["optimizer.schedule", '"constant", "cosine", "wsd"']),
+    ("parallel.recompute=some", ["parallel.recompute", '"none", "full"']),
+    ("parallel.precision=fp16", ["parallel.precision", '"fp16"', '"fp32", "fp64", "bf16"']),
+    ("parallel.dp=3", ["data.batch_size", "3 x 1", "6 or 9"]),
+    ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
+    ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
+    # what does not go together, or is not there
+    ("model.kv_heads=2", ["model.kv_heads", "left out", 'model.name = "llama"']),
+    ("model.config={a = 1}", ["model.config", "left out", "model.transformers"]),
+    ("model.arguments={a = 1}", ["model.arguments", "left out", "model.factory"]),
+    ("data.arguments={a = 1}", ["data.arguments", "left out", "data.factory"]),
+    ("data.source=/no/such/text", ["data.source", "/no/such/text does not exist"]),
+    ("model.factory=/no/such/file.py:f", ["model.factory", "There is no /no/such/file.py"]),
+    ("model.loss=/no/such/file.py:f", ["model.loss", "There is no /no/such/file.py"]),
+    ("data.factory=/no/such/file.py:f", ["data.factory", "There is no /no/such/file.py"]),
+    ("model.factory=function", ["model.factory", "path/to/file.py:function"]),
+    ("model.factory=file.py:", ["model.factory", "path/to/file.py:function"]),
+    ("model.transformers=not a name", ["model.transformers", "LlamaForCausalLM"]),
+    ("train.run_dir=" + sys.executable, ["train.run_dir", "It is a file"]),
+]  # fmt: skip
+
+
+BASE = ("data.batch_size=8", "data.sequence_length=256")  # figures of the messages
+
+
+@pytest.mark.parametrize(("override", "words"), REFUSED, ids=[override for override, _ in REFUSED])
+def test_refused(override: str, words: list[str]) -> None:
+    found = problems(*BASE, override)
+    assert len(found) == 1, found
+    assert all(word in found[0] for word in words), found
+    assert "(command line)" in found[0]
+
+
+TOGETHER = [
+    (["model.name=gpt", "model.transformers=A"], ["model.transformers", "model.name is there as well"]),
+    (["model.factory=a:b", "model.transformers=A"], ["model.transformers", "model.factory is there as well"]),
+    (["model.transformers=A", "model.width=8"], ["model.width", "left out", "[model.config]"]),
+    (["model.factory=a:b", "model.heads=8"], ["model.heads", "left out"]),
+    (["model.name=llama", "model.dropout=0.1"], ["model.dropout", "left out", 'model.name = "gpt"']),
+    (["model.name=llama", "model.heads=8", "model.width=256", "model.kv_heads=3"], ["model.kv_heads", "a divisor of model.heads = 8"]),
+    (["model.name=llama", "model.width=24", "model.heads=8"], ["model.heads", "even size", "is 3"]),
+    (["data.source=stdlib", "data.factory=a:b"], ["data.factory", "not both"]),
+    (["optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]"], ["optimizer.betas", "left out", '"sgd" has none', "adamw"]),
+    (["train.steps=10", "optimizer.warmup_steps=10"], ["optimizer.warmup_steps", "at most 9"]),
+    (["train.steps=10", "optimizer.warmup_steps=11", "optimizer.schedule=constant"], ["at most 10"]),
+    (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),
+    (["data.batch_size=10", "parallel.dp=2", "parallel.microbatches=3"], ["data.batch_size", "2 x 3", "6 or 12"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "words"), TOGETHER, ids=[" ".join(each) for each, _ in TOGETHER])
+def test_refused_together(overrides: list[str], words: list[str]) -> None:
+    found = problems(*overrides)
+    assert len(found) == 1, found
+    assert all(word in found[0] for word in words), found
+
+
+@pytest.mark.parametrize(
+    ("override", "hardware", "words"),
+    [
+        ("train.devices=3", Hardware(cores=8, gpus=2), ["train.devices = 3", "at most 2, the GPUs"]),
+        ("parallel.dp=4", Hardware(cores=8, gpus=2), ["parallel.dp = 4", "at most 2, the GPUs"]),
+        ("train.devices=2", Hardware(cores=8, world=4), ["train.devices = 2", "4, the number of ranks"]),
+        ("data.batch_size=6", Hardware(cores=8, world=4), ["data.batch_size = 6", "4 x 1", "4 or 8"]),
+    ],
+)
+def test_more_devices_than_there_are(override: str, hardware: Hardware, words: list[str]) -> None:
+    found = problems(override, hardware=hardware)
+    assert len(found) == 1
+    assert all(word in found[0] for word in words), found
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    text = '[optimizer]\nlr = "fast"\nnam = "sgd"\n[trian]\nsteps = 1\n[model]\nheads = 5\n[parallel]\ndp = 0'
+    found = problems("data.batch_size=-1", "nonsense", toml=text, folder=tmp_path)
+    assert len(found) == 7
+    for key, origin in (
+        ("optimizer.lr", "config.toml"),
+        ("optimizer.nam ", "config.toml"),
+        ("trian ", "config.toml"),
+        ("model.heads", "config.toml"),
+        ("parallel.dp", "config.toml"),
+        ("data.batch_size", "command line"),
+        ('"nonsense"', "command line"),
+    ):
+        assert [origin in line for line in found if line.startswith(key)] == [True], (key, found)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[train]\nsteps = = 3", ["not TOML", "line 2"]),
+        ("[train]\nsteps = 3\nsteps = 4", ["not TOML"]),
+        ("train = 3", ["train = 3", "a section, [train]"]),
+        ("[[train]]\nsteps = 3", ["train", "a section, [train]"]),
+        ("steps = 3", ["steps", "unknown section"]),
+        ('["a\\nb"]\nc = 1', ['"a\\nb"', "unknown section"]),
+        ("[train]\n" + '"a\\nb" = 1', ['train."a\\nb"', "unknown key"]),
+        ("[train]\nsteps = " + "[" * 3000, ["not TOML"]),
+    ],
+)
+def test_files_that_are_no_config(text: str, words: list[str], tmp_path: Path) -> None:
+    found = problems(toml=text, folder=tmp_path)
+    assert len(found) == 1, found
+    assert all(word in found[0] for word in words), found
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "latin.toml").write_bytes(b'[train]\nrun_dir = "\xe4"')
+    for name, words in (("missing.toml", "No such file"), ("", "directory"), ("latin.toml", "utf-8")):
+        with pytest.raises(ConfigError, match=words) as caught:
+            load_config(tmp_path / name, hardware=CPU)
+        assert str(tmp_path / name) in str(caught.value)
+
+
+def test_arguments_that_are_no_text() -> None:
+    found = problems("train.run_dir=\udcff", "train.run_dir\udcff=x", "data.source=a\0b")
+    assert len(found) == 3
+    "\n".join(found).encode()
+
+
+def test_values_in_messages_are_short_and_on_one_line() -> None:
+    found = problems("train.steps=" + "x\n" * 10_000)
+    assert len(found) == 1
+    assert len(found[0]) < 200
+    assert shown("\udcff") == '"\\udcff"'
+
+
+def test_every_key_of_the_issue_is_there() -> None:
+    expected = {
+        "model": "name factory transformers loss vocabulary width layers heads kv_heads hidden context dropout tied "
+        "config arguments",
+        "data": "source factory arguments batch_size sequence_length",
+        "optimizer": "name lr betas weight_decay schedule warmup_steps",
+        "parallel": "dp microbatches recompute precision",
+        "train": "steps seed devices threads clip_norm run_dir dropout",
+    }
+    assert {section: set(rules(section)) for section in SECTIONS} == {
+        section: set(keys.split()) for section, keys in expected.items()
+    }
+
+
+def test_a_config_cannot_be_changed() -> None:
+    config = load()
+    with pytest.raises(AttributeError):
+        config.train.steps = 3  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        config.train = replace(config.train, steps=3)  # type: ignore[misc]
+
+
+# and back to TOML ----------------------------------------------------------------------------------------------------
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=12)
+PLAIN = st.recursive(
+    st.booleans()
+    | st.integers(-(2**63) + 1, 2**63 - 1)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+TABLES = st.dictionaries(TEXT, PLAIN, max_size=4)
+MODELS = st.one_of(
+    st.fixed_dictionaries({"name": st.just("gpt")}, optional={"dropout": st.floats(0, 0.99), "layers": st.integers(1, 99)}),
+    st.fixed_dictionaries({"name": st.just("llama"), "heads": st.just(6), "kv_heads": st.sampled_from([1, 2, 3, 6])}, optional={"tied": st.booleans()}),
+    st.fixed_dictionaries({"transformers": st.just("LlamaForCausalLM"), "config": TABLES}),
+    st.fixed_dictionaries({"factory": st.just("a.b:c"), "arguments": TABLES}, optional={"loss": st.just("d:e")}),
+)  # fmt: skip
+TRAIN = st.fixed_dictionaries({}, optional={
+    "steps": st.integers(1, 2**31 - 1),
+    "seed": st.integers(0, 2**63 - 1),
+    "run_dir": TEXT,
+    "clip_norm": st.floats(0, 1e300),
+    "devices": st.sampled_from([1, 2, 4]),
+    "dropout": st.sampled_from(["exact", "fast"]),
+})  # fmt: skip
+OPTIMIZER = st.fixed_dictionaries({}, optional={
+    "lr": st.floats(0, 1e6) | st.integers(0, 5),
+    "name": st.sampled_from(["adamw", "sgd", "rmsprop", "nadam"]),
+    "weight_decay": st.floats(0, 1),
+    "schedule": st.sampled_from(["constant", "cosine", "wsd"]),
+    "warmup_steps": st.just(0),
+})  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(model=MODELS, train=TRAIN, optimizer=OPTIMIZER, factory=st.booleans())
+def test_resolved_loads_back(
+    tmp_path: Path, model: dict[str, Any], train: dict[str, Any], optimizer: dict[str, Any], factory: bool
+) -> None:
+    data = {"factory": "x.y:z"} if factory else {"source": "stdlib"}
+    tables = {"model": model, "train": train, "optimizer": optimizer, "data": data}
+    config = load(toml=dumps(tables), folder=tmp_path)
+    for section, keys in tables.items():
+        for name, value in keys.items():
+            assert getattr(getattr(config, section), name) == value
+    away = tmp_path / "run"
+    away.mkdir(exist_ok=True)
+    text = config.resolved()
+    assert load(toml=text, folder=away) == config
+    assert load(toml=text, folder=away).resolved() == text
+    # Nothing is left to defaults: another machine loads the same.
+    assert load(toml=text, folder=away, hardware=Hardware(cores=7)) == config
+
+
+def test_resolved_names_every_key_that_applies() -> None:
+    tables = tomllib.loads(load().resolved())
+    left_out = {
+        f"{section}.{f.name}" for section in SECTIONS for f in fields(SECTIONS[section]) if f.name not in tables[section]
+    }
+    assert left_out == {
+        "model.factory",
+        "model.transformers",
+        "model.loss",
+        "model.kv_heads",
+        "model.tied",
+        "model.config",
+        "model.arguments",
+        "data.factory",
+        "data.arguments",
+    }
+
+
+@settings(deadline=None)
+@given(TABLES)
+def test_toml_is_written_without_loss(table: dict[str, Any]) -> None:
+    assert tomllib.loads(dumps({"section": {"key": table}}))["section"]["key"] == table
+    assert parse(inline(table)) == table
+
+
+# mutations -----------------------------------------------------------------------------------------------------------
+
+VALUES = [
+    "0", "1", "2", "3", "-1", "256", "1e-3", "nan", "inf", "-inf", "true", "false", '""', '"x"', '"gpt"', '"llama"', '"sgd"',
+    "[]", "[0.9, 0.9]", "[[]]", "{}", "{a = 1}", "1979-05-27", "07:32:00", "9" * 30, "1e400", '"\\u0000"', "'a:b'", "stdlib",
+    '"/"', '"cosine"', '"full"', '"bf16"', '"fast"',
+]  # fmt: skip
+
+
+SECTION_HEADERS = [f"[{section}]" for section in SECTIONS]
+
+
+def mutate(text: str, dice: random.Random) -> str:
+    """One small damage: of a line, a key, a value, or a few characters."""
+    lines = text.splitlines()
+    place = dice.randrange(len(lines))
+    line = lines[place]
+    kind = dice.randrange(8)
+    if kind == 0:
+        lines.pop(place)
+    elif kind == 1:
+        lines.insert(dice.randrange(len(lines)), line)
+    elif kind == 2 and "=" in line:
+        lines[place] = f"{line.split('=')[0]}= {dice.choice(VALUES)}"
+    elif kind == 3:
+        header = dice.choice([at for at, line in enumerate(lines) if line in SECTION_HEADERS] or [0])
+        name = dice.choice(list(rules(lines[header].strip("[]") if lines[header] in SECTION_HEADERS else "train")))
+        lines.insert(header + 1, f"{name} = {dice.choice(VALUES)}")
+    elif kind == 4 and line:
+        at = dice.randrange(len(line))
+        lines[place] = line[:at] + dice.choice(string.printable + "äß東\u0085") + line[at + dice.randrange(2) :]
+    elif kind == 5:
+        at = dice.randrange(len(line) + 1)
+        lines[place] = line[:at] + line[at + 1 :]
+    elif kind == 6 and "=" in line:
+        lines[place] = f"{line.split('=')[0]}= {dice.choice(['1', '2', '4', '6', '192', '0.1', '0'])}"
+    else:
+        other = dice.randrange(len(lines))
+        lines[place], lines[other] = lines[other], line
+    return "\n".join(lines)
+
+
+def test_300_damaged_configs(tmp_path: Path) -> None:
+    dice = random.Random(20)
+    whole = [
+        load("model.name=gpt").resolved(),
+        load("model.name=llama", "parallel.microbatches=2", "optimizer.schedule=wsd").resolved(),
+        load("model.transformers=LlamaForCausalLM", "model.config.hidden_size=64").resolved(),
+        load("model.factory=a:b", "data.factory=c:d", "model.arguments.x=[1, {y = 2}]", "optimizer.name=sgd").resolved(),
+    ]
+    refused = valid = 0
+    for number in range(300):
+        text = dice.choice(whole)
+        for _ in range(dice.choice([1, 1, 1, 2, 4])):
+            text = mutate(text, dice)
+        overrides = [mutate("train.seed=3", dice)] if number % 5 == 0 else []
+        try:
+            config = load(*overrides, toml=text, folder=tmp_path)
+        except ConfigError as error:
+            refused += 1
+            assert all(line.strip() and "legal:" in line or "not TOML" in line for line in str(error).splitlines()), error
+        else:
+            valid += 1
+            assert load(toml=config.resolved(), folder=tmp_path) == config
+    assert refused + valid == 300
+    assert min(refused, valid) >= 30
