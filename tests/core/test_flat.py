@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -34,7 +35,9 @@ def test_the_bound_is_reached() -> None:
 
 
 items = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(["decay", "plain", "other"])),
+    st.tuples(
+        st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(["decay", "plain", "other"])
+    ),
     max_size=7,
 ).map(lambda found: [(f"p{n}", shape, group) for n, (shape, group) in enumerate(found)])
 
@@ -48,7 +51,7 @@ def test_shards_are_equal_aligned_and_tile_every_tensor(
     shards = [buffer.shard(parts, index) for index in range(parts)]
     assert shards[0].start == 0
     assert shards[-1].stop == buffer.numel
-    assert all(a.stop == b.start for a, b in zip(shards, shards[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(shards))
     assert len({shard.stop - shard.start for shard in shards}) == 1
     assert all(shard.start * itemsize % 64 == 0 for shard in shards)
     assert all(entry.offset * itemsize % 64 == 0 for entry in buffer.entries)
@@ -77,7 +80,7 @@ def test_segments_hold_their_group_and_shards_cut_them(
     assert [group for group, _, _ in buffer.segments] == list(
         dict.fromkeys(group_of[entry.name] for entry in buffer.entries)
     )
-    assert all(a[2] <= b[1] for a, b in zip(buffer.segments, buffer.segments[1:], strict=False))
+    assert all(a[2] <= b[1] for a, b in pairwise(buffer.segments))
     bounds = {group: (start, stop) for group, start, stop in buffer.segments}
     for entry in buffer.entries:
         start, stop = bounds[group_of[entry.name]]

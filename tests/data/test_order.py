@@ -1,5 +1,7 @@
 """The sample order is a permutation, keyed by seed and epoch, the same in whatever pieces it is asked for."""
 
+from itertools import combinations
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -42,13 +44,13 @@ def test_a_huge_epoch_is_not_kept_in_memory() -> None:
 
 
 def test_seed_and_epoch_change_it() -> None:
-    orders = {(s, e): tuple(sample_order(s, e, 0, 200, 200)) for s in (0, 1, 2**40, 2**63 - 1) for e in (0, 1, 2)}
+    orders = {
+        (s, e): tuple(sample_order(s, e, 0, 200, 200)) for s in (0, 1, 2**40, 2**63 - 1) for e in (0, 1, 2)
+    }
     assert len(set(orders.values())) == len(orders)
-    # (1, 0) and (0, 1) must not be mixed up, nor any pair of orders agree in more places than chance has it (1 of 200).
-    for one in orders:
-        for other in orders:
-            if one != other:
-                assert np.sum(np.array(orders[one]) == np.array(orders[other])) < 12
+    # (1, 0) and (0, 1) must not be mixed up, nor any two agree in more places than chance has it (1 of 200).
+    for one, other in combinations(orders.values(), 2):
+        assert np.sum(np.array(one) == np.array(other)) < 12
 
 
 @pytest.mark.parametrize("size", [37, 64, 100])

@@ -29,9 +29,17 @@ def test_gpt_equals_transformers() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ours = make("gpt").double()
-    drop = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": None}
+    drop = {
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
     theirs = GPT2LMHeadModel(
-        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, activation_function="gelu", **drop)
+        GPT2Config(
+            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, activation_function="gelu", **drop
+        )
     ).double()
     names = {
         "h.": "blocks.",
@@ -102,7 +110,10 @@ def test_loss_is_the_mean_over_the_targets_that_count(kind: str) -> None:
     mean = -sum(log_probabilities[b, s, labels[b, s]] for b, s in counted) / len(counted)
     assert len(counted) == 19
     assert abs(model(ids, labels) - mean) < 1e-12
-    assert abs(model(ids, labels) - F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())) > 1e-3
+    assert (
+        abs(model(ids, labels) - F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
+        > 1e-3
+    )
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
@@ -125,7 +136,9 @@ def test_positions_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-@pytest.mark.parametrize(("low", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
+@pytest.mark.parametrize(
+    ("low", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
+)
 def test_loss_is_in_fp32_at_least(kind: str, low: torch.dtype, expected: torch.dtype) -> None:
     model, ids = make(kind), tokens()
     truth = model(ids, ids).item()
@@ -156,7 +169,11 @@ def test_parameters_and_tying() -> None:
 def test_initial_weights() -> None:
     torch.manual_seed(1)
     gpt = GPT(vocabulary=512, width=128, layers=8, heads=4, context=64)
-    expected = {"wte.weight": 0.02, "blocks.3.attention.qkv.weight": 0.02, "blocks.3.mlp.proj.weight": 0.02 / 4}
+    expected = {
+        "wte.weight": 0.02,
+        "blocks.3.attention.qkv.weight": 0.02,
+        "blocks.3.mlp.proj.weight": 0.02 / 4,
+    }
     for name, deviation in expected.items():
         assert gpt.get_parameter(name).std().item() == pytest.approx(deviation, rel=0.03)
     assert gpt.get_parameter("blocks.0.mlp.up.bias").abs().max() == 0

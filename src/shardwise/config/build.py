@@ -31,8 +31,8 @@ Decode = Callable[[Iterable[int]], str]
 def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
     """A function that makes the model, and the user's ``loss(output, batch)`` if there is one.
 
-    Whatever can be checked without making the model is checked here; ConfigError, here or from the constructor, names the
-    key, and for a function of the user's the file and line where it failed.
+    Whatever can be checked without making the model is checked here; ConfigError, here or from the
+    constructor, names the key, and for a function of the user's the file and line where it failed.
     """
     model = config.model
     loss = None if model.loss is None else load_function("model.loss", model.loss)
@@ -49,8 +49,9 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
 def build_dataset(config: Config) -> tuple[Any, Decode | None]:
     """The map-style dataset, and for text the function that turns tokens into it.
 
-    Labels of text are the next tokens; for ``model.transformers`` the tokens themselves, for those models shift them.
-    ConfigError for data that cannot be read, is empty, or is no dataset of dicts of tensors (sample 0 is tried).
+    Labels of text are the next tokens; for ``model.transformers`` the tokens themselves, for those models
+    shift them. ConfigError for data that cannot be read, is empty, or is no dataset of dicts of tensors
+    (sample 0 is tried).
     """
     data = config.data
     if data.factory is None:
@@ -104,9 +105,9 @@ def _factory_constructor(model: ModelConfig, aligned: bool) -> Constructor:
         if aligned and any(base.__name__ == "PreTrainedModel" for base in type(made).__mro__):
             # It would learn to predict the token after the next one, and nobody would notice.
             raise ConfigError(
-                f"model.factory = {shown(reference)}: {type(made).__name__} is a transformers model, which shifts labels "
-                "itself, but those of data.source are shifted already; legal: model.transformers with [model.config], "
-                "a data.factory, or a model.loss of yours"
+                f"model.factory = {shown(reference)}: {type(made).__name__} is a transformers model, which "
+                "shifts labels itself, but those of data.source are shifted already; legal: "
+                "model.transformers with [model.config], a data.factory, or a model.loss of yours"
             )
         return made
 

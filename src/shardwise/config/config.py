@@ -47,9 +47,9 @@ def load_config(
 ) -> Config:
     """The configuration in the TOML file ``path`` (none: all defaults) with ``section.key=value`` overrides.
 
-    Relative paths of files in the configuration are relative to its folder, in overrides to the current one.  ``hardware``
-    (default: this machine) sets the defaults of devices and their limits.  ConfigError lists every problem found, one on a
-    line: the key, its value, where it comes from, what is legal.
+    Relative paths of files in the configuration are relative to its folder, in overrides to the current one.
+    ``hardware`` (default: this machine) sets the defaults of devices and their limits. ConfigError lists
+    every problem found, one on a line: the key, its value, where it comes from, what is legal.
     """
     draft = Draft()
     if path is not None:

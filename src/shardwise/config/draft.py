@@ -20,8 +20,8 @@ REFERENCES = ("model.factory", "model.loss", "data.factory")
 class Draft:
     """Values under dotted keys (``"optimizer.lr"``).
 
-    ``problems`` are collected, one line each, so that a user sees them all at once; a check on several keys is made only
-    if none of them is itself wrong.
+    ``problems`` are collected, one line each, so that a user sees them all at once; a check on several keys
+    is made only if none of them is itself wrong.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Draft:
         self._bad: set[str] = set()
         self._raw: dict[str, Any] = {}
 
-    # reading ---------------------------------------------------------------------------------------------------------
+    # reading
 
     def add_tables(self, tables: Mapping[str, Any], origin: str, folder: Path) -> None:
         """The sections of a TOML file.  Relative paths in it are relative to its ``folder``."""
@@ -47,7 +47,7 @@ class Draft:
                     self._add(section, name, value, origin, folder)
 
     def add_override(self, override: str, origin: str, folder: Path) -> None:
-        """One ``section.key=value``; a key of a free table is one level deeper, or more (``model.config.hidden_size=64``)."""
+        """One ``section.key=value``, or for a free table ``model.config.hidden_size=64``, and so on down."""
         dotted, equals, value = override.partition("=")
         section, *path = (part.strip() for part in dotted.split("."))
         if not equals or not path or not all(path):
@@ -60,7 +60,7 @@ class Draft:
             self._add(section, path[0], self._nested(section, path, parse(value.strip())), origin, folder)
 
     def _nested(self, section: str, path: list[str], value: Any) -> Any:
-        """The value of the first key of ``path`` after the last one is set to ``value``; what else it holds stays."""
+        """The value of the first key of ``path`` with the last one set to ``value``; the rest of it stays."""
         first, *rest = path
         for name in reversed(rest):
             value = {name: value}
@@ -97,7 +97,7 @@ class Draft:
         hint = did_you_mean(word, words)
         self.problems.append(f"{prefix}{name} ({origin}): unknown {what}; legal: {', '.join(words)}.{hint}")
 
-    # checking --------------------------------------------------------------------------------------------------------
+    # checking
 
     def __getitem__(self, key: str) -> Any:
         """The value of a key, its static default, or None."""

@@ -1,4 +1,4 @@
-"""Functions of the user's, named in a config as ``path/to/file.py:function`` or ``package.module:function``."""
+"""Functions of the user's: ``path/to/file.py:function`` or ``package.module:function`` in a config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ def load_function(key: str, reference: str) -> Function:
         functions = [
             word for word, value in vars(module).items() if callable(value) and not word.startswith("_")
         ]
-        what = f"{place} has no {name}" if found is None else f"{name} in {place} is a {type(found).__name__}"
+        what = (
+            f"{place} has no {name}"
+            if found is None
+            else f"{name} in {place} is of type {type(found).__name__}"
+        )
         legal = f"a function in {place}" + (f": {', '.join(functions)}" if functions else "")
         raise ConfigError(
             f"{key} = {shown(reference)}: {what}; legal: {legal}.{did_you_mean(name, functions)}"
@@ -52,7 +56,7 @@ def call(key: str, reference: str, arguments: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def blame(key: str, value: Any) -> Iterator[None]:
-    """Turn what goes wrong inside into a ConfigError on ``key``, with the last file and line of the user's code."""
+    """Turn what goes wrong inside into a ConfigError on ``key`` with the file and line it comes from."""
     try:
         yield
     except ConfigError:
@@ -81,7 +85,7 @@ def describe(error: BaseException) -> str:
 
 
 def _file_module(path: Path) -> ModuleType:
-    """The module of a Python file, imported once; as for a script, its folder is where its imports look too."""
+    """The module of a Python file, imported once; its imports look in its folder too, as a script's do."""
     name = f"shardwise_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]

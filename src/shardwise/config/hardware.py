@@ -19,7 +19,7 @@ class Hardware:
 
     @staticmethod
     def here() -> Hardware:
-        """This machine: the cores this process may use, the GPUs torch sees, and torchrun's world, if it runs us."""
+        """The cores this process may use, the GPUs torch sees, and torchrun's world if it started us."""
         import torch
 
         affinity = getattr(os, "sched_getaffinity", None)

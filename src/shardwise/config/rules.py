@@ -18,7 +18,7 @@ class Illegal(ValueError):
 
 @dataclass(frozen=True)
 class Rule:
-    """``read`` turns a TOML value into the key's, or raises :class:`Illegal`; ``legal`` says what it takes."""
+    """``read`` turns a TOML value into the key's or raises :class:`Illegal`; ``legal`` says what it takes."""
 
     legal: str
     read: Callable[[Any], Any]
@@ -137,7 +137,7 @@ def _plain(value: Any) -> Any:
 
 
 def _writable(value: str) -> bool:
-    """Is it text that a file and a path can hold: no lone surrogates (undecodable arguments), no zero byte?"""
+    """Can a file or a path hold this text: no lone surrogates (undecodable arguments), no zero byte?"""
     try:
         value.encode()
     except UnicodeEncodeError:

@@ -1,7 +1,7 @@
 """The sections of a config and the rule of every key.
 
-A key whose default is None is either left out where it does not apply, or gets a default that depends on other keys
-(`defaults.py`); those of a loaded config are filled in.
+A key whose default is None is either left out where it does not apply, or gets a default that depends on
+other keys (`defaults.py`); those of a loaded config are filled in.
 """
 
 # ruff: noqa: RUF009 - `key` makes a new field of a dataclass each time
@@ -43,7 +43,7 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``[data]``: text (``source``) or a dataset (``factory``); ``batch_size`` is in rows of the whole step."""
+    """``[data]``: text (``source``) or a dataset (``factory``); ``batch_size`` is in rows of a step."""
 
     source: str | None = key(text('"stdlib", or the path of a text file or a folder of text files'))
     factory: str | None = key(reference("a function that returns a map-style dataset of dicts of tensors,"))
@@ -57,7 +57,7 @@ class OptimizerConfig:
     """``[optimizer]``: ``lr`` is the peak of ``schedule``; weight decay spares norms and biases."""
 
     name: OptimizerName = key(choice(*optim.CHOICES["name"]), "adamw")
-    lr: float = key(number(0), 2e-3)
+    lr: float = key(number(0), 3e-3)
     betas: tuple[float, float] | None = key(pair(number(0, below=1)))
     weight_decay: float = key(number(0))
     schedule: Schedule = key(choice(*optim.CHOICES["schedule"]), "cosine")

@@ -38,14 +38,14 @@ def inline(value: Any) -> str:
     return str(value)
 
 
-def shown(value: Any, width: int = 80) -> str:
+def shown(value: Any, width: int = 200) -> str:
     """A value for a message: one line, printable, not endless."""
     text = inline(value).encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 
 def parse(text: str) -> Any:
-    """A value as TOML writes it, or the text itself where it is none: ``3``, ``[0.9, 0.95]``, ``runs/first``."""
+    """A value as TOML writes it (``3``, ``[0.9, 0.95]``), or else the text itself (``runs/first``)."""
     try:
         found = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):

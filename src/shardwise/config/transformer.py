@@ -23,8 +23,9 @@ def transformers_constructor(
 ) -> Callable[[], nn.Module]:
     """A function that makes the model class ``name`` from config ``values``.
 
-    ``length`` is the sequence length of byte-level text, which sets the vocabulary and the least context, or None for
-    other data.  ConfigError for an unknown class, unknown keys, and values that the config class refuses.
+    ``length`` is the sequence length of byte-level text, which sets the vocabulary and the least context, or
+    None for other data. ConfigError for an unknown class, unknown keys, and values that the config class
+    refuses.
     """
     model_class = _model_class(name)
     config_class = model_class.config_class
@@ -63,7 +64,7 @@ def _for_text(
     aliases: Mapping[str, str],
     length: int,
 ) -> dict[str, Any]:
-    """The values with a vocabulary of bytes and a context that holds a sample, or ConfigError if theirs are too small."""
+    """The values with a vocabulary of bytes and a context for a sample; ConfigError if theirs are less."""
     least = {
         "vocab_size": BYTE_VOCABULARY,
         aliases.get("max_position_embeddings", "max_position_embeddings"): length,
@@ -72,8 +73,10 @@ def _for_text(
         spellings = (key, *(alias for alias, real in aliases.items() if real == key))
         given = next((word for word in spellings if word in values), None)
         if given is not None and isinstance(values[given], int) and values[given] < needed:
-            raise ConfigError(f"model.config.{given} = {values[given]}: legal: at least {needed}, for text of bytes in "
-                              f"samples of data.sequence_length = {length}")  # fmt: skip
+            raise ConfigError(
+                f"model.config.{given} = {values[given]}: legal: at least {needed}, for text of bytes in "
+                f"samples of data.sequence_length = {length}"
+            )
         if given is None and key in parameters:
             default = parameters[key].default
             short = not isinstance(default, int) or default < needed

@@ -148,11 +148,11 @@ def _race(program: Program, kind: str, buffer: Buffer, first: int, second: int) 
 
 
 def _collectives(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
-    """The collectives, each with one member for each class in its group; groups of one rank are none."""
+    """The collectives, each with one member for each class in its group."""
     places = mesh.classes(_fixed(classes))
     issued: dict[tuple[object, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[tuple[object, ...], list[int]] = {}
-    known: dict[tuple[int, tuple[str, ...]], tuple[object, ...] | None] = {}
+    known: dict[tuple[int, tuple[str, ...]], tuple[object, ...]] = {}
     for number, program in enumerate(classes):
         for position, instruction in enumerate(program.instructions):
             axes = instruction.axes
@@ -160,11 +160,9 @@ def _collectives(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
                 continue
             if (number, axes) not in known:
                 rest = tuple(pair for pair in places[number] if pair[0] not in axes)
-                known[number, axes] = (axes, rest) if mesh.axis_size(axes) > 1 else None
+                known[number, axes] = (axes, rest)
                 groups[axes, rest] = [n for n, place in enumerate(places) if set(rest) <= set(place)]
-            group = known[number, axes]
-            if group:
-                issued[*group, instruction.lane][number].append(position)
+            issued[*known[number, axes], instruction.lane][number].append(position)
     found: list[Event] = []
     for key, sequences in issued.items():
         members = groups[key[:2]]

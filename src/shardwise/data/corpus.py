@@ -21,9 +21,9 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "t
 class TextWindows:
     """Windows of ``length`` tokens, one after the other, over a text of N bytes: (N - 1) // length samples.
 
-    A sample is ``{"input_ids": (length,), "labels": (length,)}``, int64.  The label of a token is the next one; with
-    ``shifted=False`` the token itself, as transformers' models want it (they shift labels themselves).  ``name`` is what
-    errors call the text.
+    A sample is ``{"input_ids": (length,), "labels": (length,)}``, int64. The label of a token is the next
+    one; with ``shifted=False`` the token itself, as transformers' models want it (they shift labels
+    themselves). ``name`` is what errors call the text.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ def _stdlib_files() -> Iterator[Path]:
 
 
 def _text_files(folder: Path) -> Iterator[Path]:
-    """The files below a folder, sorted, but for hidden ones and those that hold a zero byte near their start."""
+    """The files below a folder, sorted, without hidden ones and those with a zero byte near their start."""
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if not hidden and path.is_file() and b"\0" not in _read(path, 4096):

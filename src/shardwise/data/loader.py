@@ -32,9 +32,10 @@ AHEAD = 2  # batches read before they are asked for
 class Batch:
     """One rank's part of a batch.
 
-    ``fields`` are this rank's rows (sum(counts), *shape), its parts of microbatches 0, 1, … one after the other;
-    ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and ``counts`` have, for
-    each microbatch, the first row of this rank's part (counted in the whole batch) and how many there are, maybe none.
+    ``fields`` are this rank's rows (sum(counts), *shape), its parts of microbatches 0, 1, … one after the
+    other; ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and
+    ``counts`` have, for each microbatch, the first row of this rank's part (counted in the whole batch) and
+    how many there are, maybe none.
     """
 
     fields: dict[str, Tensor]
@@ -44,7 +45,7 @@ class Batch:
 
 
 def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tuple[int, int], ...]:
-    """Part ``index`` of ``parts`` of each microbatch of a batch of ``rows`` rows, as (start, stop) in the batch."""
+    """Part ``index`` of ``parts`` of each microbatch of a batch, as (start, stop) in its ``rows`` rows."""
     ranges = []
     for microbatch in range(microbatches):
         first, last = shard_range(rows, microbatches, microbatch)
@@ -65,7 +66,7 @@ class _Source:
     index: int
 
     def batch(self, state: State) -> tuple[Batch, State]:
-        """The batch at ``state`` and the state after it.  An epoch's last batch has the rows that are left."""
+        """The batch at ``state`` and the state after it. An epoch's last batch has the rows that are left."""
         epoch, first = state
         size = self.samples.size
         rows = min(self.batch_size, size - first)
@@ -80,7 +81,7 @@ class _Source:
 
 
 class _Prefetch:
-    """A thread that makes batches ahead of their use.  It ends on ``stop``, or after handing over an exception."""
+    """A thread that makes batches ahead of their use.  It ends on ``stop`` or with an exception."""
 
     def __init__(self, source: _Source, state: State) -> None:
         self.ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(AHEAD)
@@ -114,13 +115,15 @@ class _Prefetch:
 class Loader:
     """An endless iterator over this rank's part of each batch, read a little ahead by a thread.
 
-    Batches take ``batch_size`` rows of the current epoch in the order of :func:`sample_order`; an epoch's last one has
-    what is left.  Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, and of it this rank takes its
-    share over the mesh axis ``dp``; ranks that differ in other axes only get the same rows.
+    Batches take ``batch_size`` rows of the current epoch in the order of :func:`sample_order`; an epoch's
+    last one has what is left. Microbatch m is rows ``shard_range(rows, microbatches, m)`` of the batch, and
+    of it this rank takes its share over the mesh axis ``dp``; ranks that differ in other axes only get the
+    same rows.
 
-    ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there.  ``close``, the end
-    of a ``with`` block, or the collection of the loader ends the thread.  ConfigError for a dataset that is empty or
-    yields samples that differ (:class:`Samples`); an exception inside the dataset is raised where the batch is asked for.
+    ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there.
+    ``close``, the end of a ``with`` block, or the collection of the loader ends the thread. ConfigError for a
+    dataset that is empty or yields samples that differ (:class:`Samples`); an exception inside the dataset is
+    raised where the batch is asked for.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """The order of samples: a keyed permutation, computed where it is needed and never stored.
 
-Sample ``index`` of an epoch is the image of ``index`` under a permutation of 0 … size-1 that depends on (seed, epoch)
-alone.  It is a Feistel network over the next power of four, walked along its cycle until it falls inside the range
-(Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).  So any rank finds any sample of any epoch by itself,
-and a run that starts again in the middle needs two numbers.
+Sample ``index`` of an epoch is the image of ``index`` under a permutation of 0 … size-1 that depends on
+(seed, epoch) alone. It is a Feistel network over the next power of four, walked along its cycle until it
+falls inside the range (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). So any rank finds
+any sample of any epoch by itself, and a run that starts again in the middle needs two numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ROUNDS = 6
 
 
 def sample_order(seed: int, epoch: int, start: int, stop: int, size: int) -> NDArray[np.int64]:
-    """The samples at places start … stop-1 of an epoch over ``size`` samples: int64, shape (stop - start,)."""
+    """The samples at places start … stop-1 of an epoch of ``size`` samples: int64, shape (stop - start,)."""
     if not 0 <= start <= stop <= size:
         raise ValueError(f"places {start} to {stop} are not inside an epoch of {size} samples")
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -48,7 +48,7 @@ def _round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea and Flood, 2014), with its constant added first; arithmetic is mod 2^64."""
+    """One step of splitmix64 (Steele, Lea and Flood, 2014) from state ``x``; arithmetic is mod 2^64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

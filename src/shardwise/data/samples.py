@@ -17,8 +17,9 @@ Fields = dict[str, Tensor]
 class Samples:
     """A map-style dataset (``len`` and integer indexing) of dicts of tensors, all alike.
 
-    Sample 0 says what the fields are, their shapes and dtypes; any other sample that differs raises ConfigError naming
-    the sample, the field, what was found and what was expected.  Numbers and numpy arrays become tensors.
+    Sample 0 says what the fields are, their shapes and dtypes; any other sample that differs raises
+    ConfigError naming the sample, the field, what was found and what was expected. Numbers and numpy arrays
+    become tensors.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -47,7 +48,11 @@ class Samples:
         found = self._fields(index)
         for name in sorted(found.keys() ^ self.reference.keys()):
             extra = name in found
-            what = f'a field "{name}", which sample 0 has not' if extra else f'no field "{name}", which sample 0 has'
+            what = (
+                f'a field "{name}", which sample 0 has not'
+                if extra
+                else f'no field "{name}", which sample 0 has'
+            )
             hint = did_you_mean(name, self.reference) if extra else ""
             raise ConfigError(
                 f"data: sample {index} has {what}; legal: the same fields in every sample "
@@ -58,10 +63,9 @@ class Samples:
             for what in ("shape", "dtype"):
                 here, there = getattr(value, what), getattr(expected, what)
                 if here != there:
-                    here, there = (tuple(here), tuple(there)) if what == "shape" else (here, there)
-                    raise ConfigError(
-                        f'data: sample {index}, field "{name}": {what} {here}, expected {there} as in sample 0'
-                    )
+                    here, there = (tuple(x) if what == "shape" else x for x in (here, there))
+                    where = f'data: sample {index}, field "{name}"'
+                    raise ConfigError(f"{where}: {what} {here}, expected {there} as in sample 0")
         return found
 
     def _fields(self, index: int) -> Fields:
@@ -95,7 +99,8 @@ class Samples:
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise ConfigError(f'data: sample {index}, field "{name}" is no tensor: {error}') from error
         raise ConfigError(
-            f'data: sample {index}, field "{name}" is {_kind(value)}; legal: a tensor, a number or a numpy array'
+            f'data: sample {index}, field "{name}" is {_kind(value)}; '
+            "legal: a tensor, a number or a numpy array"
         )
 
 

@@ -16,9 +16,10 @@ def generate(
 ) -> Tensor:
     """``ids`` (B, S) followed by ``tokens`` sampled ones: (B, S + tokens).
 
-    The model takes ``input_ids`` and returns logits (B, S, V) or an output with ``.logits``; it sees no more than its
-    last ``model.context`` tokens, where it has such an attribute.  ``temperature`` 0 takes the likeliest token.
-    ``generator`` is one of the device of ``ids``.  The model's training mode is as before afterwards.
+    The model takes ``input_ids`` and returns logits (B, S, V) or an output with ``.logits``; it sees no more
+    than its last ``model.context`` tokens, where it has such an attribute. ``temperature`` 0 takes the
+    likeliest token. ``generator`` is one of the device of ``ids``. The model's training mode is as before
+    afterwards.
     """
     context = getattr(model, "context", None)
     training = {module: module.training for module in model.modules()}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Mean cross-entropy over the targets that count.
 
-    ``logits`` is (B, S, V), ``labels`` (B, S) integers: the token that follows each position, or -100 where there is
-    none.  Computed in fp32 at least, whatever the precision of the logits.
+    ``logits`` is (B, S, V), ``labels`` (B, S) integers: the token that follows each position, or -100 where
+    there is none. Computed in fp32 at least, whatever the precision of the logits.
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
@@ -69,8 +69,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2's architecture and initialisation (Radford et al., 2019).
 
-    ``hidden`` is the MLP's width (default 4 x width), ``context`` the longest sequence, ``dropout`` the probability in
-    the residual branches, the embedding and the attention weights.  ``width`` must be a multiple of ``heads``.
+    ``hidden`` is the MLP's width (default 4 x width), ``context`` the longest sequence, ``dropout`` the
+    probability in the residual branches, the embedding and the attention weights. ``width`` must be a
+    multiple of ``heads``.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class GPT(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """Normal weights of deviation 0.02; what writes to the residual stream is scaled down by its 2 x layers terms."""
+        """Normal weights of deviation 0.02, those of the 2 x layers sums into the residual stream less."""
         for name, parameter in self.named_parameters():
             if name.endswith("proj.weight"):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
@@ -108,7 +109,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or the mean loss where ``labels`` are given.
+        """Logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or the loss if there are ``labels``.
 
         ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored.
         """

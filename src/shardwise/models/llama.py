@@ -25,14 +25,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(context: int, size: int, base: float = 10000.0) -> Tensor:
-    """cos and sin of position x frequency as (2, context, size): the two halves of a head share their frequencies."""
+    """cos and sin of position x frequency, (2, context, size); a head's halves share their frequencies."""
     frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rotary: Tensor) -> Tensor:
-    """Turn the pairs (i, i + size/2) of ``x`` (B, heads, S, size) by ``rotary`` (2, S, size) (Su et al., 2021)."""
+    """Turn pairs (i, i + size/2) of ``x`` (B, heads, S, size) by ``rotary`` (2, S, size) (Su et al. 2021)."""
     cos, sin = rotary.unbind(0)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
@@ -103,8 +103,8 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """Llama's architecture (Touvron et al., 2023).
 
-    ``kv_heads`` (default: heads) divides ``heads``, which divides ``width`` into heads of an even size; ``hidden`` is
-    the MLP's width (default: :func:`swiglu_hidden`); ``tied``: the head is the embedding.
+    ``kv_heads`` (default: heads) divides ``heads``, which divides ``width`` into heads of an even size;
+    ``hidden`` is the MLP's width (default: :func:`swiglu_hidden`); ``tied``: the head is the embedding.
     """
 
     rotary: Tensor
@@ -140,7 +140,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss against the aligned ``labels`` (B, S)."""
+        """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss for aligned ``labels``."""
         x = self.embedding(input_ids)
         rotary = self.rotary[:, : input_ids.shape[1]].to(x.dtype)
         for block in self.blocks:

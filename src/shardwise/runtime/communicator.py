@@ -119,13 +119,13 @@ class Communicator(Protocol):
         backend does."""
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Concatenate the members' ``x`` in group order; ``out`` has n × as many elements, and ``x`` may be
+        """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements, and ``x`` may be
         its own part of it."""
 
     def reduce_scatter(
         self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = ""
     ) -> Handle:
-        """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n × as many
+        """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n times as many
         elements).
 
         ``out`` may be that part of ``x``.

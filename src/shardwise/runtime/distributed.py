@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
@@ -26,11 +28,15 @@ from shardwise.runtime.communicator import (
 )
 from shardwise.runtime.rendezvous import rendezvous
 
+Start: TypeAlias = Callable[..., dist.Work | None]
+
 START_TIMEOUT = 300.0  # seconds for all processes to come up: imports may take long where many share a disk
 REPORT_TIME = 2.0  # seconds that a rank whose wait has failed gives the others to say that they are there too
 
-# torch 2.13 renamed this one and warns at the old name.
-_reduce_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+# torch 2.13 renamed the first two and warns at the old names.
+_all_gather_into: Start = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_into: Start = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_all_to_all_into: Start = dist.all_to_all_single
 
 
 class DistributedCommunicator(BaseCommunicator):
@@ -49,7 +55,7 @@ class DistributedCommunicator(BaseCommunicator):
         device: torch.device,
         timeout: float = 300.0,
         on_wait: OnWait | None = None,
-        store: dist.Store | None = None,
+        store: Store | None = None,
     ) -> None:
         """Use the default process group, which must exist.  ``store`` serves to tell which ranks are
         missing when
@@ -81,7 +87,7 @@ class DistributedCommunicator(BaseCommunicator):
             torch.cuda.set_device(device)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            store=dist.PrefixStore("torch", met.store),
+            store=PrefixStore("torch", met.store),
             rank=met.rank,
             world_size=met.size,
             timeout=timedelta(seconds=max(timeout, START_TIMEOUT)),
@@ -114,7 +120,7 @@ class DistributedCommunicator(BaseCommunicator):
         target = out if order is None else torch.empty_like(out)
 
         def post(group: dist.ProcessGroup) -> dist.Work | None:
-            return dist.all_gather_into_tensor(as_bytes(target), as_bytes(x), group=group, async_op=True)
+            return _all_gather_into(as_bytes(target), as_bytes(x), group=group, async_op=True)
 
         return self._start(call, post, None if order is None else lambda: _permute(out, target, order))
 
@@ -130,7 +136,7 @@ class DistributedCommunicator(BaseCommunicator):
             target, source = torch.empty_like(out), _permute(torch.empty_like(x), x, order.argsort())
 
         def post(group: dist.ProcessGroup) -> dist.Work | None:
-            return dist.all_to_all_single(as_bytes(target), as_bytes(source), group=group, async_op=True)
+            return _all_to_all_into(as_bytes(target), as_bytes(source), group=group, async_op=True)
 
         return self._start(call, post, None if order is None else lambda: _permute(out, target, order))
 
@@ -253,9 +259,9 @@ class _WorkHandle:
 def _places(group: Group) -> Tensor | None:
     """Where each member stands in the process group, which torch orders by rank; None where the order is
     the same."""
-    ranks = torch.tensor(group.ranks)
-    order = ranks.argsort().argsort()
-    return None if bool((order[1:] > order[:-1]).all()) else order
+    if list(group.ranks) == sorted(group.ranks):
+        return None
+    return torch.tensor(group.ranks).argsort().argsort()
 
 
 def _permute(out: Tensor, x: Tensor, order: Tensor) -> Tensor:

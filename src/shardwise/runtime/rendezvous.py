@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from shardwise.core.errors import ConfigError
 
@@ -18,7 +18,7 @@ VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 class Rendezvous:
     """This process's rank, the number of processes, and a store that all of them can reach."""
 
-    store: dist.Store
+    store: Store
     rank: int
     size: int
 
@@ -40,7 +40,7 @@ def rendezvous(purpose: str, timeout: float) -> Rendezvous:
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     # torchrun's agent hosts the store itself and says so; otherwise it lives in rank 0.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
+    store = TCPStore(
         values["MASTER_ADDR"],
         int(values["MASTER_PORT"]),
         world_size=size,
@@ -49,4 +49,4 @@ def rendezvous(purpose: str, timeout: float) -> Rendezvous:
         multi_tenant=True,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Rendezvous(dist.PrefixStore(f"shardwise/{attempt}/{purpose}", store), rank, size)
+    return Rendezvous(PrefixStore(f"shardwise/{attempt}/{purpose}", store), rank, size)

@@ -6,8 +6,8 @@ rank makes only the parameters that it owns, and to record a 70B model takes no 
 
 Random operations are drawn on the CPU, each from a generator of its own, keyed by the seed, the name of the
 first tensor that needs it and its position among that tensor's draws.  So what a parameter starts from
-depends neither on the other parameters nor on layout or device, and what the constructor copied (a deep-copied
-layer, a teacher's weights) stays equal.
+depends neither on the other parameters nor on layout or device, and what the constructor copied (a layer, a
+teacher's weights) stays equal.
 """
 
 from __future__ import annotations
@@ -24,16 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError, did_you_mean
-from shardwise.trace.recording import (
-    Disguise,
-    KeyedDraws,
-    Memory,
-    Operand,
-    Operation,
-    Record,
-    Recorder,
-    Unrecordable,
-)
+from shardwise.trace.recorder import Disguise, KeyedDraws, Recorder, truncated_normals
+from shardwise.trace.recording import Memory, Operand, Operation, Record, Unrecordable
 
 
 def record(constructor: Callable[[], nn.Module], plain: bool = False, seed: int = 0) -> Recorded:
@@ -41,9 +33,9 @@ def record(constructor: Callable[[], nn.Module], plain: bool = False, seed: int 
 
     The constructor must build a new module each time it is called, the same but for torch's random numbers.
     With ``plain``, or where recording is not possible (:attr:`Recorded.reason` says why: it reads random
-    values, has a generator of its own, loads a checkpoint, …), it runs as usual after ``torch.manual_seed``: at
-    once with the ``seed`` given here, and again for any other that is asked for later.  No generator of the
-    process is changed.
+    values, has a generator of its own, loads a checkpoint, …), it runs as usual after ``torch.manual_seed``:
+    at once with the ``seed`` given here, again for any other asked for later.  The generators of the process
+    are left as they are.
     """
     reason = None if not plain else "plain construction was asked for"
     if reason is None:
@@ -105,7 +97,8 @@ class Recorded:
         if self._replay is None:
             module = _plain(self._constructor, seed)
         else:
-            with _own_random_numbers(seed), KeyedDraws(self._replay.draws(seed)):
+            keyed = KeyedDraws(self._replay.draws(seed))
+            with _own_random_numbers(seed), truncated_normals(keyed.truncated_normal), keyed:
                 module = self._constructor()
         module.to(device)
         replace_attributes(module, lambda name, tensor: tensor.to(device))
@@ -168,12 +161,17 @@ class Replay:
 
 def _recorded(constructor: Callable[[], nn.Module]) -> Recorded:
     recorder = Recorder(Record())
-    with _own_random_numbers(0) as drawn, Disguise(recorder), recorder:
+    with (
+        _own_random_numbers(0) as drawn,
+        truncated_normals(recorder.truncated_normal),
+        Disguise(recorder),
+        recorder,
+    ):
         module = constructor()
         if recorder.refusal is not None:
             raise recorder.refusal
         if drawn():
-            raise Unrecordable("it draws from the generator of Python's random or of numpy")
+            raise Unrecordable("it draws from Python's or numpy's generator, or seeds torch's")
     parameters = list(module.parameters())
     if parameters and all(parameter.device.type != "meta" for parameter in parameters):
         raise Unrecordable("its parameters exist already, or come from a file")
@@ -261,9 +259,9 @@ def _plain(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
 def _own_random_numbers(seed: int) -> Iterator[Callable[[], bool]]:
     """Seed the generators of torch, Python and numpy, and put them back at the end.
 
-    Yields a function that tells whether the latter two have been drawn from.
+    Yields a function that tells whether any of them has been used since.
     """
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else range(0)
+    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     python, arrays = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng(devices=list(devices)):
         torch.manual_seed(seed)
@@ -278,6 +276,7 @@ def _own_random_numbers(seed: int) -> Iterator[Callable[[], bool]]:
 
 
 def _positions() -> tuple[Any, ...]:
-    """Where the generators of Python and numpy stand."""
-    kind, keys, *rest = numpy.random.get_state()
-    return random.getstate(), kind, keys.tobytes(), rest
+    """Where the generators of torch (on the CPU), Python and numpy stand."""
+    state = numpy.random.get_state(legacy=False)
+    place = (state["state"]["key"].tobytes(), state["state"]["pos"], state["has_gauss"])
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), place

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ class Env:
     offset: int = 0  # the microbatch's first row in the batch of the step
     seed: int = 0
     step: int = 0
+    ordinal: int = 0  # of the first random op of the unit that runs
     targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
-    notes: dict[str, Any] = field(default_factory=dict)
 
     def range(self, index: int | None = None) -> tuple[int, int]:
         """(start, stop) in the microbatch of the rows of a rank, by default this one."""
@@ -315,7 +315,7 @@ def _row_start(env: Env, whole: bool) -> int:
 
 def dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None) -> Tensor:
     """Dropout with a keyed mask; ``whole`` says that ``x`` holds the rows of all ranks; ``shape`` is the mask's, if not x's."""
-    return keyed.keyed_dropout(x, p, True, env.seed, env.step, ordinal, batch, _row_start(env, whole), shape)
+    return keyed.keyed_dropout(x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape)
 
 
 def feature_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
@@ -350,7 +350,7 @@ def random_of(
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
-    key = (env.seed, env.step, ordinal, tuple(shape), batch, _row_start(env, whole), device or "cpu")
+    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, whole), device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, dtype=dtype or torch.int64)
     dtype = dtype or torch.get_default_dtype()
@@ -361,4 +361,4 @@ def random_of(
 
 def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
     """1 with probability p, else 0."""
-    return keyed.keyed_bernoulli(p, env.seed, env.step, ordinal, batch, _row_start(env, whole))
+    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole))

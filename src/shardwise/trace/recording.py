@@ -13,10 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-# The documented way to see every operation, though its module's name has an underscore.
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.errors import ShardwiseError
 
@@ -25,11 +21,14 @@ META = torch.device("meta")
 
 aten = torch.ops.aten
 
+TRUNCATED_NORMAL: Any = nn.init._no_grad_trunc_normal_
+"""What draws truncated normals: in a loop that looks at values, hence recorded as one operation."""
+
 OVERWRITING = frozenset(
-    getattr(aten, name)
-    for name in (
-        *("fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", "exponential_"),
-        *("log_normal_", "cauchy_", "geometric_", "random_"),
+    (
+        *(aten.fill_, aten.zero_, aten.copy_, aten.normal_, aten.uniform_, aten.bernoulli_),
+        *(aten.exponential_, aten.log_normal_, aten.cauchy_, aten.geometric_, aten.random_),
+        TRUNCATED_NORMAL,
     )
 )
 """In-place operations whose result does not depend on what the tensor held."""
@@ -69,7 +68,7 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One recorded operation: a function of ATen and its arguments, tensors being operands.
+    """One recorded operation: a function and its arguments, tensors being operands.
 
     ``function`` is None for a constant, whose ``args`` is a real storage.  ``made`` lists the new storages as
     (position in the flat results, operand), ``needs`` the operations that last wrote to what this one reads.
@@ -85,7 +84,7 @@ class Operation:
     @property
     def is_random(self) -> bool:
         """Whether it draws random numbers."""
-        return _is_random(self.function)
+        return is_random(self.function)
 
 
 class Record:
@@ -112,10 +111,12 @@ class Record:
 
     def operand(self, tensor: Tensor) -> Operand:
         """``tensor`` as an operand; a real tensor met for the first time is a constant from now on."""
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-            raise Unrecordable(f"it makes a tensor of layout {tensor.layout} or a lazy conjugate")
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise Unrecordable(f"it makes a tensor of class {type(tensor).__name__}")
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            raise Unrecordable(f"it makes a tensor of layout {tensor.layout} and dtype {tensor.dtype}")
+        if tensor.is_conj() or tensor.is_neg():
+            raise Unrecordable("it makes a conjugate that is not yet computed")
         storage = tensor.untyped_storage()
         number = self.number(storage)
         if number is None:
@@ -192,15 +193,15 @@ class Memory:
         if operation.function is None:
             self._storages[operation.made[0][1].storage] = operation.args.cpu().clone()
             return
-        args, kwargs = _mapped((operation.args, dict(operation.kwargs)), Operand, self.tensor)
+        args, kwargs = mapped((operation.args, dict(operation.kwargs)), Operand, self.tensor)
         with torch.no_grad(), _default_dtype(operation.default_dtype):
             if generator is None:
                 results = operation.function(*args, **kwargs)
             else:
-                results = _draw(operation.function, args, kwargs, generator)
-        flat = _flat(results)
+                results = seedable(operation.function)(*args, **kwargs, generator=generator)
+        leaves = flat(results)
         for position, operand in operation.made:
-            self._adopt(flat[position], operand)
+            self._adopt(leaves[position], operand)
 
     def _adopt(self, result: Tensor, operand: Operand) -> None:
         storage = result.untyped_storage()
@@ -213,162 +214,26 @@ class Memory:
             self.tensor(operand).copy_(result)
 
 
-class Recorder(TorchDispatchMode):
-    """Runs every operation on tensors without memory and appends it to ``record``."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.record = record
-        self.refusal: Unrecordable | None = None
-        self.busy = False  # inside our own code: see through the disguise, record nothing
-
-    @contextmanager
-    def own(self) -> Iterator[None]:
-        """Our own code; a refusal is kept, should the constructor swallow the exception."""
-        before, self.busy = self.busy, True
-        try:
-            yield
-        except Unrecordable as refusal:
-            self.refusal = refusal
-            raise
-        finally:
-            self.busy = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if self.busy:
-            return func(*args, **kwargs)
-        with self.own():
-            if func is aten._local_scalar_dense.default:
-                return self.record.evaluate(args[0]).item()
-            return self._run(func, args, kwargs)
-
-    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        record = self.record
-        kwargs.pop("pin_memory", None)
-        if any(argument.name == "device" for argument in func._schema.arguments):
-            tensors = [value for value in _flat((args, list(kwargs.values()))) if isinstance(value, Tensor)]
-            if not tensors or kwargs.get("device") is not None:
-                kwargs["device"] = CPU
-        operands = _mapped((args, kwargs), Tensor, record.operand)
-        real = {}
-
-        def stand_in(tensor: Tensor) -> Tensor:
-            other = record.stand_in(tensor)
-            real[id(other)] = tensor
-            return other
-
-        meta_args, meta_kwargs = _mapped((args, kwargs), Tensor, stand_in)
-        if "device" in meta_kwargs:
-            meta_kwargs["device"] = META
-        try:
-            results = func(*meta_args, **meta_kwargs)
-        except NotImplementedError:
-            results = self._computed(func, args, kwargs)
-        if torch.Tag.inplace_view not in func.tags:
-            self._append(func, operands, results)
-        return _mapped(results, Tensor, lambda tensor: real.get(id(tensor), tensor))
-
-    def _computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The results, for real, of an operation that has no meaning without values (``nonzero``)."""
-        if _written(func, args, kwargs) or _is_random(func):
-            raise Unrecordable(f"{func} needs the values of tensors")
-        real_args, real_kwargs = _mapped((args, kwargs), Tensor, self.record.evaluate)
-        return _mapped(func(*real_args, **real_kwargs), Tensor, self.record.stand_in)
-
-    def _append(self, func: Any, operands: Any, results: Any) -> None:
-        record = self.record
-        args, kwargs = operands
-        made = []
-        for position, result in enumerate(_flat(results)):
-            if isinstance(result, Tensor) and record.number(result.untyped_storage()) is None:
-                record.add(result.untyped_storage())
-                made.append((position, record.operand(result)))
-        written = _written(func, args, kwargs)
-        if not (made or written) or func.overloadpacket in UNINITIALISED:
-            return
-        if _is_random(func):
-            if any(isinstance(value, torch.Generator) for value in _flat((args, list(kwargs.values())))):
-                raise Unrecordable("it draws from a generator of its own")
-            if func.overloadpacket not in LIKE and _seedable(func) is None:
-                raise Unrecordable(f"{func} takes no generator")
-        read = [value for value in _flat((args, list(kwargs.values()))) if isinstance(value, Operand)]
-        if func.overloadpacket in OVERWRITING and args[0].covers(record.nbytes[args[0].storage]):
-            others = [operand for operand in read if operand is not args[0]]
-            if all(operand.storage != args[0].storage for operand in others):
-                read = others
-        needs = sorted({record.last[operand.storage] for operand in read if operand.storage in record.last})
-        operation = Operation(func, args, kwargs, tuple(made), tuple(needs), torch.get_default_dtype())
-        record.append(operation, [operand.storage for operand in [o for _, o in made] + written])
+def packet(func: Any) -> Any:
+    """The function of ATen of which ``func`` is an overload."""
+    return getattr(func, "overloadpacket", func)
 
 
-class Disguise(TorchFunctionMode):
-    """Tensors without memory pass for tensors on the CPU, and show their values unless these are random."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._recorder = recorder
-        self._answers: dict[Any, Callable[..., Any]] = {
-            Tensor.device.__get__: lambda tensor, *_: CPU,  # type: ignore[attr-defined]
-            Tensor.is_meta.__get__: lambda tensor, *_: False,  # type: ignore[attr-defined]
-            Tensor.is_cpu.__get__: lambda tensor, *_: True,  # type: ignore[attr-defined]
-            Tensor.data.__set__: self._set_data,
-            Tensor.data_ptr: self._address,
-            Tensor.tolist: lambda tensor: recorder.record.evaluate(tensor).tolist(),
-            Tensor.numpy: lambda tensor, **_: self._array(tensor),
-            Tensor.__array__: lambda tensor, dtype=None, **_: self._array(tensor).astype(dtype),
-        }
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = None if self._recorder.busy else self._answers.get(func)
-        if answer is None:
-            return func(*args, **(kwargs or {}))
-        with self._recorder.own():
-            return answer(*args, **(kwargs or {}))
-
-    def _set_data(self, tensor: Tensor, value: Tensor) -> None:
-        tensor.data = self._recorder.record.stand_in(value)
-
-    def _address(self, tensor: Tensor) -> int:
-        operand = self._recorder.record.operand(tensor)
-        return (operand.storage + 1 << 40) + operand.offset * operand.dtype.itemsize
-
-    def _array(self, tensor: Tensor) -> Any:
-        array = self._recorder.record.evaluate(tensor).numpy()
-        array.flags.writeable = False  # what is written to it would be lost
-        return array
+def is_random(func: Any) -> bool:
+    """Whether a function draws random numbers."""
+    return func is TRUNCATED_NORMAL or torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
 
 
-class KeyedDraws(TorchDispatchMode):
-    """Runs a constructor for real, on the CPU, with the generators that a replay would use.
-
-    ``draws`` lists the random functions of the record in order, each with the maker of its generator.
-    """
-
-    def __init__(self, draws: Iterable[tuple[Any, Callable[[], torch.Generator]]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._draws = iter(draws)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if kwargs.get("device") is not None:
-            kwargs["device"] = CPU
-        if _is_random(func):
-            recorded, make_generator = next(self._draws, (None, torch.Generator))
-            if recorded is not func:
-                raise ShardwiseError("the constructor's random draws are not the same each time")
-            return _draw(func, args, kwargs, make_generator())
-        results = func(*args, **kwargs)
-        return results.zero_() if func.overloadpacket in UNINITIALISED else results
-
-
-def _is_random(func: Any) -> bool:
-    return func is not None and torch.Tag.nondeterministic_seeded in func.tags
-
-
-def _seedable(func: Any) -> Any:
-    """The overload of a random function with the same arguments and a generator, None if there is none."""
-    overloads = [func, *(getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads())]
+def seedable(func: Any) -> Any:
+    """What draws as a random function does and takes a ``generator``, None if there is nothing."""
+    if func is TRUNCATED_NORMAL:
+        return func
+    if packet(func) in LIKE:
+        in_place = LIKE[packet(func)]
+        return lambda *args, generator, **kwargs: in_place(
+            torch.empty_like(*args, **kwargs), generator=generator
+        )
+    overloads = [func, *(getattr(packet(func), name) for name in packet(func).overloads())]
     wanted = [argument.name for argument in func._schema.arguments if argument.name != "generator"]
     for overload in overloads:
         names = [argument.name for argument in overload._schema.arguments]
@@ -377,19 +242,14 @@ def _seedable(func: Any) -> Any:
     return None
 
 
-def _draw(func: Any, args: Any, kwargs: dict[str, Any], generator: torch.Generator) -> Any:
-    """The results of a random function, drawn from ``generator``."""
-    if func.overloadpacket in LIKE:
-        return LIKE[func.overloadpacket](torch.empty_like(*args, **kwargs), generator=generator)
-    return _seedable(func)(*args, **{**kwargs, "generator": generator})
-
-
-def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
+def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a function writes to, by its schema."""
+    if func is TRUNCATED_NORMAL:
+        return [args[0]]
     schema = func._schema.arguments
     named = {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
     written = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
-    return _flat([named[name] for name in written if named.get(name) is not None])
+    return flat([named[name] for name in written if named.get(name) is not None])
 
 
 def _window(storage: torch.UntypedStorage, operand: Operand, device: torch.device) -> Tensor:
@@ -397,21 +257,21 @@ def _window(storage: torch.UntypedStorage, operand: Operand, device: torch.devic
     return empty.set_(storage, operand.offset, operand.shape, operand.strides)
 
 
-def _mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
+def mapped(value: Any, kind: type, function: Callable[[Any], Any]) -> Any:
     """``value`` with ``function`` applied to every instance of ``kind`` in its tuples, lists and dicts."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, list | tuple):
-        return type(value)(_mapped(item, kind, function) for item in value)
+        return type(value)(mapped(item, kind, function) for item in value)
     if isinstance(value, dict):
-        return {key: _mapped(item, kind, function) for key, item in value.items()}
+        return {key: mapped(item, kind, function) for key, item in value.items()}
     return value
 
 
-def _flat(value: Any) -> list[Any]:
+def flat(value: Any) -> list[Any]:
     """The leaves of nested tuples and lists."""
     if isinstance(value, list | tuple):
-        return [leaf for item in value for leaf in _flat(item)]
+        return [leaf for item in value for leaf in flat(item)]
     return [value]
 
 

@@ -1,0 +1,82 @@
+"""A model made ready for a plan: its traces and programs, shared by all thread ranks of a process and made when first needed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.check import check
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.core.program import Program
+from shardwise.lower.step import lower
+from shardwise.parallel.data import batch_axes
+from shardwise.trace.capture import LossFunction
+from shardwise.trace.trace import Trace, trace
+
+MASKS = ("attention_mask",)
+
+
+@dataclass
+class Compiled:
+    """Traces of ``module`` under ``plan``: a general one, and one for batches whose masks are all ones.
+
+    A capture with a static batch dim fits microbatches of one size; other sizes (the last batch of an epoch) are captured when they
+    come.  Programs depend on the number of microbatches, which a batch of few rows can make smaller.
+    """
+
+    module: nn.Module
+    plan: Plan
+    example: Mapping[str, Tensor]
+    loss: LossFunction | None = None
+    device: torch.device = torch.device("cpu")
+    training: bool = True
+    _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
+    _programs: dict[tuple[int, int], tuple[Program, ...]] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        sizes = {name: value.shape[:1] for name, value in self.example.items()}
+        if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
+            raise ConfigError(f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}")
+        self.general = self.trace((), None)
+        self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
+        if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
+            self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches
+
+    def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
+        """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
+        symbolic = self._traces.get((ones, None))
+        if symbolic is not None and (symbolic.rows is None or rows is None or symbolic.rows == rows):
+            return symbolic
+        key = (ones, rows)
+        with self._lock:
+            if key not in self._traces:
+                self._traces[key] = trace(
+                    self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
+                    axes=batch_axes(self.plan), dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows,
+                )  # fmt: skip
+        return self._traces[key]
+
+    def programs(self, one: Trace, microbatches: int) -> tuple[Program, ...]:
+        """The checked programs of a trace for so many microbatches."""
+        key = (id(one), microbatches)
+        with self._lock:
+            if key not in self._programs:
+                plan = self.plan.replace(microbatches=microbatches)
+                programs = lower(one, plan)
+                check(programs, plan.mesh)
+                self._programs[key] = programs
+        return self._programs[key]
+
+
+def _layout(one: Trace) -> list[tuple[str, ...]]:
+    return [tuple(p.name for p in b.parameters) for b in one.buckets]
+
+
+def _shapes(batch: Mapping[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items()) or "no fields"

@@ -1,0 +1,164 @@
+"""The engine of one rank: memory, compiled programs and the interpreter, behind ``step(fields, rows)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.instruction import Instruction
+from shardwise.core.optim import OptimizerChoice
+from shardwise.parallel.data import batch_axes
+from shardwise.runtime.buffers import BucketMemory
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.interpreter import Interpreter, Memory, StepInput, StepResult
+from shardwise.trace.trace import Trace
+
+
+class Engine:
+    """Trains ``compiled.module`` from the values that it has when the engine is made; the module itself is not touched.
+
+    Args:
+        compiled: the model and plan; shared by thread ranks.
+        comm: this rank's communicator, over the plan's mesh.
+        optimizer: the choice of optimizer and learning rate.
+        clip_norm: the gradient norm to clip to, or None.
+        seed: key of the random ops.
+        progress: called with (position, instruction) before each instruction.
+    """
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        comm: Communicator,
+        optimizer: OptimizerChoice,
+        *,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        progress: Callable[[int, Instruction], None] | None = None,
+    ) -> None:
+        if comm.mesh.size != compiled.plan.mesh.size:
+            raise ConfigError(f"the plan's mesh has {compiled.plan.mesh.size} ranks, and {comm.mesh.size} are running")
+        self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
+        self.step_index = 0
+        module, trace = compiled.module, compiled.general
+        values = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
+        buckets = [BucketMemory.allocate(b, comm, optimizer) for b in trace.buckets]
+        for memory in buckets:
+            memory.load(values)
+        leaves = {n: leaf for b in buckets for n, leaf in b.leaves.items()}
+        self.names = _aliases(module)
+        for name in trace.frozen:
+            leaves[name] = values[name].to(comm.device, _compute_dtype(trace, values[name]), copy=True)
+        wide = trace.precision == "fp64"
+        buffers = {
+            n: b.detach().to(comm.device, torch.float64 if wide and b.is_floating_point() else b.dtype, copy=True)
+            for n, b in module.named_buffers()
+        }
+        self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in leaves}
+        self.memory = Memory(buckets, leaves, buffers, torch.zeros((), dtype=torch.float32, device=comm.device))
+        self.interpreter = Interpreter(comm, self.memory, batch_axes(compiled.plan), seed, clip_norm, progress)
+
+    def step(self, fields: Mapping[str, Tensor], rows: int) -> StepResult:
+        """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
+
+        All ranks call it together.  Returns device tensors; nothing is read on the host.
+        """
+        trace, microbatches = self.choose(fields, rows)
+        program = self.compiled.programs(trace, microbatches)[0]
+        given = StepInput(fields, rows, self.step_index, self.optimizer.learning_rate(self.step_index))
+        result = self.interpreter.run(trace, program, microbatches, given)
+        self.step_index += 1
+        return result
+
+    def choose(self, fields: Mapping[str, Tensor], rows: int) -> tuple[Trace, int]:
+        """The trace for this batch and its number of microbatches, the same on all ranks."""
+        self.check(fields, rows)
+        compiled = self.compiled
+        microbatches = min(compiled.plan.microbatches, rows)
+        if compiled.general.opaque is not None and rows < microbatches * self.interpreter_parts:
+            raise ConfigError(
+                f"a batch of {rows} rows leaves a rank without rows in a microbatch, which a model that was not captured cannot do; "
+                f"legal: at least {microbatches * self.interpreter_parts} rows"
+            )
+        ones = self.all_ones(fields) if compiled.masks else ()
+        per_microbatch = rows // microbatches
+        trace = compiled.trace(ones, per_microbatch)
+        if trace.rows is not None and rows % microbatches:
+            raise ConfigError(f"{rows} rows do not divide into {microbatches} equal microbatches, which this model's static batch dim needs")
+        return trace, microbatches
+
+    @property
+    def interpreter_parts(self) -> int:
+        return self.comm.mesh.axis_size(self.interpreter.axes)
+
+    def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
+        expected = self.compiled.example
+        if set(fields) != set(expected):
+            raise ConfigError(f"batch: fields {sorted(fields)}; the model was traced with {sorted(expected)}")
+        for name, value in fields.items():
+            like = expected[name]
+            if value.shape[1:] != like.shape[1:] or value.dtype != like.dtype:
+                raise ConfigError(
+                    f'batch: field "{name}" is {tuple(value.shape)} {value.dtype}; expected (rows, '
+                    f"{', '.join(map(str, like.shape[1:]))}) {like.dtype}"
+                )
+        if rows < 1:
+            raise ConfigError(f"batch: {rows} rows; legal: at least 1")
+
+    def all_ones(self, fields: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """The masks of this batch if they are all ones on every rank, else nothing.
+
+        Read from the host's copy of the batch; one small all-reduce makes the ranks agree.
+        """
+        padded = torch.tensor([float((fields[m] != 1).any()) for m in self.compiled.masks], device=self.comm.device)
+        self.comm.all_reduce(padded, self.interpreter.axes, what="padding in masks").wait()
+        return self.compiled.masks if not bool(padded.any()) else ()
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full single-device state under the module's own names: parameters in their master precision, and buffers."""
+        values = {**self.memory.leaves, **self.unused, **self.memory.buffers}
+        for bucket in self.memory.buckets:
+            values |= bucket.masters()
+        own = self.compiled.module.state_dict(keep_vars=True)
+        return {name: values[self.names[name]].detach().clone() for name in own}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the last step, reduced; after clipping if there was any (views of the buffers)."""
+        return {n: g for b in self.memory.buckets for n, g in b.grads.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Set parameters and buffers from a single-device state; optimizer state stays."""
+        missing = set(self.compiled.module.state_dict()) - set(state)
+        if missing:
+            raise ShardwiseError(f"state lacks {', '.join(sorted(missing)[:5])}")
+        for bucket in self.memory.buckets:
+            bucket.load(state)
+        learned = {n for b in self.memory.buckets for n in b.leaves}
+        with torch.no_grad():
+            for name, value in {**self.memory.leaves, **self.unused, **self.memory.buffers}.items():
+                if name not in learned and name in state:
+                    value.copy_(state[name])
+
+    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
+        """The optimizer's state of each parameter, as torch.optim would hold it (views)."""
+        return {n: s for b in self.memory.buckets for n, s in b.optimizer.state_views(b.layout.entries).items()}
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named: list[tuple[str, Any]] = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _compute_dtype(trace: Trace, value: Tensor) -> torch.dtype:
+    from shardwise.trace.casts import COMPUTE_DTYPE
+
+    return COMPUTE_DTYPE[trace.precision] if value.is_floating_point() else value.dtype

@@ -1,0 +1,282 @@
+"""The interpreter: one step of one rank, instruction by instruction.  There is no other control flow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.instruction import Instruction, Lane, Op
+from shardwise.core.layout import shard_range
+from shardwise.core.program import Program
+from shardwise.runtime.buffers import BucketMemory
+from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.trace.casts import cast_field
+from shardwise.trace.ops import Env
+from shardwise.trace.trace import Trace
+from shardwise.trace.units import Unit
+
+
+@dataclass
+class Memory:
+    """What a rank keeps between steps."""
+
+    buckets: list[BucketMemory]
+    leaves: dict[str, Tensor]  # every parameter by name: views of buckets, and frozen ones
+    buffers: dict[str, Tensor]
+    halted: Tensor  # 1 after a non-finite norm: further steps are skipped until the host has looked
+
+
+@dataclass
+class StepInput:
+    """One rank's part of a batch: rows of its microbatches one after the other, of a batch of ``rows`` rows in all."""
+
+    fields: Mapping[str, Tensor]
+    rows: int
+    step: int
+    lr: float
+
+
+@dataclass
+class StepResult:
+    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+
+
+@dataclass
+class Interpreter:
+    """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction."""
+
+    comm: Communicator
+    memory: Memory
+    axes: tuple[str, ...]
+    seed: int
+    clip_norm: float | None = None
+    progress: Callable[[int, Instruction], None] | None = None
+
+    def run(self, trace: Trace, program: Program, microbatches: int, given: StepInput) -> StepResult:
+        """Execute ``program`` on one batch."""
+        return _Step(self, trace, microbatches, given).run(program)
+
+
+@dataclass
+class _Step:
+    """The values of one step: live tensors, saved graphs and pending gradients by unit and microbatch."""
+
+    owner: Interpreter
+    trace: Trace
+    microbatches: int
+    given: StepInput
+    live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    handles: dict[int, tuple[Lane, Handle]] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    counts: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        comm = self.owner.comm
+        self.memory = self.owner.memory
+        self.parts = comm.mesh.axis_size(self.owner.axes)
+        self.index = comm.mesh.index(comm.rank, self.owner.axes)
+        self.fields = {k: cast_field(v, self.trace.precision).to(comm.device) for k, v in self.given.fields.items()}
+        self.loss = torch.zeros((), dtype=self.wide, device=comm.device)
+        self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
+        self.coefficient: Tensor | None = None
+        self.start: list[int] = []
+        taken = 0
+        for m in range(self.microbatches):
+            self.start.append(taken)
+            a, b = self.env(m).range()
+            taken += b - a
+        self.run_op = {
+            Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.COUNT: self.count,
+            Op.REDUCE: self.reduce, Op.NORM: self.take_norm, Op.STEP: self.update,
+        }  # fmt: skip
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.trace.precision == "fp64" else torch.float32
+
+    def run(self, program: Program) -> StepResult:
+        owner = self.owner
+        advance = getattr(owner.comm, "progress", None)
+        for position, one in enumerate(program.instructions):
+            if owner.progress is not None:
+                owner.progress(position, one)
+            for at in one.waits:
+                self.wait(at, program)
+            self.position = position
+            self.run_op[one.op](one)
+            if advance is not None and self.handles:
+                advance()
+        for at in list(self.handles):
+            self.wait(at, program)
+        self.commit_buffers()
+        return StepResult(self.loss, self.norm, self.memory.halted.clone())
+
+    def wait(self, at: int, program: Program) -> None:
+        """Wait for an instruction and all before it on its lane: the latest of a lane stands for them in ``waits``."""
+        lane = program.instructions[at].lane
+        for earlier in [p for p, (of, _) in self.handles.items() if p <= at and of is lane]:
+            self.handles.pop(earlier)[1].wait()
+
+    def env(self, m: int) -> Env:
+        first, last = shard_range(self.given.rows, self.microbatches, m)
+        comm = self.owner.comm
+        return Env(
+            comm, self.owner.axes, self.parts, self.index, last - first, first, self.owner.seed, self.given.step,
+            targets=None if self.counts is None else self.counts[m],
+        )  # fmt: skip
+
+    # ---- computing -------------------------------------------------------------------------------------------------
+
+    def rows_of(self, name: str, m: int, env: Env) -> Tensor:
+        a, b = env.range()
+        return self.fields[name].narrow(0, self.start[m], b - a)
+
+    def arguments(self, unit: Unit, m: int, env: Env) -> list[Any]:
+        memory = self.memory
+        return [
+            *(memory.leaves[n] for n in unit.parameters),
+            *(self.updates.get(n, memory.buffers[n]) for n in unit.buffers),
+            *unit.constants,
+            *(self.rows_of(n, m, env) for n in unit.fields),
+            *(self.live[n, m] for n in unit.inputs),
+        ]
+
+    def forward(self, one: Instruction) -> None:
+        unit, m = self.trace.units[one.unit], one.microbatch
+        env = self.env(m)
+        env.ordinal = unit.ordinal
+        again = one.op is Op.RECOMPUTE
+        keep = self.saves(one, unit)
+        arguments = self.arguments(unit, m, env)
+        with torch.set_grad_enabled(keep):
+            outputs = unit.function(env, *arguments)
+        if keep:
+            good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
+            self.saved[unit.index, m] = (good, arguments)
+        if again:
+            return
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
+            detached = value.detach()
+            self.live[name, m] = detached.requires_grad_() if grad else detached
+            if name == "loss":
+                self.loss += detached.to(self.wide) * self.weight(m)
+        for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
+            self.updates[name] = value.detach()
+
+    def saves(self, one: Instruction, unit: Unit) -> bool:
+        return unit.differentiable and any(b.kind == "saved" for b in one.writes)
+
+    def backward(self, one: Instruction) -> None:
+        unit, m = self.trace.units[one.unit], one.microbatch
+        outputs, arguments = self.saved.pop((unit.index, m))
+        seeds, kept = [], []
+        names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
+        for name, value in zip(names, outputs, strict=True):
+            seed = self.seed(name, m, value)
+            if seed is not None:
+                seeds.append(seed)
+                kept.append(value)
+        if not value_requires(kept):
+            raise AssertionError(f"unit {unit.name} has no differentiable output")
+        parameters = [n for n in unit.parameters if self.memory.leaves[n].requires_grad]
+        live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
+        wanted = [self.memory.leaves[n] for n in parameters] + [self.live[n, m] for n in live]
+        grads = torch.autograd.grad(kept, wanted, seeds, allow_unused=True)
+        del outputs, arguments, kept
+        self.accumulate(one, dict(zip(parameters, grads, strict=False)))
+        for name, grad in zip(live, grads[len(parameters) :], strict=True):
+            if grad is not None:
+                before = self.pending.get((name, m))
+                self.pending[name, m] = grad if before is None else before + grad
+        for name in unit.outputs:
+            self.live.pop((name, m), None)
+
+    def seed(self, name: str, m: int, value: Tensor) -> Tensor | None:
+        if name == "loss":
+            return self.weight(m).to(value.dtype)
+        return self.pending.pop((name, m), None)
+
+    def accumulate(self, one: Instruction, grads: Mapping[str, Tensor | None]) -> None:
+        """Add to the gradient buffers; their first writer of the step overwrites what the last step left there."""
+        for index, memory in enumerate(self.memory.buckets):
+            first = index in one.first
+            for entry in memory.layout.entries if first else [e for e in memory.layout.entries if e.name in grads]:
+                goal, grad = memory.grads[entry.name], grads.get(entry.name)
+                if grad is None:
+                    if first:
+                        goal.zero_()
+                elif first:
+                    goal.copy_(grad)
+                else:
+                    goal.add_(grad)
+
+    # ---- weights, reductions, the step -------------------------------------------------------------------------------
+
+    def weight(self, m: int) -> Tensor:
+        """w_m: the microbatch's share of targets, or of rows, as a device tensor."""
+        if self.weights is None:
+            if self.counts is not None:
+                counts = self.counts.to(self.wide)
+                self.weights = counts / counts.sum()
+            else:
+                sizes = [b - a for a, b in (shard_range(self.given.rows, self.microbatches, i) for i in range(self.microbatches))]
+                self.weights = torch.tensor(sizes, dtype=self.wide, device=self.owner.comm.device) / self.given.rows
+        return self.weights[m]
+
+    def count(self, one: Instruction) -> None:
+        targets = self.trace.targets
+        assert targets is not None
+        envs = [self.env(m) for m in range(self.microbatches)]
+        counted = [targets.count(e, *(self.rows_of(n, m, e) for n in targets.fields), *targets.constants) for m, e in enumerate(envs)]
+        self.counts = torch.stack(counted)
+        self.collective(one, self.counts, "targets of the microbatches")
+
+    def reduce(self, one: Instruction) -> None:
+        if one.bucket < 0:
+            self.collective(one, self.loss, "loss")
+        else:
+            self.collective(one, self.memory.buckets[one.bucket].grad, f"gradient bucket {one.bucket}")
+
+    def collective(self, one: Instruction, x: Tensor, what: str) -> None:
+        if one.axes:
+            self.handles[self.position] = (one.lane, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
+
+    def take_norm(self, one: Instruction) -> None:
+        """The norm over every parameter once, in at least fp32; decides clipping and skipping without the host."""
+        squares = [torch.linalg.vector_norm(b.grad) for b in self.memory.buckets]
+        self.norm = torch.linalg.vector_norm(torch.stack(squares)).to(self.wide)
+        bad = (~torch.isfinite(self.norm)).to(torch.float32)
+        torch.maximum(self.memory.halted, bad, out=self.memory.halted)
+        if self.owner.clip_norm is not None:
+            self.coefficient = (self.owner.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
+
+    def update(self, one: Instruction) -> None:
+        bucket = self.memory.buckets[one.bucket]
+        bucket.optimizer.step(self.given.lr, self.coefficient, self.memory.halted)
+        bucket.publish()
+
+    @torch.no_grad()
+    def commit_buffers(self) -> None:
+        """Buffers written by forward change only if the step was not skipped."""
+        for name, value in self.updates.items():
+            buffer = self.memory.buffers[name]
+            buffer.copy_(torch.where(self.memory.halted != 0, buffer, value))
+
+
+def value_requires(values: list[Tensor]) -> bool:
+    """Whether any of the values has a gradient to pass on."""
+    return any(v.requires_grad for v in values)
+
+
+__all__ = ["Interpreter", "Lane", "Memory", "StepInput", "StepResult"]

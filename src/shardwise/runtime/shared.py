@@ -1,0 +1,327 @@
+"""Communication between the CPU processes of one host through memory that all of them map.
+
+There is no background thread: posting publishes where an input lies, ``wait()`` does this rank's part of
+all pending operations (a rank that waits for one owes the others its part of the rest), and ``progress()``
+a bounded bit of it. :mod:`shardwise.runtime.channel` is the protocol between the ranks; here are the
+collectives in its terms, and waiting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import time
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.mesh import Mesh
+from shardwise.runtime.channel import CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
+from shardwise.runtime.communicator import (
+    BaseCommunicator,
+    Call,
+    CommunicationError,
+    CommunicationTimeout,
+    Handle,
+    OnWait,
+    as_bytes,
+)
+from shardwise.runtime.rendezvous import Rendezvous, rendezvous
+from shardwise.runtime.segments import Segment, available_memory, map_segment, unsupported
+
+START_TIMEOUT = 300.0  # seconds for all processes to come up
+CHUNK = 256 << 10  # bytes summed and written back while they are in the cache
+LINE = 64  # bytes: two ranks never write to the same cache line
+SPINS = 300  # looks at the counters before a waiting rank begins to sleep in between
+NAP = 50e-6  # seconds
+NAPS_PER_CHECK = 200  # naps between two looks at the clock and at the peers
+
+
+def available(mesh: Mesh, nbytes: int = 0) -> str | None:
+    """Why ``mesh`` cannot communicate through shared memory with ``nbytes`` of buffers on each rank, or
+    None."""
+    reason = unsupported()
+    if reason is not None:
+        return reason
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit() and int(local) < mesh.size:
+        return f"shared memory needs all ranks on one host; of {mesh.size} only {local} are on this one"
+    wanted, free = mesh.size * nbytes, available_memory()
+    if wanted > free:
+        return f"shared memory: {wanted >> 20} MiB wanted, {free >> 20} MiB of memory are available"
+    return None
+
+
+class SharedMemoryCommunicator(BaseCommunicator):
+    """One CPU process per rank, all on one host; each uses its communicator from one thread at a time.
+
+    Sums are made in group order, those of more than two fp16 or bf16 values in fp32, so that all ranks get
+    the same bits.
+    """
+
+    def __init__(
+        self, mesh: Mesh, met: Rendezvous, timeout: float = 300.0, on_wait: OnWait | None = None
+    ) -> None:
+        """Meet the other ranks.  Raises :class:`ShardwiseError`, on all of them, where they cannot share
+        memory."""
+        reason = available(mesh)
+        if reason is not None or met.size != mesh.size:
+            raise ShardwiseError(
+                reason or f"mesh: {mesh.size} ranks on {mesh.shape}, but {met.size} processes"
+            )
+        super().__init__(mesh, met.rank, torch.device("cpu"), timeout, on_wait)
+        self._store = met.store  # rank 0 may host it: it must outlive the start of the others
+        self._control = Segment(CONTROL_BYTES)
+        self._board, self._health = _meet(met, self._control)
+        self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
+        self._active: dict[Channel, None] = {}
+        self.barrier(what="the start")
+
+    @classmethod
+    def from_environment(
+        cls, mesh: Mesh, timeout: float = 300.0, on_wait: OnWait | None = None
+    ) -> SharedMemoryCommunicator:
+        """Meet the other processes that torchrun's environment variables name."""
+        return cls(mesh, rendezvous("shared", max(timeout, START_TIMEOUT)), timeout, on_wait)
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """As the protocol says; here ranks need not agree, and memory is never given back.
+
+        Raises :class:`ShardwiseError` where the machine has not enough of it.
+        """
+        return self._board.arena.allocate(numel * dtype.itemsize).view(dtype)
+
+    def progress(self) -> None:
+        if self._active:
+            self._advance()
+
+    def close(self) -> None:
+        self._board.controls[self.rank][CLOSED] = 1
+        self._health.close()
+        self._control.close()
+        self._board.arena.close()
+        for channel in self._channels.values():
+            channel.close()
+
+    def _all_reduce(self, call: Call, x: Tensor) -> Handle:
+        size, me, step = call.group.size, call.group.index, max(1, LINE // x.itemsize)
+
+        def work(source: Source, start: int, stop: int) -> None:
+            lines = -(-(stop - start) // step)
+            mine = slice(lines * me // size * step, min(lines * (me + 1) // size * step, stop - start))
+            inputs = [source(member, 0)[mine] for member in range(size)]
+            _sum_into(inputs, inputs)
+
+        return self._post(call, x, 1, x, work, in_place=True)
+
+    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        target = as_bytes(out).view(call.group.size, -1)
+        in_place = target[call.group.index].data_ptr() == x.data_ptr()
+
+        def work(source: Source, start: int, stop: int) -> None:
+            for member in range(call.group.size):
+                if member != call.group.index or not in_place:
+                    target[member, start:stop].copy_(source(member, 0))
+
+        return self._post(call, as_bytes(x), 1, as_bytes(x), work)
+
+    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        def work(source: Source, start: int, stop: int) -> None:
+            inputs = [source(member, call.group.index) for member in range(call.group.size)]
+            _sum_into([out[start:stop]], inputs)
+
+        return self._post(call, x, call.group.size, x, work)
+
+    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        target = as_bytes(out).view(call.group.size, -1)
+
+        def work(source: Source, start: int, stop: int) -> None:
+            for member in range(call.group.size):
+                target[member, start:stop].copy_(source(member, call.group.index))
+
+        return self._post(call, as_bytes(x), call.group.size, as_bytes(x), work)
+
+    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
+        target = as_bytes(x)
+
+        def work(source: Source, start: int, stop: int) -> None:
+            if call.group.index != root:
+                target[start:stop].copy_(source(root, 0))
+
+        return self._post(
+            call, target if call.group.index == root else None, 1, target, work, detail=f"{root}"
+        )
+
+    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
+        return self._post(call, as_bytes(x), 1, as_bytes(x), _nothing)
+
+    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
+        target = as_bytes(x)
+
+        def work(source: Source, start: int, stop: int) -> None:
+            target[start:stop].copy_(source(0, 0))
+
+        return self._post(call, None, 1, target, work)
+
+    def _barrier(self, call: Call) -> None:
+        self._post(call, None, 1, torch.empty(0, dtype=torch.uint8), _nothing).wait()
+
+    def _post(
+        self,
+        call: Call,
+        shared: Tensor | None,
+        parts: int,
+        x: Tensor,
+        work: Work,
+        *,
+        in_place: bool = False,
+        detail: str = "",
+    ) -> Handle:
+        """``x`` gives size and dtype; ``shared`` is what the others may read, and write when ``in_place``."""
+        pair = call.kind in ("send", "receive")
+        key = (call.group.ranks, "" if pair else call.lane)
+        channel = self._channels.get(key)
+        if channel is None:
+            name = "message" if pair else f"lane {call.lane}"
+            channel = self._channels[key] = Channel(self._board, call.group.ranks, name)
+        kind = "message" if pair else call.kind
+        signature = zlib.crc32(f"{kind} {detail} {x.dtype} {x.numel()}".encode())
+        operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, in_place)
+        channel.post(operation)
+        self._active[channel] = None
+        return _SharedHandle(self, channel, operation)
+
+    def _advance(self) -> bool:
+        moved = False
+        for channel in list(self._active):
+            moved |= channel.advance()
+            if channel.idle:
+                del self._active[channel]
+        return moved
+
+    def _wait(self, channel: Channel, operation: Operation) -> None:
+        """Work on everything pending until the operation is complete, looking often at first and then
+        napping."""
+        deadline, idle = time.monotonic() + self.timeout, 0
+        try:
+            while operation.remaining:
+                if self._advance():
+                    continue
+                if idle == 0 and self.on_wait is not None:
+                    self.on_wait(str(operation.call))
+                idle += 1
+                if idle < 40:
+                    continue
+                elif idle < SPINS:
+                    os.sched_yield()
+                else:
+                    time.sleep(NAP)
+                    if idle % NAPS_PER_CHECK == 0:
+                        self._give_up(channel, operation.call, deadline)
+        finally:
+            if idle and self.on_wait is not None:
+                self.on_wait(None)
+
+    def _give_up(self, channel: Channel, call: Call, deadline: float) -> None:
+        """Raise if a member that is waited for is gone, or the time is up."""
+        gone = self._health.gone() | {
+            rank for rank, control in enumerate(self._board.controls) if control[CLOSED] and rank != self.rank
+        }
+        late = channel.late()  # after `gone`: what a rank has posted before it went still counts
+        lost = gone.intersection(late)
+        if lost:
+            reason = f"rank {', '.join(map(str, sorted(lost)))} is gone"
+            raise CommunicationError(
+                reason, rank=self.rank, operation=str(call), what=call.what, missing=late
+            )
+        if time.monotonic() > deadline:
+            reason = f"no end after {self.timeout:g} s"
+            raise CommunicationTimeout(
+                reason, rank=self.rank, operation=str(call), what=call.what, missing=late
+            )
+
+
+class _SharedHandle:
+    def __init__(
+        self, communicator: SharedMemoryCommunicator, channel: Channel, operation: Operation
+    ) -> None:
+        self._communicator, self._channel, self._operation = communicator, channel, operation
+
+    def wait(self) -> None:
+        if self._operation.remaining:
+            self._communicator._wait(self._channel, self._operation)
+
+
+class _Health:
+    """Tells which of the other processes have ended, also those that their parent has not yet reaped."""
+
+    def __init__(self, pids: dict[int, int]) -> None:
+        self._ranks: dict[int, int] = {}
+        self._poll = select.poll()
+        for rank, pid in pids.items():
+            with suppress(OSError):  # a kernel or container without pidfds: then only the time-out tells
+                handle = os.pidfd_open(pid)
+                self._ranks[handle] = rank
+                self._poll.register(handle, select.POLLIN)
+
+    def gone(self) -> set[int]:
+        return {self._ranks[handle] for handle, _ in self._poll.poll(0)}
+
+    def close(self) -> None:
+        for handle in self._ranks:
+            self._poll.unregister(handle)
+            os.close(handle)
+        self._ranks.clear()
+
+
+def _meet(met: Rendezvous, control: Segment) -> tuple[Board, _Health]:
+    """Exchange addresses through the store and map everybody's control segment.
+
+    All ranks learn of a failure of any, so that all can choose another backend.
+    """
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd]))
+    pids, controls, verdict = [], [], ""
+    for rank in range(met.size):
+        peer_host, pid, fd = json.loads(met.store.get(f"address/{rank}"))
+        pids.append(pid)
+        try:
+            if peer_host != host:
+                raise OSError("it runs on another host or in another container")
+            memory = control.memory if rank == met.rank else map_segment(pid, fd)
+            controls.append(memoryview(memory).cast("B").cast("q"))
+        except OSError as error:
+            verdict = f"rank {met.rank} cannot map the memory of rank {rank}: {error}"
+    met.store.set(f"verdict/{met.rank}", verdict)
+    verdicts = [met.store.get(f"verdict/{rank}").decode() for rank in range(met.size)]
+    if any(verdicts):
+        raise ShardwiseError("shared memory: " + "; ".join(filter(None, verdicts)))
+    health = _Health({rank: pid for rank, pid in enumerate(pids) if rank != met.rank})
+    return Board(met.rank, pids, controls), health
+
+
+def _sum_into(outs: list[Tensor], inputs: list[Tensor]) -> None:
+    """Put the sum of ``inputs``, in that order, into each of ``outs``, chunk by chunk; an out may be an
+    input."""
+    step = CHUNK // inputs[0].itemsize
+    wide = len(inputs) > 2 and inputs[0].dtype in (torch.float16, torch.bfloat16)
+    for chunks in zip(*(torch.split(x, step) for x in (*outs, *inputs)), strict=True):
+        first, rest, values = chunks[0], chunks[1 : len(outs)], chunks[len(outs) :]
+        if len(values) == 2:
+            torch.add(values[0], values[1], out=first)
+        else:
+            total = values[0].float() if wide else values[0].clone()
+            for value in values[1:]:
+                total += value
+            first.copy_(total)
+        for out in rest:
+            out.copy_(first)
+
+
+def _nothing(source: Source, start: int, stop: int) -> None:
+    """What a rank does that only gives."""

@@ -1,0 +1,173 @@
+"""The trace of a model: its units, parameters and buckets, and how its loss weighs microbatches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
+from shardwise.trace.functional import functionalise
+from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
+from shardwise.trace.normalise import normalise
+from shardwise.trace.opaque import opaque_unit
+from shardwise.trace.rules import find
+from shardwise.trace.sharding import propagate
+from shardwise.trace.units import Unit, split
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter as it takes part in computing: tied ones once, under the first of their names."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    units: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share."""
+
+    index: int
+    parameters: tuple[Parameter, ...]
+    units: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return sum(p.numel for p in self.parameters)
+
+
+@dataclass
+class Trace:
+    """What the rest of shardwise knows of a model.
+
+    ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.  ``opaque`` is None, or
+    why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.
+    """
+
+    units: list[Unit]
+    buckets: list[Bucket]
+    frozen: tuple[str, ...]
+    fields: tuple[str, ...]
+    targets: Targets | None
+    precision: str
+    rows: int | None = None
+    opaque: str | None = None
+    notes: list[str] = field(default_factory=list)
+    replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
+    collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    ones: tuple[str, ...] = ()
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:
+        return tuple(p for b in self.buckets for p in b.parameters)
+
+
+def trace(
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss: LossFunction | None = None,
+    precision: str = "fp32",
+    training: bool = True,
+    axes: tuple[str, ...] = ("dp",),
+    dropout: str = "exact",
+    device: torch.device | None = None,
+    ones: tuple[str, ...] = (),
+    rows: int | None = None,
+    opaque: bool = True,
+) -> Trace:
+    """Trace ``module`` on rows like those of ``batch``, sharded over the batch ``axes``.
+
+    Args:
+        loss: called as ``loss(output, fields)``; without it the module returns its loss.
+        ones: fields that are known to be all ones in the batches that will use this trace.
+        rows: ask for a static graph of so many rows.
+        opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
+    """
+    try:
+        captured = capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows)
+        normal = functionalise(captured)
+        normalise(normal)
+        entropy = mean_cross_entropy(normal)
+        sharded = propagate(
+            normal, find, axes, counted=entropy if unweighted(entropy) else None, dropout=dropout, device=device
+        )
+    except Uncapturable as error:
+        if not opaque:
+            raise
+        return _opaque(module, batch, loss, precision, training, str(error))
+    targets = targets_of(sharded, entropy) if entropy is not None else None
+    units = split(sharded)
+    used = {name for unit in units for name in unit.parameters}
+    learning = _learning(units, captured)
+    return Trace(
+        units, _buckets(units, module, captured.trainable, precision, learning),
+        tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
+        captured.notes, sharded.replicated, sharded.collectives, ones,
+    )  # fmt: skip
+
+
+def _learning(units: list[Unit], captured: Captured) -> set[str]:
+    """Parameters that a gradient reaches: trainable, and on a differentiable path to the loss."""
+    found = set()
+    for unit in units:
+        assert unit.graph is not None
+        output = next(n for n in unit.graph.nodes if n.op == "output")
+        useful = {n for n, good in zip(output.args[0], unit.output_grads, strict=False) if good}
+        stack, seen = list(useful), set()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(i for i in node.all_input_nodes if i.op == "placeholder" or i.meta.get("grad"))
+        places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
+        found |= {name for name, place in zip(unit.parameters, places, strict=False) if place in seen and captured.trainable[name]}
+    return found
+
+
+def _buckets(
+    units: list[Unit], module: nn.Module, trainable: Mapping[str, bool], precision: str, learning: set[str]
+) -> list[Bucket]:
+    from shardwise.trace.casts import shadow_dtype
+
+    own = dict(module.named_parameters(remove_duplicate=False))
+    users: dict[str, tuple[int, ...]] = {}
+    for unit in units:
+        for name in unit.parameters:
+            if name in learning:
+                users[name] = (*users.get(name, ()), unit.index)
+    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Parameter]] = {}
+    for name in own:  # the module's own order
+        if name in users:
+            dtype = shadow_dtype(module, name, own[name], precision)
+            groups.setdefault((users[name], dtype), []).append(Parameter(name, tuple(own[name].shape), dtype, users[name]))
+    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1])))
+    return [Bucket(i, tuple(groups[k]), k[0], k[1]) for i, k in enumerate(ordered)]
+
+
+def _opaque(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str
+) -> Trace:
+    unit = opaque_unit(module, tuple(batch), loss, precision, training)
+    trainable = {n: p.requires_grad for n, p in module.named_parameters()}
+    learning = {n for n, good in trainable.items() if good}
+    notes = [
+        f"not captured, trains as one unit: {reason}",
+        "lost with it: overlap of reductions with backward, per-unit recomputation, and any mixing of rows other than BatchNorm's "
+        "(a loss that is not a mean of rows, negatives of the same batch) is computed on each rank's own rows",
+    ]
+    return Trace(
+        [unit], _buckets([unit], module, trainable, precision, learning), tuple(n for n in trainable if n not in learning),
+        tuple(batch), None, precision, None, reason, notes,
+    )  # fmt: skip

@@ -1,0 +1,250 @@
+"""Cutting a local graph at the model's repeated blocks into units, each a function of tensors alone.
+
+Block i of a model is unit i; what comes before the first block, after the last, and in between goes to its neighbours.  Values that
+follow from batch fields and constants alone (masks, positions, rotary tables) and are read by several units form unit "inputs", which
+has no parameters: a pipeline runs it on every stage instead of sending its results.  Blocks with the same code share one function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.trace import ops
+from shardwise.trace.sharding import Sharded
+
+_INTEGER_OPS = {ops.rows, ops.local_rows}
+
+
+@dataclass
+class Unit:
+    """One piece of the model: ``function(env, *parameters, *buffers, *fields, *inputs) -> outputs``, a tuple.
+
+    ``inputs`` and ``outputs`` name live tensors of the step; ``updates`` are the buffers whose new values are the last outputs.
+    ``input_grads`` and ``output_grads`` say which of them have gradients.
+    """
+
+    index: int
+    name: str
+    function: Callable[..., tuple[Tensor, ...]]
+    code: str
+    graph: fx.Graph | None
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[Tensor, ...]
+    fields: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    updates: tuple[str, ...]
+    input_grads: tuple[bool, ...]
+    output_grads: tuple[bool, ...]
+    ordinal: int = 0  # of the unit's first random op
+    collectives: bool = False
+    values: dict[str, Any] = field(default_factory=dict)  # example (fake) tensor of each live tensor
+
+    @property
+    def differentiable(self) -> bool:
+        """Whether the unit has a backward."""
+        return any(self.output_grads)
+
+
+def split(sharded: Sharded) -> list[Unit]:
+    """Cut a local graph into units, in the order in which they run."""
+    graph = sharded.graph
+    useful = _with_gradient(graph)
+    assigned, names = _assign(graph, sharded)
+    order = sorted(set(assigned.values()))
+    loss, *updates = next(n for n in graph.nodes if n.op == "output").args[0]
+    builder = _Builder(sharded, assigned, useful, loss, dict(zip(updates, sharded.normal.updates, strict=True)))
+    shared: dict[str, Callable[..., Any]] = {}
+    return [builder.unit(i, key, names[key], shared) for i, key in enumerate(order)]
+
+
+def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose gradient reaches the loss: differentiable, and on a differentiable path to it."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    found: set[fx.Node] = set()
+    stack = [output.args[0][0]]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.meta.get("grad"):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def block_of(path: str) -> str:
+    """The outermost numbered module on a path, ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.partition("@")[0].isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict[int, str]]:
+    """The unit of every call, as a sortable key: -1 for "inputs", 0 before the first block, 2i for block i, the last after it."""
+    free = _free(graph, sharded)
+    calls = [n for n in graph.nodes if n.op == "call_function" and n.target not in _INTEGER_OPS and "layout" in n.meta]
+    owned = _blocks_with_parameters(graph)
+    blocks: dict[str, int] = {}
+    for node in calls:
+        key = block_of(node.meta.get("path", ""))
+        if node not in free and key in owned and key not in blocks:
+            blocks[key] = len(blocks) + 1
+    last = len(blocks)
+    unit: dict[fx.Node, int] = {}
+    for node in calls:
+        if node in free:
+            continue
+        below = max((unit[i] for i in node.all_input_nodes if i in unit), default=0)
+        key = block_of(node.meta.get("path", ""))
+        if key in blocks:
+            unit[node] = max(below, blocks[key])
+        else:
+            unit[node] = below + 1 if last and below == last else below
+    for node in reversed(calls):
+        if node in free:
+            users = {unit[u] for u in node.users if u in unit}
+            unit[node] = users.pop() if len(users) == 1 else -1
+    names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
+    return unit, names
+
+
+def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
+    """Block paths in which a parameter is used; others (a lone activation) belong to the unit before them."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and any(i.op == "placeholder" and i.meta.get("grad") for i in node.all_input_nodes):
+            found.add(block_of(node.meta.get("path", "")))
+    return found - {""}
+
+
+def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
+    """Calls that follow from fields, constants and unwritten buffers alone."""
+    captured, written = sharded.normal.captured, set(sharded.normal.updates)
+    bound = {n for n in graph.nodes if n.op == "placeholder" and (
+        n.name in captured.parameters or captured.buffers.get(n.name) in written)}
+    output = next(n for n in graph.nodes if n.op == "output")
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            if any(i in bound for i in node.all_input_nodes) or node in output.args[0]:
+                bound.add(node)
+            else:
+                free.add(node)
+    return free
+
+
+class _Builder:
+    def __init__(
+        self, sharded: Sharded, assigned: dict[fx.Node, int], useful: set[fx.Node], loss: fx.Node, updates: dict[fx.Node, str]
+    ) -> None:
+        self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
+        self.captured = sharded.normal.captured
+
+    def unit(self, index: int, key: int, name: str, shared: dict[str, Callable[..., Any]]) -> Unit:
+        mine = [n for n in self.sharded.graph.nodes if self.assigned.get(n) == key]
+        inside = set(mine)
+        outside = self._outside(mine, inside)
+        kinds: dict[str, list[fx.Node]] = {"parameters": [], "buffers": [], "constants": [], "fields": [], "inputs": []}
+        for node in outside:
+            kinds[self._kind(node)].append(node)
+        outputs = [n for n in mine if n not in self.updates and (n is self.loss or any(self._later(u, key) for u in n.users))]
+        updated = [n for n in mine if n in self.updates]
+        graph, ordinal = self._graph(mine, kinds, [*outputs, *updated])
+        code = graph.python_code("self").src
+        if code not in shared:
+            module = fx.GraphModule(torch.nn.Module(), graph)
+            shared[code] = module.forward
+        captured = self.captured
+        return Unit(
+            index, name, shared[code], code, graph,
+            tuple(captured.parameters[n.name] for n in kinds["parameters"]),
+            tuple(captured.buffers[n.name] for n in kinds["buffers"]),
+            tuple(captured.constants[n.name] for n in kinds["constants"]),
+            tuple(captured.fields[n.name] for n in kinds["fields"]),
+            tuple(n.name for n in kinds["inputs"]),
+            tuple("loss" if n is self.loss else n.name for n in outputs),
+            tuple(self.updates[n] for n in updated),
+            tuple(n in self.useful for n in kinds["inputs"]),
+            tuple(n in self.useful for n in outputs),
+            ordinal,
+            any(n.target in _COMMUNICATING for n in mine),
+            {n.name: n for n in (*kinds["inputs"], *outputs)},
+        )  # fmt: skip
+
+    def _later(self, user: fx.Node, key: int) -> bool:
+        return user.op != "output" and self.assigned.get(user, key) > key
+
+    def _kind(self, node: fx.Node) -> str:
+        if node.op != "placeholder":
+            return "inputs"
+        for kind in ("parameters", "buffers", "constants", "fields"):
+            if node.name in getattr(self.captured, kind):
+                return kind
+        raise AssertionError(f"placeholder {node.name} is nothing known")
+
+    def _outside(self, mine: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+        """What the unit reads from outside, without the sizes, which every unit computes for itself."""
+        seen: dict[fx.Node, None] = {}
+
+        def visit(node: fx.Node) -> None:
+            if node in inside or node.name == "env":
+                return
+            if node.op == "call_function" and "layout" not in node.meta:
+                for i in node.all_input_nodes:
+                    visit(i)
+            else:
+                seen[node] = None
+
+        for node in mine:
+            for i in node.all_input_nodes:
+                visit(i)
+        return list(seen)
+
+    def _graph(self, mine: list[fx.Node], kinds: dict[str, list[fx.Node]], outputs: list[fx.Node]) -> tuple[fx.Graph, int]:
+        """The unit's graph, its names independent of where in the model it stands."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, Any] = {}
+        env = graph.placeholder("env")
+        for kind, nodes in kinds.items():
+            for i, node in enumerate(nodes):
+                copies[node] = graph.placeholder(f"{kind[0]}{i}")
+        ordinals = [o for n in mine if (o := _ordinal(n)) is not None]
+        first = min(ordinals, default=0)
+
+        def value(node: fx.Node) -> Any:
+            if node.name == "env" and node.op == "placeholder":
+                return env
+            if node not in copies:  # a size
+                copies[node] = graph.call_function(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
+            return copies[node]
+
+        for node in mine:
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            if (own := _ordinal(node)) is not None:
+                at = ORDINAL_AT[node.target]
+                args = (*args[:at], own - first, *args[at + 1 :])  # relative: equal blocks have equal code
+            copies[node] = graph.call_function(node.target, args, kwargs)
+            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path") if k in node.meta}
+        graph.output(tuple(copies[n] for n in outputs))
+        return graph, first
+
+
+ORDINAL_AT = {
+    ops.dropout: 3, ops.feature_dropout: 3, ops.attention: 7, ops.random_like: 2, ops.random_of: 2, ops.bernoulli: 2,
+}  # fmt: skip
+_COMMUNICATING = {
+    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, ops.cross_entropy,
+}  # fmt: skip
+
+
+def _ordinal(node: fx.Node) -> int | None:
+    """The ordinal in a random op's arguments."""
+    at = ORDINAL_AT.get(node.target)
+    return None if at is None else node.args[at]

@@ -1,0 +1,106 @@
+"""How far two runs of the same training differ, tensor by tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+NOISE_FLOOR = 1e-6
+"""A tensor's error is relative to at least this share of the norm of all: an attention key's bias has a gradient of pure rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The relative error of one tensor after one step; ``what`` is loss, grad_norm, gradient, parameter or buffer."""
+
+    name: str
+    step: int
+    what: str
+    error: float
+
+
+def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infinities: bool = False) -> float:
+    """||ours - truth|| / max(||truth||, floor), in fp64; infinite if either holds a NaN or an infinity, or if their shapes differ.
+
+    ``equal_infinities`` forgives infinities that both hold in the same place (the mask kept in a buffer).
+    """
+    if ours.shape != truth.shape:
+        return math.inf
+    a, b = (t.detach().to("cpu", torch.complex128 if t.is_complex() else torch.float64) for t in (ours, truth))
+    if equal_infinities:
+        same = a.isinf() & (a == b)
+        a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
+    if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
+        return math.inf
+    return _ratio(float(torch.linalg.vector_norm(a - b)), max(float(torch.linalg.vector_norm(b)), floor))
+
+
+def _ratio(difference: float, size: float) -> float:
+    if not math.isfinite(difference):
+        return math.inf
+    if difference == 0:
+        return 0.0
+    return difference / size if size > 0 else math.inf
+
+
+def total_norm(tensors: Mapping[str, Tensor]) -> float:
+    """The norm of all finite elements of all floating tensors together."""
+    finite = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in tensors.values() if t.is_floating_point())
+    return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
+
+
+def relative_errors(
+    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False
+) -> dict[str, float]:
+    """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
+
+    A name that only one side has is infinitely wrong.  Integer and boolean tensors have no rounding, and so no floor.
+    """
+    floor = NOISE_FLOOR * total_norm(truth)
+    errors = dict.fromkeys(ours.keys() ^ truth.keys(), math.inf)
+    for name in truth:
+        if name in ours:
+            own_floor = floor if truth[name].is_floating_point() else 0.0
+            errors[name] = relative_error(ours[name], truth[name], own_floor, equal_infinities)
+    return errors
+
+
+@dataclass
+class Comparison:
+    """Collects differences; the largest decides."""
+
+    differences: list[Difference] = field(default_factory=list)
+
+    def add(self, step: int, what: str, ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> None:
+        """Compare tensors by name; infinities are forgiven in buffers where both sides have them."""
+        errors = relative_errors(ours, truth, equal_infinities=what == "buffer")
+        self.differences += [Difference(name, step, what, error) for name, error in errors.items()]
+
+    def add_number(self, step: int, what: str, ours: float, truth: float) -> None:
+        """Compare a number of the step: its loss or gradient norm."""
+        error = relative_error(torch.tensor(ours, dtype=torch.float64), torch.tensor(truth, dtype=torch.float64))
+        self.differences.append(Difference(what, step, what, error))
+
+    @property
+    def largest(self) -> float:
+        """The largest error; infinite if nothing was compared."""
+        return max((d.error for d in self.differences), default=math.inf)
+
+    def passes(self, tolerance: float = 1e-10) -> bool:
+        """Whether something was compared and no error is above ``tolerance``."""
+        return self.largest <= tolerance
+
+    def worst(self, count: int = 10) -> list[Difference]:
+        """The largest errors first; among equals the earlier step, then the name."""
+        return sorted(self.differences, key=lambda d: (-d.error, d.step, d.what, d.name))[:count]
+
+    def summary(self) -> dict[str, float]:
+        """The largest error of each kind of thing compared."""
+        largest: dict[str, float] = {}
+        for d in self.differences:
+            largest[d.what] = max(largest.get(d.what, 0.0), d.error)
+        return largest

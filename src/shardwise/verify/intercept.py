@@ -1,0 +1,60 @@
+"""See and replace the torch functions that a module's forward calls, also those inside torch's own Python functions.
+
+A :class:`TorchFunctionMode` is switched off while it handles a call, so what ``F.multi_head_attention_forward`` calls in turn would go
+unseen.  :class:`Intercept` runs the body of such a function with the mode on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, Protocol
+
+from torch.overrides import TorchFunctionMode
+
+Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
+
+_CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+class Layer(Protocol):
+    """Looks at a call, changes it or its result, or answers in its place; ``proceed`` makes the call."""
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any: ...
+
+
+class Intercept(TorchFunctionMode):
+    """Pass each call of a torch function through ``layers``, the first one outermost."""
+
+    def __init__(self, *layers: Layer) -> None:
+        super().__init__()
+        self._bodies: dict[FunctionType, FunctionType] = {}
+        self._call: Proceed = self._run
+        for layer in reversed(layers):
+            self._call = _wrap(layer, self._call)
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return self._call(func, args, dict(kwargs or {}))
+
+    def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
+            return func(*args, **kwargs)
+        body = self._bodies.get(func)
+        if body is None:
+            body = self._bodies[func] = _body(func)
+        with self:
+            return body(*args, **kwargs)
+
+
+def _wrap(layer: Layer, inner: Proceed) -> Proceed:
+    return lambda func, args, kwargs: layer(func, args, kwargs, inner)
+
+
+def _body(func: FunctionType) -> FunctionType:
+    """``func`` without its first question, whether somebody wants to handle the call: the mode just did."""
+    unasked = dict.fromkeys(_CHECKS, lambda *_: False)
+    body = FunctionType(func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__)
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body

@@ -1,0 +1,53 @@
+"""Is a module's loss a mean cross-entropy, and over how many targets?  Seen from outside, as the forward runs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.verify.intercept import Proceed
+
+_SAME = frozenset(
+    """to float double half bfloat16 type type_as clone alias contiguous view view_as reshape squeeze unsqueeze flatten __get__""".split()
+)
+
+
+class MeanCrossEntropy:
+    """A layer that remembers the results of mean cross-entropies, and what only casts or views them."""
+
+    def __init__(self) -> None:
+        self._results: dict[int, tuple[Tensor, int]] = {}
+        self._signatures = {f: inspect.signature(f) for f in (F.cross_entropy, F.nll_loss)}
+
+    def begin(self) -> None:
+        """Forget everything: a forward pass starts."""
+        self._results = {}
+
+    def targets(self, loss: Tensor) -> int | None:
+        """The number of targets that ``loss`` is the mean over; None if it is anything but a mean cross-entropy."""
+        found = self._results.get(id(loss))
+        return None if found is None else found[1]
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        result = proceed(func, args, kwargs)
+        signature = self._signatures.get(func)
+        if signature is not None:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            if bound.arguments["reduction"] == "mean":
+                count = _count(bound.arguments["input"], bound.arguments["target"], bound.arguments["ignore_index"])
+                self._results[id(result)] = (result, count)  # holding the tensor keeps its id its own
+        elif isinstance(result, Tensor) and args and getattr(func, "__name__", "") in _SAME and id(args[0]) in self._results:
+            self._results[id(result)] = (result, self._results[id(args[0])][1])
+        return result
+
+
+def _count(scores: Tensor, target: Tensor, ignore_index: int) -> int:
+    """Targets that count: class indices other than ``ignore_index``; every row of class probabilities."""
+    if target.is_floating_point():
+        return scores.numel() // scores.shape[1 if scores.dim() > 1 else 0]
+    return int((target != ignore_index).sum())

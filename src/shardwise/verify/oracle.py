@@ -1,0 +1,297 @@
+"""The truth that a plan is compared with: the user's module trained on a single device in the ordinary way.
+
+Whole-module forward and ``backward()``, microbatch by microbatch, then clipping and a plain ``torch.optim`` step.  Nothing here
+knows of graphs, plans or ranks; of shardwise only the hash behind random numbers and the rule that cuts a batch into
+microbatches are shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.layout import shard_range
+from shardwise.core.optim import OptimizerChoice
+from shardwise.verify.intercept import Intercept
+from shardwise.verify.keyed import KeyedRandom, RefuseRandom, batch_of
+from shardwise.verify.losses import MeanCrossEntropy
+from shardwise.verify.precision import LowPrecision, batch_norm_parameters
+from shardwise.verify.promote import Promote64, default_dtype
+
+Fields = Mapping[str, Tensor]
+LossFunction = Callable[[Any, Fields], Tensor]
+OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Parameter groups, as :mod:`torch.optim` takes them, to an optimizer."""
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OracleStep:
+    """What one step computed.
+
+    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one; ``parameters`` and ``buffers`` are
+    those after the step.  A tied parameter appears once, under its first name.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+class Oracle:
+    """Trains a copy of ``module`` on one device.
+
+    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn`` it gets the fields that its
+    forward names, and the loss is ``loss_fn(output, fields)``.  The module's mode (training or not) is kept.
+
+    The loss of a step is sum_m w_m L_m over the microbatches: m holds rows ``shard_range(B, microbatches, m)``.  Where the loss is the
+    result of a mean cross-entropy, w_m is m's share of the batch's targets that are not ignored, else its share of rows.
+
+    ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside the model: ``promotions``
+    counts them), ``fp32``, or ``bf16`` (parameters, but not BatchNorm's, are bf16 copies of fp32 masters; buffers and inputs stay as
+    they are; mixed operands of matmuls are cast to bf16; losses are computed in fp32; gradients are summed in fp32).
+
+    Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see :mod:`shardwise.verify.keyed`
+    for which calls count.  Others are refused by name.
+
+    ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds first, the others
+    (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it, parameters stay as they are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: LossFunction | None = None,
+        optimizer: OptimizerFactory | None = None,
+        *,
+        microbatches: int = 1,
+        precision: Literal["fp64", "fp32", "bf16"] = "fp64",
+        seed: int = 0,
+        clip_norm: float | None = None,
+        decays: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) >= 2,
+        first_step: int = 0,
+    ) -> None:
+        self.loss_fn = loss_fn
+        self.microbatches = microbatches
+        self.precision = precision
+        self.clip_norm = clip_norm
+        self.step_index = first_step
+        self.promotions = 0
+        self.module = _copy(module, precision)
+        self.masters = self._masters(module)
+        self.optimizer = optimizer(_groups(self.masters, decays)) if optimizer is not None else None
+        self._random = KeyedRandom(seed)
+        self._losses = MeanCrossEntropy()
+        self._probed = False
+
+    def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
+        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate ``lr`` if given."""
+        fields = self._fields(batch)
+        if not self._probed:
+            self._probe(fields)
+        loss = self._accumulate(fields)
+        gradients = {name: p.grad for name, p in self.masters.items() if p.grad is not None}
+        kept = {name: grad.detach().clone() for name, grad in gradients.items()}
+        norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
+        if self.optimizer is not None:
+            self._update(lr)
+        self.step_index += 1
+        return OracleStep(self.step_index - 1, loss, norm, kept, self.parameters(), self.buffers())
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of the parameters (of the fp32 masters under bf16), by name."""
+        return {name: p.detach().clone() for name, p in self.masters.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers, by name."""
+        return {name: b.detach().clone() for name, b in self.module.named_buffers()}
+
+    # ---- forward and backward ------------------------------------------------------------------------------------------
+
+    def _accumulate(self, fields: Fields) -> float:
+        """Leave the batch's gradients in the masters' ``grad``; return its loss.
+
+        Shares are of a total known only at the end: gradients are summed with weights relative to the first microbatch's and
+        divided once.
+        """
+        for p in (*self.masters.values(), *self.module.parameters()):
+            p.grad = None
+        rows = _rows(fields)
+        counted: set[bool] = set()
+        first = total = 0.0
+        loss = 0.0
+        for m in range(self.microbatches):
+            start, stop = shard_range(rows, self.microbatches, m)
+            if start == stop:
+                continue
+            with self._modes():
+                value, targets = self._forward(self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start)
+                counted.add(targets is not None)
+                amount = stop - start if targets is None else targets
+                if amount:
+                    first = first or amount
+                    (value if amount == first else value * (amount / first)).backward()
+            if amount:  # a microbatch without targets has a loss of 0/0, and no part in the batch's
+                loss += value.item() * (amount / first)
+                total += amount / first
+                self._collect()
+        if len(counted) > 1:
+            raise ShardwiseError("the loss is a mean cross-entropy in some microbatches and not in others: their weights are unknown")
+        if not total:
+            raise ShardwiseError("every target of the batch is ignored: its mean cross-entropy is 0/0")
+        if total != 1:
+            for p in self.masters.values():
+                if p.grad is not None:
+                    p.grad.div_(total)
+        return loss / total
+
+    def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, int | None]:
+        """(loss, number of targets that count if the loss is a mean cross-entropy); call it under the modes."""
+        self._random.begin(self.step_index, row_start)
+        self._losses.begin()
+        if self.loss_fn is None:
+            output = module(**fields)
+        else:
+            output = self.loss_fn(module(**_accepted(module, fields)), fields)
+        if isinstance(output, Mapping):
+            output = output.get("loss")
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ShardwiseError(f"forward returned {type(output).__name__} where a scalar loss, or an output with .loss, is needed")
+        return loss.reshape(()), self._losses.targets(loss)
+
+    @contextmanager
+    def _modes(self) -> Iterator[None]:
+        layers: list[Any] = [self._losses, self._random]
+        if self.precision == "bf16":
+            layers.append(LowPrecision(torch.bfloat16))
+        with ExitStack() as stack:
+            promote = Promote64() if self.precision == "fp64" else None
+            if promote is not None:
+                stack.enter_context(default_dtype(torch.float64))
+                stack.enter_context(promote)
+            stack.enter_context(RefuseRandom())
+            stack.enter_context(Intercept(*layers))
+            yield
+        if promote is not None:
+            self.promotions += promote.promotions
+
+    @torch.no_grad()
+    def _probe(self, fields: Fields) -> None:
+        """Find the batch dims of random calls: run a copy of the module with two rows and with three."""
+        draws = []
+        promotions = self.promotions
+        for rows in (2, 3):
+            index = torch.arange(rows) % _rows(fields)
+            some = {k: v[index.to(v.device)] if v.dim() else v for k, v in fields.items()}
+            module = copy.deepcopy(self.module)
+            with self._modes():
+                self._forward(module, some, 0)
+            draws.append(self._random.draws)
+        self._random.batches = batch_of(draws[0], draws[1], 2)
+        self.promotions = promotions
+        self._probed = True
+
+    # ---- parameters ----------------------------------------------------------------------------------------------------
+
+    def _masters(self, module: nn.Module) -> dict[str, Tensor]:
+        """What the optimizer updates: the copy's parameters, or fp32 versions of those in low precision."""
+        own = dict(self.module.named_parameters())
+        if self.precision != "bf16":
+            return dict(own)
+        return {
+            name: p.detach().to(torch.float32, copy=True).requires_grad_(p.requires_grad)
+            for name, p in module.named_parameters()
+            if name in own
+        }
+
+    @torch.no_grad()
+    def _collect(self) -> None:
+        """Add the gradients of parameters in low precision to their masters'."""
+        for name, p in self.module.named_parameters():
+            master = self.masters[name]
+            if p is not master and p.grad is not None:
+                master.grad = p.grad.to(master.dtype) + (0 if master.grad is None else master.grad)
+                p.grad = None
+
+    def _update(self, lr: float | None) -> None:
+        assert self.optimizer is not None
+        if self.clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(list(self.masters.values()), self.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] if lr is None else lr
+        self.optimizer.step()
+        with torch.no_grad():
+            for name, p in self.module.named_parameters():
+                if p is not self.masters[name]:
+                    p.copy_(self.masters[name])
+
+    def _fields(self, batch: Fields) -> dict[str, Tensor]:
+        wide = self.precision == "fp64"
+        device = next((t.device for t in (*self.masters.values(), *self.module.buffers())), torch.device("cpu"))
+        fields = {k: v.to(device, torch.float64 if wide and v.is_floating_point() else v.dtype) for k, v in batch.items()}
+        sizes = {k: v.shape[0] for k, v in fields.items() if v.dim()}
+        if not sizes or len(set(sizes.values())) > 1:
+            raise ShardwiseError(f"the fields of a batch must have one number of rows; found {sizes}")
+        return fields
+
+
+def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
+    """The optimizer of ``torch.optim`` that ``choice`` names, with its numbers: not fused, one kernel per parameter."""
+    classes: dict[str, Any] = {
+        "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad,
+        "rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+    }  # fmt: skip
+    make = classes[choice.name]
+    legal = inspect.signature(make).parameters
+    options = {k: getattr(choice, k) for k in ("lr", "betas", "momentum", "nesterov", "alpha", "momentum_decay") if k in legal}
+    options |= {k: v for k in ("eps", "weight_decay") if (v := getattr(choice, k)) is not None and k in legal}
+    return lambda groups: make(groups, foreach=False, **options)
+
+
+def _copy(module: nn.Module, precision: str) -> nn.Module:
+    """A copy of ``module`` in ``precision``; parameters and buffers that are shared stay shared."""
+    dtype, wide = _DTYPES[precision], precision == "fp64"
+    keep = batch_norm_parameters(module) if precision == "bf16" else set()
+    memo: dict[int, Any] = {}
+    for p in module.parameters():
+        to = torch.float32 if id(p) in keep else dtype
+        value = p.detach().to(to, copy=True) if p.is_floating_point() else p.detach().clone()
+        memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
+    for b in module.buffers():
+        memo[id(b)] = b.detach().to(torch.float64 if wide and b.is_floating_point() else b.dtype, copy=True)
+    return copy.deepcopy(module, memo)
+
+
+def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, ...]], bool]) -> list[dict[str, Any]]:
+    """Parameter groups: with the optimizer's weight decay, and without."""
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+    decayed = [p for name, p in trained.items() if decays(name, tuple(p.shape))]
+    others = [p for name, p in trained.items() if not decays(name, tuple(p.shape))]
+    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _rows(fields: Fields) -> int:
+    return next(v.shape[0] for v in fields.values() if v.dim())
+
+
+def _accepted(module: nn.Module, fields: Fields) -> Fields:
+    """The fields that the module's forward names, or all if it takes any keyword."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return fields
+    names = {p.name for p in parameters}
+    return {k: v for k, v in fields.items() if k in names}

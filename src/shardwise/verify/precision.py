@@ -1,0 +1,56 @@
+"""Low precision on one device, the ordinary way: what `verify` measures a plan in low precision against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.verify.intercept import Proceed
+
+_MATMULS = frozenset(
+    """linear bilinear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm grouped_mm _grouped_mm conv1d conv2d conv3d
+    conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention layer_norm group_norm rms_norm""".split()
+)
+_LOSSES = frozenset(
+    """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
+    binary_cross_entropy_with_logits""".split()
+)
+_LOW = (torch.bfloat16, torch.float16)
+
+
+class LowPrecision:
+    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to fp32.
+
+    They differ where a buffer or an input, which stay as they are, met a parameter in low precision.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _MATMULS:
+            floats = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()}
+            if len(floats) > 1:
+                return proceed(func, *_cast(args, kwargs, floats, self.dtype))
+        elif name in _LOSSES:
+            return proceed(func, *_cast(args, kwargs, _LOW, torch.float32))
+        return proceed(func, args, kwargs)
+
+
+def _cast(
+    args: Sequence[Any], kwargs: dict[str, Any], these: Sequence[torch.dtype] | set[torch.dtype], to: torch.dtype
+) -> tuple[list[Any], dict[str, Any]]:
+    def cast(value: Any) -> Any:
+        return value.to(to) if isinstance(value, Tensor) and value.dtype in these else value
+
+    return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
+
+
+def batch_norm_parameters(module: nn.Module) -> set[int]:
+    """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they stay fp32."""
+    kind = nn.modules.batchnorm._NormBase
+    return {id(p) for m in module.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}

@@ -1,0 +1,106 @@
+"""fp64 truth: whatever a model casts or creates in a narrower float becomes a double.
+
+A model may insist on a dtype (Llama's norm computes in fp32, a mask is filled in half precision).  Left alone, such places limit
+a comparison in fp64 to 1e-7.  Below autograd every cast is an ATen call with a dtype argument, so one dispatch mode finds them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """``value`` with ``change`` applied to the leaves of its lists and tuples."""
+    if isinstance(value, list | tuple):
+        return type(value)(_map(item, change) for item in value)
+    return change(value)
+
+
+def _any(value: Any, holds: Callable[[Any], bool]) -> bool:
+    if isinstance(value, list | tuple):
+        return any(_any(item, holds) for item in value)
+    return holds(value)
+
+
+def _narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _WIDE
+
+
+class Promote64(TorchDispatchMode):
+    """While active, in this thread, tensors that ops read and make are doubles in place of any narrower float.
+
+    Casts and factories with a float dtype get float64; factories and integer arithmetic that would give the default dtype
+    (fp32) give float64; a narrower tensor from outside is widened where an op reads it.  Integer and boolean casts, views of
+    another dtype, and writes into existing tensors are left alone.  ``promotions`` counts the calls that were changed.
+    Enter it around the backward pass as well: a backward written in Python may cast too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.promotions = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable or func is torch.ops.aten.view.dtype:
+            return func(*args, **kwargs)
+        changed = False
+
+        def widen(value: Any) -> Any:
+            nonlocal changed
+            if isinstance(value, torch.dtype) and value in _WIDE:
+                changed = True
+                return _WIDE[value]
+            if _narrow(value):
+                changed = True
+                return value.to(_WIDE[value.dtype])
+            return value
+
+        args = [_map(a, widen) for a in args]
+        kwargs = {k: _map(v, widen) for k, v in kwargs.items()}
+        result = func(*args, **kwargs)
+        if _any(result, _narrow):  # nothing narrow went in: the default dtype came out
+            changed = True
+            result = self._again(func, args, kwargs)
+        self.promotions += changed
+        return result
+
+    @staticmethod
+    def _again(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Call ``func`` so that it gives doubles: by its dtype argument, or from doubles in place of integers."""
+        if any(a.name == "dtype" for a in func._schema.arguments) and kwargs.get("dtype") is None:
+            return func(*args, **{**kwargs, "dtype": torch.float64})
+
+        def double(value: Any) -> Any:
+            return value.double() if isinstance(value, Tensor) and not value.is_complex() else value
+
+        return func(*(_map(a, double) for a in args), **kwargs)
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Python numbers become tensors of ``dtype`` (``torch.tensor(0.1)``).
+
+    The setting is the process's, not the thread's: set it in the main thread, around the threads that need it.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import LINKS, Axis, Mesh
+from shardwise.core.plan import CHOICES, ParameterRule, Plan
+
+axes = st.builds(
+    Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9), st.sampled_from(LINKS)
+)
+plans = st.builds(
+    Plan,
+    mesh=st.lists(axes, max_size=4, unique_by=lambda axis: axis.name).map(lambda found: Mesh(tuple(found))),
+    microbatches=st.integers(1, 10**6),
+    parameters=st.lists(st.text(min_size=1).map(ParameterRule), min_size=1, max_size=3).map(tuple),
+    **{field: st.sampled_from(legal) for field, legal in CHOICES.items()},
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans)
+def test_toml_round_trip(plan: Plan) -> None:
+    assert Plan.from_toml(plan.to_toml()) == plan
+
+
+def test_toml_holds_every_field() -> None:
+    """A field that the writer forgets would come back as its default."""
+    text = Plan().to_toml()
+    assert all(field.name in text for field in fields(Plan))
+    assert all(f"{field.name} = " in text for kind in (Axis, ParameterRule) for field in fields(kind))
+    changed = Plan(
+        Mesh((Axis("dp", 2, "host"),)), 3, "full", "bf16", "1f1b", (ParameterRule('a"\\\n\x7f*'),), "fast"
+    )
+    assert Plan.from_toml(changed.to_toml()) == changed
+    assert changed != Plan()
+
+
+def test_what_toml_leaves_out_has_its_default() -> None:
+    assert Plan.from_toml("") == Plan()
+    plan = Plan.from_toml(
+        'microbatches = 4\n[[mesh]]\nname = "dp"\nsize = 2\n[[parameters]]\npattern = "w*"\n'
+    )
+    assert plan == Plan(Mesh.of(dp=2), microbatches=4, parameters=(ParameterRule("w*"),))
+
+
+def test_the_default_is_one_device_with_plain_data_parallelism() -> None:
+    plan = Plan()
+    assert (plan.mesh.size, plan.microbatches, plan.recompute, plan.precision) == (1, 1, "none", "fp32")
+    rule = plan.rule("anything.weight")
+    assert (rule.rest, rule.grad, rule.state) == ("R", "P", "R")
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    plan = Plan(parameters=(ParameterRule("*.bias"), ParameterRule("head.*")))
+    assert plan.rule("head.bias").pattern == "*.bias"
+    assert plan.rule("head.weight").pattern == "head.*"
+    with pytest.raises(ConfigError, match='no rule matches "embed.weight"; .*"\\*.bias", "head.\\*"'):
+        plan.rule("embed.weight")
+
+
+def test_replace_checks_anew() -> None:
+    plan = Plan().replace(microbatches=2, precision="bf16")
+    assert (plan.microbatches, plan.precision) == (2, "bf16")
+    with pytest.raises(ConfigError, match="microbatches: 0"):
+        plan.replace(microbatches=0)
+    with pytest.raises(ConfigError, match='unknown key "microbatch"; .*Did you mean "microbatches"'):
+        plan.replace(microbatch=2)
+    with pytest.raises(FrozenInstanceError):
+        plan.microbatches = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"microbatches": 0}, "microbatches: 0 is not legal; legal: an integer of at least 1"),
+        ({"microbatches": 1.5}, "microbatches: 1.5"),
+        ({"microbatches": True}, "microbatches: True"),
+        ({"recompute": "ful"}, 'recompute: \'ful\' is not legal; legal: "none", "full". Did you mean "full"'),
+        ({"recompute": True}, "recompute: True"),
+        (
+            {"precision": "bf32"},
+            'precision: \'bf32\' .*"fp32", "fp64", "bf16".*Did you mean "bf16"|Did you mean "fp32"',
+        ),
+        ({"schedule": "1F1B"}, "schedule: '1F1B' is not legal; legal: \"1f1b\""),
+        ({"dropout": "exakt"}, "dropout: 'exakt' .*Did you mean \"exact\""),
+        ({"offload": "cpu"}, "offload: 'cpu' is not legal; legal: \"none\""),
+        ({"mesh": 2}, "mesh: 2 is not legal; legal: a Mesh"),
+        ({"parameters": ()}, r"parameters: \(\) is not legal"),
+        ({"parameters": ("*",)}, "parameters: .* is not legal; legal: one ParameterRule or more"),
+        ({"parameters": None}, "parameters: None"),
+    ],
+)
+def test_bad_plans_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan(**change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (("R", "P", "S"), "rest, grad, state = R, P, S is ZeRO-1, which cannot be run yet; legal: R, P, R"),
+        (("R", "S", "S"), "is ZeRO-2, which cannot be run yet"),
+        (("S", "S", "S"), "is ZeRO-3, which cannot be run yet"),
+        (("S", "P", "R"), "is no row of the data-parallel table"),
+        (("P", "P", "R"), 'parameters "w": rest: \'P\' is not legal; legal: "R", "S"'),
+        (("R", "R", "R"), 'grad: \'R\' is not legal; legal: "P", "S"'),
+        (("R", "P", 1), "state: 1 is not legal"),
+    ],
+)
+def test_rows_that_cannot_be_run_are_refused_by_name(row: tuple[str, str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ParameterRule("w", *row)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="parameters.pattern: ''"):
+        ParameterRule("")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("microbatches = ", "plan: not TOML"),
+        ("microbaches = 2", 'plan: unknown key "microbaches"; legal: mesh, .*Did you mean "microbatches"'),
+        ("mesh = 2", r"mesh: 2 is not legal; legal: tables, each under \[\[mesh\]\]"),
+        ("[mesh]\ndp = 2", "mesh: .* is not legal"),
+        ('[[mesh]]\nname = "dp"', r'mesh\[0\]: "size" is missing; found: name'),
+        ("[[mesh]]", r'mesh\[0\]: "name" is missing; found: nothing'),
+        ('[[mesh]]\nname = "dp"\nsise = 2', r'mesh\[0\]: unknown key "sise"; .*Did you mean "size"'),
+        ('[[mesh]]\nname = "dp"\nsize = "2"', "mesh.dp.size: '2'"),
+        ('[[parameters]]\nrest = "R"', r'parameters\[0\]: "pattern" is missing; found: rest'),
+        ('[[parameters]]\npattern = "*"\nstates = "R"', r'parameters\[0\]: unknown key "states".*"state"'),
+        ('[[parameters]]\npattern = "*"\nstate = "S"', "ZeRO-1"),
+        ("parameters = []", "parameters: .* is not legal"),
+    ],
+)
+def test_bad_toml_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan.from_toml(text)
