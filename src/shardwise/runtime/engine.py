@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.instruction import Instruction
+from shardwise.core.instruction import Instruction, Op
 from shardwise.core.optim import OptimizerChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.buffers import BucketMemory
@@ -119,6 +119,35 @@ class Engine:
         self.comm.all_reduce(padded, self.interpreter.axes, what="padding in masks").wait()
         return self.compiled.masks if not bool(padded.any()) else ()
 
+    def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
+        """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it together.
+
+        Runs the step again on the same batch with a look at each unit's results; nothing changes, since the step is skipped again.
+        """
+        trace, microbatches = self.choose(fields, rows)
+        program = self.compiled.programs(trace, microbatches)[0]
+        never = len(program.instructions)
+        first = [never]
+
+        def inspect(position: int, what: str, values: list[Tensor]) -> None:
+            bad = any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in values)
+            if bad and first[0] == never:
+                first[0] = position
+
+        self.interpreter.inspect = inspect
+        try:
+            self.interpreter.run(trace, program, microbatches, StepInput(fields, rows, step, 0.0))
+        finally:
+            self.interpreter.inspect = None
+        mine = torch.zeros(never + 1, dtype=torch.int64, device=self.comm.device)
+        mine[first[0]] = 1
+        self.comm.all_reduce(mine, self.interpreter.axes, what="search for the first non-finite value").wait()
+        at = int(torch.nonzero(mine)[0])
+        if at == never:
+            return "none", "gradient norm"
+        one = program.instructions[at]
+        return trace.units[one.unit].name, "forward's output" if one.op is Op.FORWARD else "backward's gradient"
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -128,10 +157,6 @@ class Engine:
             values |= bucket.masters()
         own = self.compiled.module.state_dict(keep_vars=True)
         return {name: values[self.names[name]].detach().clone() for name in own}
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients of the last step, reduced; after clipping if there was any (views of the buffers)."""
-        return {n: g for b in self.memory.buckets for n, g in b.grads.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a single-device state; optimizer state stays."""

@@ -59,6 +59,8 @@ class Interpreter:
     seed: int
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
+    inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
+    keep_gradients: dict[str, Tensor] | None = None  # filled with each step's gradients, before clipping
 
     def run(self, trace: Trace, program: Program, microbatches: int, given: StepInput) -> StepResult:
         """Execute ``program`` on one batch."""
@@ -166,6 +168,8 @@ class _Step:
             self.saved[unit.index, m] = (good, arguments)
         if again:
             return
+        if self.owner.inspect is not None:
+            self.owner.inspect(self.position, "output", [*outputs])
         for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
             detached = value.detach()
             self.live[name, m] = detached.requires_grad_() if grad else detached
@@ -194,6 +198,8 @@ class _Step:
         wanted = [self.memory.leaves[n] for n in parameters] + [self.live[n, m] for n in live]
         grads = torch.autograd.grad(kept, wanted, seeds, allow_unused=True)
         del outputs, arguments, kept
+        if self.owner.inspect is not None:
+            self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])
         self.accumulate(one, dict(zip(parameters, grads, strict=False)))
         for name, grad in zip(live, grads[len(parameters) :], strict=True):
             if grad is not None:
@@ -254,6 +260,8 @@ class _Step:
 
     def take_norm(self, one: Instruction) -> None:
         """The norm over every parameter once, in at least fp32; decides clipping and skipping without the host."""
+        if self.owner.keep_gradients is not None:
+            self.owner.keep_gradients |= {n: g.clone() for b in self.memory.buckets for n, g in b.grads.items()}
         squares = [torch.linalg.vector_norm(b.grad) for b in self.memory.buckets]
         self.norm = torch.linalg.vector_norm(torch.stack(squares)).to(self.wide)
         bad = (~torch.isfinite(self.norm)).to(torch.float32)
@@ -277,6 +285,3 @@ class _Step:
 def value_requires(values: list[Tensor]) -> bool:
     """Whether any of the values has a gradient to pass on."""
     return any(v.requires_grad for v in values)
-
-
-__all__ = ["Interpreter", "Lane", "Memory", "StepInput", "StepResult"]

@@ -215,9 +215,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
                 if idle == 0 and self.on_wait is not None:
                     self.on_wait(str(operation.call))
                 idle += 1
-                if idle < 40:
-                    continue
-                elif idle < SPINS:
+                if idle < SPINS:
                     os.sched_yield()
                 else:
                     time.sleep(NAP)

@@ -12,11 +12,13 @@ teacher's weights) stays equal.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -37,8 +39,8 @@ def record(constructor: Callable[[], nn.Module], plain: bool = False, seed: int 
     at once with the ``seed`` given here, again for any other asked for later.  The generators of the process
     are left as they are.
     """
-    reason = None if not plain else "plain construction was asked for"
-    if reason is None:
+    reason = "plain construction was asked for"
+    if not plain:
         try:
             return _recorded(constructor)
         except Exception as error:  # whatever the constructor raises, it may not raise with real tensors
@@ -83,7 +85,7 @@ class Recorded:
         """
         if name not in self.tensors:
             raise ShardwiseError(f'"{name}" is no tensor of the module.{did_you_mean(name, self.tensors)}')
-        value = self._replay.value(name, seed) if self._replay else self._plain_value(name, seed)
+        value = self._replay.value(name, seed) if self._replay is not None else self._plain_value(name, seed)
         if out is None:
             return value.to(device)
         with torch.no_grad():
@@ -203,12 +205,14 @@ def _detach_from_memory(module: nn.Module, record: Record) -> None:
 
 
 def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters, buffers and tensors that are plain attributes, by name; tied ones under each name."""
+    """Parameters, buffers, then other tensors that are plain attributes, by name; tied ones under each."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors.update(module.named_buffers(remove_duplicate=False))
+    registered = {id(tensor) for tensor in tensors.values()}
 
     def see(name: str, tensor: Tensor) -> Tensor:
-        tensors.setdefault(name, tensor)
+        if id(tensor) not in registered:
+            tensors.setdefault(name, tensor)
         return tensor
 
     replace_attributes(module, see)
@@ -218,36 +222,48 @@ def named_tensors(module: nn.Module) -> dict[str, Tensor]:
 def replace_attributes(module: nn.Module, function: Callable[[str, Tensor], Tensor]) -> None:
     """Replace each tensor t that is a plain attribute of ``module``, called n, by ``function(n, t)``.
 
-    Looks into lists, tuples, dicts and objects that are attributes of modules; ``"layer.cache.0"`` is the
-    first item of the attribute ``cache`` of the module ``layer``.
+    Looks into lists, tuples, dicts and objects that are attributes of modules, and replaces those that change
+    by copies; ``"layer.cache.0"`` is the first item of the attribute ``cache`` of the module ``layer``.
     """
-    seen: set[int] = set()
+    done: dict[int, Any] = {}
     for prefix, owner in module.named_modules():
         for key, value in list(vars(owner).items()):
             if key not in ("_parameters", "_buffers", "_modules"):
-                changed = _replaced(f"{prefix}.{key}" if prefix else key, value, function, seen)
+                changed = _replaced(f"{prefix}.{key}" if prefix else key, value, function, done)
                 if changed is not value:
                     vars(owner)[key] = changed
 
 
-def _replaced(name: str, value: Any, function: Callable[[str, Tensor], Tensor], seen: set[int]) -> Any:
+def _replaced(
+    name: str, value: Any, function: Callable[[str, Tensor], Tensor], done: dict[int, Any], depth: int = 5
+) -> Any:
     if isinstance(value, Tensor):
         return function(name, value)
-    if isinstance(value, str | int | float | type | nn.Module) or callable(value) or id(value) in seen:
+    if id(value) in done:
+        return done[id(value)]
+    if depth == 0 or callable(value) or isinstance(value, str | ModuleType | nn.Module):
         return value
-    seen.add(id(value))
+    done[id(value)] = value
+    holder: Any = value if isinstance(value, list | tuple | dict) else getattr(value, "__dict__", {})
+    pairs = list(holder.items()) if isinstance(holder, Mapping) else list(enumerate(holder))
+    new = {key: _replaced(f"{name}.{key}", item, function, done, depth - 1) for key, item in pairs}
+    changed = {key: new[key] for key, item in pairs if new[key] is not item}
+    if changed:
+        done[id(value)] = _with_items(value, new, changed)
+    return done[id(value)]
+
+
+def _with_items(value: Any, new: dict[Any, Any], changed: dict[Any, Any]) -> Any:
+    """A copy of a container or an object with some items, or attributes, changed."""
     if isinstance(value, tuple):
-        items = [_replaced(f"{name}.{i}", item, function, seen) for i, item in enumerate(value)]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    holder: Any = value if isinstance(value, list | dict) else getattr(value, "__dict__", {})
-    pairs = list(holder.items()) if isinstance(holder, dict) else list(enumerate(holder))
-    for key, item in pairs:
-        changed = _replaced(f"{name}.{key}", item, function, seen)
-        if changed is not item:
-            holder[key] = changed
-    return value
+        return type(value)(*new.values()) if hasattr(value, "_fields") else type(value)(new.values())
+    result = copy.copy(value)
+    for key, item in changed.items():
+        if isinstance(value, list | dict):
+            result[key] = item
+        else:
+            vars(result)[key] = item
+    return result
 
 
 def _plain(constructor: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -261,9 +277,10 @@ def _own_random_numbers(seed: int) -> Iterator[Callable[[], bool]]:
 
     Yields a function that tells whether any of them has been used since.
     """
-    devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    # Only the current device, so that a rank makes no context on the devices of others.
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=list(devices)):
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)

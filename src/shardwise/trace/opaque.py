@@ -76,10 +76,9 @@ class _OpaqueCall:
         with self.lock:
             if self.batches is None:
                 draws = []
-                rows = next(iter(fields.values())).shape[0]
-                for extra in (0, 1):
-                    more = {k: torch.cat([v, v[:1]]) if extra else v for k, v in fields.items()}
-                    count = rows + extra
+                rows = max(next(iter(fields.values())).shape[0], 2)  # BatchNorm refuses a single row
+                for count in (rows, rows + 1):
+                    more = {k: torch.cat([v, v[:1].expand(count - v.shape[0], *v.shape[1:])]) for k, v in fields.items()}
                     random = KeyedRandom(0)
                     copies = {k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()}
                     with torch.no_grad():

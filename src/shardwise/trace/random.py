@@ -158,9 +158,9 @@ def keyed_mask(
     of the first row held here.  The index in a sample is row-major over the other dims, the batch dim standing for its minor part.
     """
     device = torch.device(device)
-    threshold = round(p * _WORD)
-    if not 0 <= threshold <= _WORD:
+    if not 0 <= p <= 1:
         raise ShardwiseError(f"dropout probability p={p} is not between 0 and 1")
+    threshold = round(p * _WORD)
     rows, per_row = _rows_of(shape, batch)
     if threshold in (0, _WORD) or device.type == "meta" or not rows * per_row:
         return torch.full(tuple(shape), threshold == 0, dtype=torch.bool, device=device)

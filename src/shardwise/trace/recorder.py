@@ -56,6 +56,11 @@ class Recorder(TorchDispatchMode):
         finally:
             self.busy = before
 
+    def refuse(self, reason: str) -> None:
+        """Raise, and remember, that recording is not possible."""
+        with self.own():
+            raise Unrecordable(reason)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if self.busy:
@@ -68,8 +73,6 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         record = self.record
         kwargs.pop("pin_memory", None)
-        if kwargs.get("device") == META:
-            raise Unrecordable("it makes tensors on the meta device itself")
         if any(argument.name == "device" for argument in func._schema.arguments):
             tensors = [value for value in flat((args, list(kwargs.values()))) if isinstance(value, Tensor)]
             if not tensors or kwargs.get("device") is not None:
@@ -146,16 +149,21 @@ class Disguise(TorchFunctionMode):
             of.data.__set__: self._set_data,
             of.data_ptr: self._address,
             of.tolist: lambda tensor: recorder.record.evaluate(tensor).tolist(),
-            of.numpy: lambda tensor, **_: self._array(tensor),
-            of.__array__: lambda tensor, dtype=None, **_: self._array(tensor).astype(dtype),
+            of.numpy: lambda tensor, **_: self._array(tensor, None),
+            of.__array__: lambda tensor, dtype=None, **_: self._array(tensor, dtype),
         }
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        answer = None if self._recorder.busy else self._answers.get(func)
-        if answer is None:
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if self._recorder.busy:
+            return func(*args, **kwargs)
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, str | torch.device) and str(value) == "meta":
+                self._recorder.refuse("it puts tensors on the meta device itself")
+        if func not in self._answers:
+            return func(*args, **kwargs)
         with self._recorder.own():
-            return answer(*args, **(kwargs or {}))
+            return self._answers[func](*args, **kwargs)
 
     def _set_data(self, tensor: Tensor, value: Tensor) -> None:
         tensor.data = self._recorder.record.stand_in(value)
@@ -164,8 +172,9 @@ class Disguise(TorchFunctionMode):
         operand = self._recorder.record.operand(tensor)
         return (operand.storage + 1 << 40) + operand.offset * operand.dtype.itemsize
 
-    def _array(self, tensor: Tensor) -> Any:
+    def _array(self, tensor: Tensor, dtype: Any) -> Any:
         array = self._recorder.record.evaluate(tensor).numpy()
+        array = array if dtype is None else array.astype(dtype)
         array.flags.writeable = False  # what is written to it would be lost
         return array
 

@@ -184,7 +184,7 @@ class Memory:
     def tensor(self, operand: Operand) -> Tensor:
         """The window of ``operand``, on the CPU."""
         if operand.storage not in self._storages:
-            zeros = torch.zeros(self._nbytes[operand.storage], dtype=torch.uint8)
+            zeros = torch.zeros(self._nbytes[operand.storage], dtype=torch.uint8, device=CPU)
             self._storages[operand.storage] = zeros.untyped_storage()
         return _window(self._storages[operand.storage], operand, CPU)
 

@@ -1,0 +1,31 @@
+"""Train any PyTorch model on any set of devices as if they were one device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.core.mesh import Mesh
+    from shardwise.core.optim import OptimizerChoice
+    from shardwise.core.plan import Plan
+    from shardwise.trainer import NonFiniteError, Trainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Mesh": "shardwise.core.mesh",
+    "NonFiniteError": "shardwise.trainer",
+    "OptimizerChoice": "shardwise.core.optim",
+    "Plan": "shardwise.core.plan",
+    "Trainer": "shardwise.trainer",
+}
+__all__ = ["Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: ``shardwise --help`` and config errors need no torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

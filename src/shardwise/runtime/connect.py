@@ -1,0 +1,86 @@
+"""Which communicator a process gets: by the devices that train, and by what torchrun's environment says of its peers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.mesh import Mesh
+from shardwise.runtime.communicator import BaseCommunicator, Call, Handle, OnWait
+from shardwise.runtime.distributed import DistributedCommunicator
+from shardwise.runtime.shared import SharedMemoryCommunicator, available
+
+Backend = Literal["auto", "gloo", "nccl", "shared"]
+
+
+class LoneCommunicator(BaseCommunicator):
+    """The communicator of a mesh of one rank: there is nobody to communicate with."""
+
+    def _refuse(self, call: Call, *tensors: Any) -> NoReturn:
+        raise ShardwiseError(f"{call}: a lone rank has no peers")
+
+    def _all_reduce(self, call: Call, x: Tensor) -> Handle:
+        self._refuse(call)
+
+    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        self._refuse(call)
+
+    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        self._refuse(call)
+
+    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        self._refuse(call)
+
+    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
+        self._refuse(call)
+
+    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
+        self._refuse(call)
+
+    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
+        self._refuse(call)
+
+    def _barrier(self, call: Call) -> None:
+        self._refuse(call)
+
+
+def default_device() -> torch.device:
+    """This process's GPU, if there are any, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def connect(
+    mesh: Mesh,
+    device: torch.device | None = None,
+    *,
+    backend: Backend = "auto",
+    timeout: float = 300.0,
+    on_wait: OnWait | None = None,
+) -> BaseCommunicator:
+    """Join the ranks of ``mesh``; under torchrun (or with its variables set) one process is one rank.
+
+    ``auto`` is NCCL between GPUs, shared memory between CPU ranks of one host, and gloo otherwise.
+    :class:`ConfigError` where the number of processes is not that of the mesh.
+    """
+    device = device or default_device()
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes != mesh.size:
+        raise ConfigError(
+            f"mesh: {mesh.size} ranks on {mesh.shape}, but {processes} processes; start one process a rank with "
+            "`shardwise launch` or torchrun"
+        )
+    if mesh.size == 1:
+        return LoneCommunicator(mesh, 0, device, timeout, on_wait)
+    if backend == "auto":
+        one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        shared = device.type == "cpu" and one_host and available(mesh) is None
+        backend = "nccl" if device.type == "cuda" else "shared" if shared else "gloo"
+    if backend == "shared":
+        return SharedMemoryCommunicator.from_environment(mesh, timeout, on_wait)
+    return DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)

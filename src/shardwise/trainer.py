@@ -1,0 +1,128 @@
+"""The Trainer: a plain ``nn.Module``, an optimizer choice and a plan, trained as if on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import Instruction
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import Batch, Loader
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.connect import connect
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.interpreter import StepResult
+from shardwise.trace.capture import LossFunction
+
+
+class NonFiniteError(ShardwiseError):
+    """A step's loss or gradients were not finite; weights and optimizer state are as before that step."""
+
+    def __init__(self, step: int, unit: str, what: str) -> None:
+        self.step, self.unit, self.what = step, unit, what
+        super().__init__(f"step {step}: {what} not finite, first in unit {unit}; the weights are as before this step")
+
+
+class Trainer:
+    """One rank of a training run.
+
+    Args:
+        module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.  It is read once,
+            for structure and initial values, and not changed.
+        optimizer: which optimizer, its numbers and its schedule.
+        plan: how the step is divided; its mesh has as many ranks as there are processes.
+        example: a batch of at least one row, as a dict of tensors with rows in their first dim.
+        loss: ``loss(output, fields)``, for modules that do not return their loss.
+        clip_norm: the gradient norm to clip to.
+        seed: key of dropout and other random ops, and of the loader's order.
+        comm: this rank's communicator; by default the one that torchrun's environment asks for.
+        progress: called with (position, instruction) before each instruction.
+
+    Raises :class:`shardwise.core.errors.ConfigError` before anything runs where model, batch and plan do not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: OptimizerChoice,
+        plan: Plan,
+        example: Mapping[str, Tensor],
+        *,
+        loss: LossFunction | None = None,
+        clip_norm: float | None = None,
+        seed: int = 0,
+        comm: Communicator | None = None,
+        progress: Callable[[int, Instruction], None] | None = None,
+    ) -> None:
+        self.plan, self.seed = plan, seed
+        self._owns_comm = comm is None
+        self.comm: Communicator = comm if comm is not None else connect(plan.mesh)
+        self.compiled = Compiled(module, plan, example, loss, self.comm.device)
+        self.engine = Engine(self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress)
+        self._unseen: tuple[int, Batch, StepResult] | None = None
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
+        general = self.compiled.general
+        replicated = [f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)" for (op, path), n in general.replicated.items()]
+        return [*general.notes, *replicated]
+
+    def loader(self, dataset: Any, batch_size: int, *, seed: int | None = None) -> Loader:
+        """Endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors); ranks of one tp or pp group get the same.
+
+        ``batch_size`` is that of the whole step, over all ranks and microbatches.
+        """
+        return Loader(
+            dataset, self.plan.mesh, self.comm.rank, batch_size, self.plan.microbatches, self.seed if seed is None else seed
+        )
+
+    def step(self, batch: Batch) -> StepResult:
+        """Forward, backward and one optimizer step; all ranks call it with their part of the same batch.
+
+        Returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is not finite changes
+        nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where the host does not wait.
+        """
+        at = self.engine.step_index
+        result = self.engine.step(batch.fields, batch.rows)
+        due = self._unseen
+        self._unseen = (at, batch, result)
+        if self.comm.device.type == "cpu":
+            due = self._unseen
+        if due is not None:
+            self._look(*due)
+        return result
+
+    def finish(self) -> None:
+        """Look at the last step: raises :class:`NonFiniteError` if it was not finite."""
+        if self._unseen is not None:
+            self._look(*self._unseen)
+
+    def _look(self, step: int, batch: Batch, result: StepResult) -> None:
+        if bool(result.skipped):
+            unit, what = self.engine.culprit(batch.fields, batch.rows, step)
+            raise NonFiniteError(step, unit, what)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full single-device state, under the module's own names."""
+        return self.engine.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers from a single-device state, such as ``module.state_dict()``."""
+        self.engine.load_state_dict(state)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self._owns_comm:
+            self.comm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
