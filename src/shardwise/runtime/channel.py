@@ -110,7 +110,10 @@ class Piece:
 
     def input(self) -> Tensor | None:
         x = self.operation.x
-        return None if x is None else x.view(self.operation.parts, -1)[:, self.start : self.stop]
+        if x is None:
+            return None
+        parts = x.view(self.operation.parts, -1)
+        return parts if parts.size(1) == self.stop - self.start else parts[:, self.start : self.stop]
 
 
 class Channel:

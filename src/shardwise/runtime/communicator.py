@@ -16,7 +16,7 @@ backend sees only flat, contiguous tensors of the right sizes and groups of at l
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -338,3 +338,12 @@ def _flat(x: Tensor) -> Tensor:
 def as_bytes(x: Tensor) -> Tensor:
     """A flat tensor as uint8: what only moves can then have any dtype on any backend."""
     return x.view(torch.uint8)
+
+
+def ordered_sum(inputs: Sequence[Tensor]) -> Tensor:
+    """The sum in the order given, as a new tensor; fp16 and bf16 are added in fp32 and rounded once."""
+    narrow = inputs[0].dtype in (torch.float16, torch.bfloat16)
+    total = inputs[0].float() if narrow else inputs[0].clone()
+    for x in inputs[1:]:
+        total += x
+    return total.to(inputs[0].dtype)

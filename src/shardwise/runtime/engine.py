@@ -80,21 +80,14 @@ class Engine:
         self.check(fields, rows)
         compiled = self.compiled
         microbatches = min(compiled.plan.microbatches, rows)
-        if compiled.general.opaque is not None and rows < microbatches * self.interpreter_parts:
-            raise ConfigError(
-                f"a batch of {rows} rows leaves a rank without rows in a microbatch, which a model that was not captured cannot do; "
-                f"legal: at least {microbatches * self.interpreter_parts} rows"
-            )
+        if compiled.general.opaque is not None:  # a row for every rank, where there are so many
+            microbatches = min(microbatches, max(rows // self.comm.mesh.axis_size(self.interpreter.axes), 1))
         ones = self.all_ones(fields) if compiled.masks else ()
         per_microbatch = rows // microbatches
         trace = compiled.trace(ones, per_microbatch)
         if trace.rows is not None and rows % microbatches:
             raise ConfigError(f"{rows} rows do not divide into {microbatches} equal microbatches, which this model's static batch dim needs")
         return trace, microbatches
-
-    @property
-    def interpreter_parts(self) -> int:
-        return self.comm.mesh.axis_size(self.interpreter.axes)
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
         expected = self.compiled.example

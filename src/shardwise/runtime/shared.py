@@ -13,6 +13,7 @@ import os
 import select
 import time
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from shardwise.runtime.communicator import (
     Handle,
     OnWait,
     as_bytes,
+    ordered_sum,
 )
 from shardwise.runtime.rendezvous import Rendezvous, rendezvous
 from shardwise.runtime.segments import Segment, available_memory, map_segment, unsupported
@@ -304,21 +306,23 @@ def _meet(met: Rendezvous, control: Segment) -> tuple[Board, _Health]:
 
 
 def _sum_into(outs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Put the sum of ``inputs``, in that order, into each of ``outs``, chunk by chunk; an out may be an
-    input."""
+    """Put the sum of ``inputs``, in that order, into each of ``outs``, chunk by chunk; an out may be an input."""
     step = CHUNK // inputs[0].itemsize
-    wide = len(inputs) > 2 and inputs[0].dtype in (torch.float16, torch.bfloat16)
+    if inputs[0].numel() <= step:
+        _sum_chunk(outs, inputs)
+        return
     for chunks in zip(*(torch.split(x, step) for x in (*outs, *inputs)), strict=True):
-        first, rest, values = chunks[0], chunks[1 : len(outs)], chunks[len(outs) :]
-        if len(values) == 2:
-            torch.add(values[0], values[1], out=first)
-        else:
-            total = values[0].float() if wide else values[0].clone()
-            for value in values[1:]:
-                total += value
-            first.copy_(total)
-        for out in rest:
-            out.copy_(first)
+        _sum_chunk(chunks[: len(outs)], chunks[len(outs) :])
+
+
+def _sum_chunk(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+    if len(inputs) == 2:
+        total = torch.add(inputs[0], inputs[1], out=outs[0])
+    else:
+        total = ordered_sum(inputs)
+        outs[0].copy_(total)
+    for out in outs[1:]:
+        out.copy_(total)
 
 
 def _nothing(source: Source, start: int, stop: int) -> None:

@@ -25,6 +25,7 @@ from shardwise.runtime.communicator import (
     CommunicationTimeout,
     Handle,
     as_bytes,
+    ordered_sum,
 )
 
 T = TypeVar("T")
@@ -318,15 +319,6 @@ class _World:
             raise CommunicationError(
                 f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what
             )
-
-
-def ordered_sum(inputs: list[Tensor]) -> Tensor:
-    """The sum in the order of the list; fp16 and bf16 are added in fp32 and rounded once, integers stay
-    what they are."""
-    wide = inputs[0].float() if inputs[0].dtype in (torch.float16, torch.bfloat16) else inputs[0].clone()
-    for x in inputs[1:]:
-        wide += x
-    return wide.to(inputs[0].dtype)
 
 
 def _message(inputs: list[Tensor]) -> list[Tensor]:

@@ -57,6 +57,8 @@ class _OpaqueCall:
         for name in self.buffers:  # forward may write to them
             values[f"module.{name}"] = values[f"module.{name}"].clone()
         fields = dict(zip(self.fields, tensors[split + len(self.buffers) :], strict=True))
+        if not ops.local_rows(env):  # a stand-in of weight zero: the module may refuse an empty batch, and others wait in its collectives
+            fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
         loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
         share = ops.local_rows(env) / max(env.rows, 1)

@@ -1,0 +1,81 @@
+"""Comparisons: relative to the right thing, and never blind to a NaN."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from shardwise.verify.compare import Comparison, Difference, relative_error, relative_errors, total_norm
+
+
+def test_error_is_relative_to_the_truth() -> None:
+    truth = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert relative_error(truth + torch.tensor([0.0, 5e-3]), truth) == pytest.approx(1e-3)
+    assert relative_error(truth, truth) == 0
+    assert relative_error(truth * 1e-3, truth * 1e-6, floor=1.0) == pytest.approx(5e-3, rel=1e-2)
+
+
+def test_fp32_and_bf16_are_compared_in_fp64() -> None:
+    truth = torch.full((100,), 1 / 3, dtype=torch.float64)
+    assert 1e-9 < relative_error(truth.float(), truth) < 1e-7
+    assert 1e-4 < relative_error(truth.bfloat16(), truth) < 1e-2
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_nan_and_infinity_are_infinitely_wrong(bad: float) -> None:
+    good, wrong = torch.ones(4), torch.tensor([1.0, bad, 1.0, 1.0])
+    assert relative_error(wrong, good) == relative_error(good, wrong) == relative_error(wrong, wrong) == math.inf
+    comparison = Comparison()
+    comparison.add(0, "gradient", {"a": good, "b": good, "c": good}, {"a": good, "b": wrong, "c": good})
+    assert comparison.largest == math.inf and not comparison.passes(1e9)
+    assert [d.name for d in comparison.worst(1)] == ["b"]
+    comparison = Comparison()
+    comparison.add_number(0, "loss", bad, 1.0)
+    assert not comparison.passes(1e9)
+
+
+def test_buffers_may_hold_equal_infinities() -> None:
+    mask = torch.tensor([0.0, -math.inf, 1.0])
+    other = torch.tensor([0.0, math.inf, 1.0])
+    comparison = Comparison()
+    comparison.add(0, "buffer", {"mask": mask}, {"mask": mask.clone()})
+    assert comparison.passes(0)
+    comparison.add(0, "buffer", {"mask": mask}, {"mask": other})
+    assert comparison.largest == math.inf
+
+
+def test_noise_is_measured_against_the_norm_of_all() -> None:
+    """A gradient that is all rounding is no error beside large ones, and is one by itself."""
+    noise, other = torch.full((4,), 1e-17, dtype=torch.float64), torch.full((4,), -1e-17, dtype=torch.float64)
+    large = torch.full((100,), 10.0, dtype=torch.float64)
+    assert relative_errors({"noise": noise, "large": large}, {"noise": other, "large": large})["noise"] < 1e-10
+    assert relative_errors({"noise": noise}, {"noise": other})["noise"] == pytest.approx(2)
+    assert total_norm({"a": large, "b": torch.tensor([10**9])}) == pytest.approx(100)  # integers have no part in it
+
+
+def test_names_shapes_and_integers_must_agree() -> None:
+    a = torch.ones(3)
+    errors = relative_errors({"a": a, "extra": a, "shape": torch.ones(3, 1), "n": torch.tensor(5)}, {"a": a, "missing": a, "shape": a, "n": torch.tensor(4)})
+    assert errors == {"a": 0, "extra": math.inf, "missing": math.inf, "shape": math.inf, "n": 0.25}
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.full((2,), 1e-300), torch.zeros(2)) in (0, math.inf)
+
+
+def test_worst_offenders_and_summary() -> None:
+    comparison = Comparison()
+    truth = {"w": torch.ones(4, dtype=torch.float64), "b": torch.ones(1, dtype=torch.float64)}
+    for step in range(3):
+        wrong = {"w": truth["w"] * (1 + 1e-12), "b": truth["b"] * (1 + 1e-6 * step)}
+        comparison.add(step, "gradient", wrong, truth)
+        comparison.add_number(step, "loss", 2.0, 2.0)
+    worst = comparison.worst(2)
+    assert [(d.name, d.step, d.what) for d in worst] == [("b", 2, "gradient"), ("b", 1, "gradient")]
+    assert isinstance(worst[0], Difference) and worst[0].error == pytest.approx(2e-6)
+    assert comparison.summary() == {"gradient": comparison.largest, "loss": 0.0}
+    assert comparison.largest == pytest.approx(2e-6) and not comparison.passes() and comparison.passes(1e-5)
+
+
+def test_nothing_compared_is_not_equal() -> None:
+    assert not Comparison().passes(1e9)
