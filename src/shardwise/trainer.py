@@ -33,7 +33,8 @@ class Trainer:
 
     Args:
         module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.  It is read once,
-            for structure and initial values, and not changed.
+            for structure and initial values, and not changed.  Ranks that are threads of one process share one
+            :class:`shardwise.runtime.compiled.Compiled` instead, made beforehand: capture is not thread-safe.
         optimizer: which optimizer, its numbers and its schedule.
         plan: how the step is divided; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.
@@ -48,7 +49,7 @@ class Trainer:
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module | Compiled,
         optimizer: OptimizerChoice,
         plan: Plan,
         example: Mapping[str, Tensor],
@@ -62,7 +63,8 @@ class Trainer:
         self.plan, self.seed = plan, seed
         self._owns_comm = comm is None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh)
-        self.compiled = Compiled(module, plan, example, loss, self.comm.device)
+        ready = isinstance(module, Compiled)
+        self.compiled = module if ready else Compiled(module, plan, example, loss, self.comm.device)
         self.engine = Engine(self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress)
         self._unseen: tuple[int, Batch, StepResult] | None = None
 

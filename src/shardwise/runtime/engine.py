@@ -80,8 +80,6 @@ class Engine:
         self.check(fields, rows)
         compiled = self.compiled
         microbatches = min(compiled.plan.microbatches, rows)
-        if compiled.general.opaque is not None:  # a row for every rank, where there are so many
-            microbatches = min(microbatches, max(rows // self.comm.mesh.axis_size(self.interpreter.axes), 1))
         ones = self.all_ones(fields) if compiled.masks else ()
         per_microbatch = rows // microbatches
         trace = compiled.trace(ones, per_microbatch)

@@ -155,7 +155,7 @@ class Disguise(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._recorder.busy:
+        if self._recorder.busy or func is torch.device:
             return func(*args, **kwargs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, str | torch.device) and str(value) == "meta":

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
+_OPENED = ("torch.nn.functional", "torch.functional")  # not methods of Tensor: their base's methods carry the same name
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -39,7 +40,7 @@ class Intercept(TorchFunctionMode):
         return self._call(func, args, dict(kwargs or {}))
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
+        if not isinstance(func, FunctionType) or func.__module__ not in _OPENED:
             return func(*args, **kwargs)
         body = self._bodies.get(func)
         if body is None:
