@@ -1,4 +1,6 @@
-"""Keyed dropout against torch's own, 2M fp32 elements on one CPU thread: ``python benchmarks/keyed_dropout.py``."""
+"""Keyed dropout against torch's own, 2M fp32 elements on one CPU thread: ``python
+benchmarks/keyed_dropout.py``.
+"""
 
 from __future__ import annotations
 

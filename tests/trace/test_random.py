@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -19,7 +20,10 @@ from shardwise.trace.random import (
     keyed_uniform_bits,
 )
 
-KNOWN = [[1638147788, 1369853783, 1121141474], [-1397280770, 30514529, 1927963457]]  # printed by the first version
+KNOWN = [
+    [1638147788, 1369853783, 1121141474],
+    [-1397280770, 30514529, 1927963457],
+]  # printed by the first version
 
 KEYS = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (1234567890123, 99_999, 71)]
 
@@ -41,7 +45,7 @@ def _bits(words: torch.Tensor) -> torch.Tensor:
     return (words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
 
 
-# ---- quality ---------------------------------------------------------------------------------------------------------
+# ---- quality -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -73,7 +77,9 @@ def test_neighbours_are_independent() -> None:
 
 
 def test_rectangles_are_independent() -> None:
-    """A row word joined to a column word by XOR alone would make the XOR of a rectangle's four corners zero."""
+    """A row word joined to a column word by XOR alone would make the XOR of a rectangle's four corners
+    zero.
+    """
     words = keyed_uniform_bits(7, 1, 2, 0, 400, 400)
     corners = words[:-1, :-1] ^ words[:-1, 1:] ^ words[1:, :-1] ^ words[1:, 1:]
     counts = _bits(corners).reshape(-1, 32).sum(0)
@@ -103,7 +109,7 @@ def test_uniform_normal_randint_bernoulli() -> None:
     shape, batch = (300, 7, 50), (0, 1)
     u = keyed_uniform(1, 2, 3, shape, batch)
     assert abs(_chi_square_z(torch.histc(u, 100, 0, 1).double())) < 5
-    assert 0 <= u.min() and u.max() < 1
+    assert u.min() >= 0 and u.max() < 1
     n = keyed_normal(1, 2, 3, shape, batch, dtype=torch.float64)
     cells = torch.special.ndtr(n).mul(100).long().flatten().bincount(minlength=100)
     assert abs(_chi_square_z(cells.double())) < 5
@@ -115,7 +121,7 @@ def test_uniform_normal_randint_bernoulli() -> None:
     assert abs(_z(int(b.sum()), b.numel(), 0.3)) < 5 and set(b.tolist()) == {0.0, 1.0}
 
 
-# ---- the same everywhere -----------------------------------------------------------------------------------------------
+# ---- the same everywhere -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,13 +129,11 @@ def test_uniform_normal_randint_bernoulli() -> None:
     [((7, 5, 4), (0, 1)), ((5, 7, 4), (1, 1)), ((21, 4), (0, 3)), ((2, 14, 3), (1, 2)), ((3, 4, 7), (2, 1))],
 )
 @pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 1, 2, 7), (0, 2, 4, 6, 7)])
-def test_any_split_of_rows_gives_the_same_mask(
-    shape: tuple[int, ...], batch: tuple[int, int], cuts: tuple[int, ...]
-) -> None:
+def test_any_split_of_rows_gives_the_same_mask(shape: tuple[int, ...], batch: tuple[int, int], cuts: tuple[int, ...]) -> None:
     dim, minor = batch
     whole = keyed_mask(0.5, 9, 8, 7, shape, batch, row_start=10)
     pieces = []
-    for a, b in zip(cuts, cuts[1:], strict=False):
+    for a, b in pairwise(cuts):
         local = (*shape[:dim], (b - a) * minor, *shape[dim + 1 :])
         pieces.append(keyed_mask(0.5, 9, 8, 7, local, batch, row_start=10 + a))
     assert torch.equal(torch.cat(pieces, dim), whole)
@@ -184,7 +188,7 @@ def test_cuda_draws_what_the_cpu_draws() -> None:
     torch.testing.assert_close(keyed_normal(*args, device="cuda").cpu(), keyed_normal(*args))
 
 
-# ---- dropout ------------------------------------------------------------------------------------------------------------
+# ---- dropout -------------------------------------------------------------------------------------
 
 
 def test_dropout_and_its_gradient() -> None:

@@ -57,7 +57,10 @@ def test_noise_is_measured_against_the_norm_of_all() -> None:
 
 def test_names_shapes_and_integers_must_agree() -> None:
     a = torch.ones(3)
-    errors = relative_errors({"a": a, "extra": a, "shape": torch.ones(3, 1), "n": torch.tensor(5)}, {"a": a, "missing": a, "shape": a, "n": torch.tensor(4)})
+    errors = relative_errors(
+        {"a": a, "extra": a, "shape": torch.ones(3, 1), "n": torch.tensor(5)},
+        {"a": a, "missing": a, "shape": a, "n": torch.tensor(4)},
+    )
     assert errors == {"a": 0, "extra": math.inf, "missing": math.inf, "shape": math.inf, "n": 0.25}
     assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
     assert relative_error(torch.full((2,), 1e-300), torch.zeros(2)) in (0, math.inf)

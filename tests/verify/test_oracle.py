@@ -1,4 +1,6 @@
-"""The oracle against hand-written loops: it must be right by itself, since everything else is measured against it."""
+"""The oracle against hand-written loops: it must be right by itself, since everything else is measured
+against it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ def largest(ours: dict[str, Tensor], truth: dict[str, Tensor]) -> float:
     return max(float((ours[k] - truth[k]).abs().max()) for k in truth)
 
 
-# ---- against plain loops -------------------------------------------------------------------------------------------------
+# ---- against plain loops -------------------------------------------------------------------------
 
 
 def test_three_adamw_steps_equal_a_plain_loop() -> None:
@@ -100,9 +102,8 @@ def test_plain_optimizer_is_torch_optim(name: Any) -> None:
     model = nn.Linear(3, 2)
     oracle = Oracle(model, lambda y, b: (y**2).mean(), plain_optimizer(choice))
     plain = copy.deepcopy(model).double()
-    classes = {c.__name__.lower(): c for c in (torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam)}  # fmt: skip
     groups = [{"params": [plain.weight]}, {"params": [plain.bias], "weight_decay": 0}]
-    optimizer = classes[name](groups, lr=0.03, weight_decay=0.2, **options)
+    optimizer: Any = {k.lower(): v for k, v in vars(torch.optim).items()}[name](groups, lr=0.03, weight_decay=0.2, **options)
     for _ in range(3):
         x = torch.randn(4, 3)
         result = oracle.step({"input": x})
@@ -126,7 +127,9 @@ def test_microbatches_with_unequal_masks_equal_one(microbatches: int) -> None:
 
 
 def test_losses_that_are_no_mean_cross_entropy_weigh_by_rows() -> None:
-    """Neither a sum nor a multiple of a cross-entropy is one; five rows in two microbatches weigh 2/5 and 3/5."""
+    """Neither a sum nor a multiple of a cross-entropy is one; five rows in two microbatches weigh 2/5 and
+    3/5.
+    """
     model = nn.Linear(4, 3)
     batch = {"input": torch.randn(5, 4), "labels": torch.tensor([0, 1, -100, -100, 2])}
 
@@ -145,7 +148,11 @@ def test_losses_that_are_no_mean_cross_entropy_weigh_by_rows() -> None:
         halves = [{k: (v[a:b].double() if k == "input" else v[a:b]) for k, v in batch.items()} for a, b in ((0, 2), (2, 5))]
         expected = sum(w * loss(wide(h["input"]), h).item() for w, h in zip((2 / 5, 3 / 5), halves, strict=True))
         assert result.loss == pytest.approx(expected, rel=1e-14), name
-    for same in (entropy, lambda y, b: entropy(y, b).float().clone().reshape(1), lambda y, b: F.nll_loss(y.log_softmax(-1), b["labels"])):
+    for same in (
+        entropy,
+        lambda y, b: entropy(y, b).float().clone().reshape(1),
+        lambda y, b: F.nll_loss(y.log_softmax(-1), b["labels"]),
+    ):
         result = Oracle(model, same, microbatches=2).step(batch)
         expected = F.cross_entropy(wide(batch["input"].double()), batch["labels"]).item()
         assert result.loss == pytest.approx(expected, rel=1e-14)
@@ -191,7 +198,7 @@ def test_a_planted_error_shows() -> None:
     assert abs(Oracle(model, optimizer=ADAMW).step(batch).loss - truth.loss) > 1e-6
 
 
-# ---- random functions ------------------------------------------------------------------------------------------------------
+# ---- random functions ----------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):
@@ -220,7 +227,10 @@ RANDOM: dict[str, tuple[tuple[int, ...], Callable[[Tensor], Tensor]]] = {
     "dropout3d": ((3, 2, 4, 4), lambda x: F.dropout3d(x, 0.4)),
     "alpha": ((3, 4), lambda x: F.alpha_dropout(x, 0.4, training=True)),
     "feature alpha": ((3, 4), lambda x: F.feature_alpha_dropout(x, 0.4, training=True)),
-    "attention": ((2, 5, 4), lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True)),
+    "attention": (
+        (2, 5, 4),
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.4, is_causal=True),
+    ),
     "bernoulli": ((3, 4), lambda x: x * torch.bernoulli(x.detach().sigmoid())),
     "bernoulli p": ((3, 4), lambda x: x * torch.bernoulli(x.detach(), 0.3)),
     "bernoulli_": ((3, 4), lambda x: x * torch.empty_like(x).bernoulli_(0.3)),
@@ -324,7 +334,13 @@ def test_attention_spelled_out_equals_torchs() -> None:
     """With a vanishing dropout probability, for every mask, scale and grouping."""
     q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 8)
     boolean = torch.ones(5, 5, dtype=torch.bool).tril(1)
-    for options in ({}, {"is_causal": True}, {"attn_mask": boolean}, {"attn_mask": torch.randn(5, 5)}, {"scale": 0.3}):
+    for options in (
+        {},
+        {"is_causal": True},
+        {"attn_mask": boolean},
+        {"attn_mask": torch.randn(5, 5)},
+        {"scale": 0.3},
+    ):
         results = []
         for p in (0.0, 1e-14):
             seen: list[Tensor] = []
@@ -368,11 +384,11 @@ def test_checkpointed_dropout_is_refused() -> None:
     from torch.utils.checkpoint import checkpoint
 
     model = Noisy(lambda x: checkpoint(lambda t: F.dropout(t, 0.5) ** 2, x, use_reentrant=False))
-    with pytest.raises(ShardwiseError, match="trial run|checkpoint"):
+    with pytest.raises(ShardwiseError, match="checkpoint"):
         Oracle(model).step({"x": torch.randn(5, 4)})
 
 
-# ---- precision -------------------------------------------------------------------------------------------------------------
+# ---- precision -----------------------------------------------------------------------------------
 
 
 class Narrow(nn.Module):
@@ -406,7 +422,9 @@ def test_fp64_promotes_every_narrow_cast() -> None:
         y = y.softmax(-1) + torch.ones(6, dtype=torch.float64) / 3
         y = y.cumsum(-1).sum(-1) + y.mean(-1)
     assert result.loss == pytest.approx(float((y**2).mean()), rel=1e-14)
-    assert all(t.dtype is torch.float64 for t in (*result.gradients.values(), *result.parameters.values(), *result.buffers.values()))
+    assert all(
+        t.dtype is torch.float64 for t in (*result.gradients.values(), *result.parameters.values(), *result.buffers.values())
+    )
     assert oracle.promotions >= 9
     assert model(x).dtype is torch.float16  # the user's module is as it was
 
@@ -419,7 +437,13 @@ def test_no_promotions_in_a_model_without_casts() -> None:
 
 def test_transformers_llama_in_fp64_and_tied_gpt2() -> None:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 17, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 17,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="sdpa"))
     gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=8))
     tokens = torch.randint(0, 17, (5, 8))
@@ -453,7 +477,12 @@ def test_bf16_is_near_fp64_and_not_equal() -> None:
 def test_bf16_masters_take_small_steps() -> None:
     """An update too small for bf16 is kept in the fp32 master."""
     model = nn.Linear(4, 4)
-    oracle = Oracle(model, lambda y, b: y.float().mean(), plain_optimizer(OptimizerChoice(name="sgd", lr=1e-5)), precision="bf16")
+    oracle = Oracle(
+        model,
+        lambda y, b: y.float().mean(),
+        plain_optimizer(OptimizerChoice(name="sgd", lr=1e-5)),
+        precision="bf16",
+    )
     result = oracle.step({"input": torch.ones(2, 4)})
     moved = result.parameters["weight"] - model.weight
     assert 0 < moved.abs().max() < 1e-5
@@ -486,7 +515,7 @@ def test_fp32_equals_a_plain_loop() -> None:
     assert largest(result.gradients, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}) == 0
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------
 
 
 def test_impossible_batches_and_losses_are_refused() -> None:

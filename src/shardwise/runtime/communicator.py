@@ -119,8 +119,10 @@ class Communicator(Protocol):
         backend does."""
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements, and ``x`` may be
-        its own part of it."""
+        """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements.
+
+        ``x`` may be its own part of ``out``.
+        """
 
     def reduce_scatter(
         self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = ""

@@ -306,7 +306,7 @@ def _meet(met: Rendezvous, control: Segment) -> tuple[Board, _Health]:
 
 
 def _sum_into(outs: list[Tensor], inputs: list[Tensor]) -> None:
-    """Put the sum of ``inputs``, in that order, into each of ``outs``, chunk by chunk; an out may be an input."""
+    """Put the sum of ``inputs``, in that order, into all ``outs`` chunk by chunk; an out may be an input."""
     step = CHUNK // inputs[0].itemsize
     if inputs[0].numel() <= step:
         _sum_chunk(outs, inputs)

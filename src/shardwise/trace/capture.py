@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -213,15 +215,13 @@ def _canonical(wrapped: WithLoss) -> dict[str, str]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Export logs every guard of a failed symbolic capture as an error; the reason is kept in the exception."""
-    import logging
-
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):  # it also prints the graph that it had so far
+            yield
     finally:
-        logger.setLevel(level)
+        logging.disable(before)
 
 
 __all__ = ["COMPUTE_DTYPE", "Captured", "Uncapturable", "WithLoss", "capture", "loss_of", "shadow"]

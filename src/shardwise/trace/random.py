@@ -1,13 +1,15 @@
 """Random numbers that are the same on any layout, device and number of ranks.
 
-A value is a pure function of *where* it stands: (seed, step, ordinal of the random op in the forward, index of the sample in the
-global batch, index in that sample's tensor).  There is no generator and so no state: a rank that owns rows 6..8 of a batch
-computes rows 6..8 of the one tensor that a single device would have drawn, and a recomputed unit draws again what it drew.
+A value is a pure function of *where* it stands: (seed, step, ordinal of the random op in the forward, index
+of the sample in the global batch, index in that sample's tensor).  There is no generator and so no state: a
+rank that owns rows 6..8 of a batch computes rows 6..8 of the one tensor that a single device would have
+drawn, and a recomputed unit draws again what it drew.
 
-The hash is counter based.  (seed, step, ordinal) are digested to four 32-bit keys on the host (BLAKE2b, about a microsecond).  A row
-index gives, through a 32-bit bijective mixer, an offset ``R`` and an odd factor ``A``; a column index gives ``C``; an element is
-``mix((C ^ R) * A)``.  Only that last line is paid per element: ten cheap integer passes over a block that stays in the cache.
-The mixer is a multiply-xorshift one, with the constants of Chris Wellons' "lowbias32" (public domain).
+The hash is counter based.  (seed, step, ordinal) are digested to four 32-bit keys on the host (BLAKE2b,
+about a microsecond).  A row index gives, through a 32-bit bijective mixer, an offset ``R`` and an odd
+factor ``A``; a column index gives ``C``; an element is ``mix((C ^ R) * A)``.  Only that last line is paid
+per element: ten cheap integer passes over a block that stays in the cache. The mixer is a multiply-xorshift
+one, with the constants of Chris Wellons' "lowbias32" (public domain).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 from shardwise.core.errors import ShardwiseError
 
 Batch = tuple[int, int]
-"""(dim, minor): dim ``dim`` of a tensor is (rows x minor), rows major; ``minor`` is 1 for a plain batch dim."""
+"""(dim, minor): dim ``dim`` of a tensor is (rows x minor), rows major; minor is 1 for a plain batch dim."""
 
 _CPU_BLOCK = 1 << 17  # elements: two int32 scratch blocks stay in the second-level cache
 _DEVICE_BLOCK = 1 << 24  # elements: bounds the scratch memory; launches are dear, caches are not ours to mind
@@ -99,9 +101,16 @@ def _blocks(
 
 
 def keyed_uniform_bits(
-    seed: int, step: int, ordinal: int, row_start: int, rows: int, per_row: int, device: torch.device | str = "cpu"
+    seed: int,
+    step: int,
+    ordinal: int,
+    row_start: int,
+    rows: int,
+    per_row: int,
+    device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start + i``.
+    """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start
+    + i``.
 
     Raises ShardwiseError if one sample has 2^31 elements or more.
     """
@@ -135,7 +144,13 @@ def _arrange(values: Tensor, shape: Sequence[int], batch: Batch | None) -> Tenso
 
 
 def _words(
-    seed: int, step: int, ordinal: int, shape: Sequence[int], batch: Batch | None, row_start: int, device: torch.device | str
+    seed: int,
+    step: int,
+    ordinal: int,
+    shape: Sequence[int],
+    batch: Batch | None,
+    row_start: int,
+    device: torch.device | str,
 ) -> Tensor:
     rows, per_row = _rows_of(shape, batch)
     start = row_start if batch is not None else 0
@@ -154,8 +169,9 @@ def keyed_mask(
 ) -> Tensor:
     """A boolean keep-mask of ``shape``: False, "dropped", with probability ``p`` (to 2^-32).
 
-    ``batch`` says where the batch dim is (None: there is none, and every rank draws the same); ``row_start`` is the global index
-    of the first row held here.  The index in a sample is row-major over the other dims, the batch dim standing for its minor part.
+    ``batch`` says where the batch dim is (None: there is none, and every rank draws the same);
+    ``row_start`` is the global index of the first row held here.  The index in a sample is row-major over
+    the other dims, the batch dim standing for its minor part.
     """
     device = torch.device(device)
     if not 0 <= p <= 1:
@@ -197,7 +213,8 @@ def keyed_dropout(
     row_start: int = 0,
     mask_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives x * 0.
+    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``;
+    p = 1 gives x * 0.
 
     ``mask_shape`` (default: x's) is one that broadcasts to x's: (N, C, 1, 1) drops whole channels.
     """
@@ -208,7 +225,10 @@ def keyed_dropout(
     return result
 
 
-_UNIFORM_BITS = {torch.bfloat16: 8, torch.float16: 11}  # the significand: rounding up would reach 1.0, so we truncate
+_UNIFORM_BITS = {
+    torch.bfloat16: 8,
+    torch.float16: 11,
+}  # the significand: rounding up would reach 1.0, so we truncate
 
 
 def keyed_uniform(
@@ -221,7 +241,9 @@ def keyed_uniform(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can hold."""
+    """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can
+    hold.
+    """
     bits = _UNIFORM_BITS.get(dtype, 24)
     words = _words(seed, step, ordinal, shape, batch, row_start, device)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
@@ -238,7 +260,9 @@ def keyed_normal(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal values (Box-Muller, computed in fp64 and then rounded: dtypes differ by rounding only)."""
+    """Standard normal values (Box-Muller, computed in fp64 and then rounded: dtypes differ by rounding
+    only).
+    """
     pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device).to(torch.float64)
     u = pairs.add_(_WORD / 2 + 0.5).mul_(1.0 / _WORD)  # in (0, 1), ends excluded
     radius = u[..., 0].log().mul_(-2).sqrt_()

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 NOISE_FLOOR = 1e-6
-"""A tensor's error is relative to at least this share of the norm of all: an attention key's bias has a gradient of pure rounding."""
+"""A tensor's error is relative to at least this share of the norm of all: an attention key's bias has a
+gradient of pure rounding.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The relative error of one tensor after one step; ``what`` is loss, grad_norm, gradient, parameter or buffer."""
+    """The relative error of one tensor after one step; ``what`` is loss, grad_norm, gradient, parameter or
+    buffer.
+    """
 
     name: str
     step: int
@@ -24,7 +28,8 @@ class Difference:
 
 
 def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infinities: bool = False) -> float:
-    """||ours - truth|| / max(||truth||, floor), in fp64; infinite if either holds a NaN or an infinity, or if their shapes differ.
+    """||ours - truth|| / max(||truth||, floor), in fp64; infinite if either holds a NaN or an infinity, or
+    if their shapes differ.
 
     ``equal_infinities`` forgives infinities that both hold in the same place (the mask kept in a buffer).
     """
@@ -53,12 +58,12 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
 
 
-def relative_errors(
-    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False
-) -> dict[str, float]:
-    """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
+def relative_errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False) -> dict[str, float]:
+    """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of
+    all.
 
-    A name that only one side has is infinitely wrong.  Integer and boolean tensors have no rounding, and so no floor.
+    A name that only one side has is infinitely wrong.  Integer and boolean tensors have no rounding, and so
+    no floor.
     """
     floor = NOISE_FLOOR * total_norm(truth)
     errors = dict.fromkeys(ours.keys() ^ truth.keys(), math.inf)

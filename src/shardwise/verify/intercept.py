@@ -1,7 +1,9 @@
-"""See and replace the torch functions that a module's forward calls, also those inside torch's own Python functions.
+"""See and replace the torch functions that a module's forward calls, also those inside torch's own Python
+functions.
 
-A :class:`TorchFunctionMode` is switched off while it handles a call, so what ``F.multi_head_attention_forward`` calls in turn would go
-unseen.  :class:`Intercept` runs the body of such a function with the mode on.
+A :class:`TorchFunctionMode` is switched off while it handles a call, so what
+``F.multi_head_attention_forward`` calls in turn would go unseen.  :class:`Intercept` runs the body of such
+a function with the mode on.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
-_OPENED = ("torch.nn.functional", "torch.functional")  # not methods of Tensor: their base's methods carry the same name
+_OPENED = (
+    "torch.nn.functional",
+    "torch.functional",
+)  # not methods of Tensor: their base's methods carry the same name
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 

@@ -1,4 +1,4 @@
-"""Is a module's loss a mean cross-entropy, and over how many targets?  Seen from outside, as the forward runs."""
+"""Is a module's loss a mean cross-entropy, and over how many targets?  Seen from outside, as forward runs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch import Tensor
 from shardwise.verify.intercept import Proceed
 
 _SAME = frozenset(
-    """to float double half bfloat16 type type_as clone alias contiguous view view_as reshape squeeze unsqueeze flatten __get__""".split()
-)
+    (
+        "to", "float", "double", "half", "bfloat16", "type", "type_as", "clone", "alias", "contiguous",
+        "view", "view_as", "reshape", "squeeze", "unsqueeze", "flatten",
+    )
+)  # fmt: skip
 
 
 class MeanCrossEntropy:
@@ -28,7 +31,9 @@ class MeanCrossEntropy:
         self._results = {}
 
     def targets(self, loss: Tensor) -> int | None:
-        """The number of targets that ``loss`` is the mean over; None if it is anything but a mean cross-entropy."""
+        """The number of targets that ``loss`` is the mean over; None if it is anything but a mean
+        cross-entropy.
+        """
         found = self._results.get(id(loss))
         return None if found is None else found[1]
 

@@ -1,8 +1,8 @@
 """The truth that a plan is compared with: the user's module trained on a single device in the ordinary way.
 
-Whole-module forward and ``backward()``, microbatch by microbatch, then clipping and a plain ``torch.optim`` step.  Nothing here
-knows of graphs, plans or ranks; of shardwise only the hash behind random numbers and the rule that cuts a batch into
-microbatches are shared.
+Whole-module forward and ``backward()``, microbatch by microbatch, then clipping and a plain ``torch.optim``
+step.  Nothing here knows of graphs, plans or ranks; of shardwise only the hash behind random numbers and
+the rule that cuts a batch into microbatches are shared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.verify.intercept import Intercept
 from shardwise.verify.keyed import KeyedRandom, RefuseRandom, batch_of
 from shardwise.verify.losses import MeanCrossEntropy
-from shardwise.verify.precision import LowPrecision, batch_norm_parameters
+from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
 from shardwise.verify.promote import Promote64, default_dtype
 
 Fields = Mapping[str, Tensor]
@@ -38,8 +38,9 @@ _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 class OracleStep:
     """What one step computed.
 
-    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one; ``parameters`` and ``buffers`` are
-    those after the step.  A tied parameter appears once, under its first name.
+    ``gradients`` are those of the whole batch, before clipping, of the parameters that have one;
+    ``parameters`` and ``buffers`` are those after the step.  A tied parameter appears once, under its first
+    name.
     """
 
     step: int
@@ -53,21 +54,25 @@ class OracleStep:
 class Oracle:
     """Trains a copy of ``module`` on one device.
 
-    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn`` it gets the fields that its
-    forward names, and the loss is ``loss_fn(output, fields)``.  The module's mode (training or not) is kept.
+    ``module(**fields)`` returns the loss, or an output with ``.loss`` or ``["loss"]``; with a ``loss_fn``
+    it gets the fields that its forward names, and the loss is ``loss_fn(output, fields)``.  The module's
+    mode (training or not) is kept.
 
-    The loss of a step is sum_m w_m L_m over the microbatches: m holds rows ``shard_range(B, microbatches, m)``.  Where the loss is the
-    result of a mean cross-entropy, w_m is m's share of the batch's targets that are not ignored, else its share of rows.
+    The loss of a step is sum_m w_m L_m over the microbatches: m holds rows ``shard_range(B, microbatches,
+    m)``.  Where the loss is the result of a mean cross-entropy, w_m is m's share of the batch's targets
+    that are not ignored, else its share of rows.
 
-    ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside the model: ``promotions``
-    counts them), ``fp32``, or ``bf16`` (parameters, but not BatchNorm's, are bf16 copies of fp32 masters; buffers and inputs stay as
-    they are; mixed operands of matmuls are cast to bf16; losses are computed in fp32; gradients are summed in fp32).
+    ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside
+    the model: ``promotions`` counts them), ``fp32``, or ``bf16`` (parameters, but not BatchNorm's, are bf16
+    copies of fp32 masters; buffers and inputs stay as they are; mixed operands of matmuls are cast to bf16;
+    losses are computed in fp32; gradients are summed in fp32).
 
-    Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see :mod:`shardwise.verify.keyed`
-    for which calls count.  Others are refused by name.
+    Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
+    :mod:`shardwise.verify.keyed` for which calls count.  Others are refused by name.
 
-    ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds first, the others
-    (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without it, parameters stay as they are.
+    ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds
+    first, the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without
+    it, parameters stay as they are.
     """
 
     def __init__(
@@ -97,7 +102,9 @@ class Oracle:
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
-        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate ``lr`` if given."""
+        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate
+        ``lr`` if given.
+        """
         fields = self._fields(batch)
         if not self._probed:
             self._probe(fields)
@@ -118,13 +125,13 @@ class Oracle:
         """Copies of the buffers, by name."""
         return {name: b.detach().clone() for name, b in self.module.named_buffers()}
 
-    # ---- forward and backward ------------------------------------------------------------------------------------------
+    # ---- forward and backward --------------------------------------------------------------------
 
     def _accumulate(self, fields: Fields) -> float:
         """Leave the batch's gradients in the masters' ``grad``; return its loss.
 
-        Shares are of a total known only at the end: gradients are summed with weights relative to the first microbatch's and
-        divided once.
+        Shares are of a total known only at the end: gradients are summed with weights relative to the first
+        microbatch's and divided once.
         """
         for p in (*self.masters.values(), *self.module.parameters()):
             p.grad = None
@@ -137,18 +144,23 @@ class Oracle:
             if start == stop:
                 continue
             with self._modes():
-                value, targets = self._forward(self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start)
+                value, targets = self._forward(
+                    self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start
+                )
                 counted.add(targets is not None)
                 amount = stop - start if targets is None else targets
                 if amount:
                     first = first or amount
-                    (value if amount == first else value * (amount / first)).backward()
+                    share = value if amount == first else value * (amount / first)
+                    share.backward()  # type: ignore[no-untyped-call]
             if amount:  # a microbatch without targets has a loss of 0/0, and no part in the batch's
                 loss += value.item() * (amount / first)
                 total += amount / first
                 self._collect()
         if len(counted) > 1:
-            raise ShardwiseError("the loss is a mean cross-entropy in some microbatches and not in others: their weights are unknown")
+            raise ShardwiseError(
+                "the loss is a mean cross-entropy in some microbatches and not in others: their weights are unknown"
+            )
         if not total:
             raise ShardwiseError("every target of the batch is ignored: its mean cross-entropy is 0/0")
         if total != 1:
@@ -158,7 +170,7 @@ class Oracle:
         return loss / total
 
     def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, int | None]:
-        """(loss, number of targets that count if the loss is a mean cross-entropy); call it under the modes."""
+        """The loss, and the number of its targets if it is a mean cross-entropy; call it under the modes."""
         self._random.begin(self.step_index, row_start)
         self._losses.begin()
         if self.loss_fn is None:
@@ -169,7 +181,9 @@ class Oracle:
             output = output.get("loss")
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ShardwiseError(f"forward returned {type(output).__name__} where a scalar loss, or an output with .loss, is needed")
+            raise ShardwiseError(
+                f"forward returned {type(output).__name__} where a scalar loss, or an output with .loss, is needed"
+            )
         return loss.reshape(()), self._losses.targets(loss)
 
     @contextmanager
@@ -177,12 +191,14 @@ class Oracle:
         layers: list[Any] = [self._losses, self._random]
         if self.precision == "bf16":
             layers.append(LowPrecision(torch.bfloat16))
+        if self.precision == "fp64":
+            layers.append(WideGroupedMatmul())
         with ExitStack() as stack:
             promote = Promote64() if self.precision == "fp64" else None
             if promote is not None:
                 stack.enter_context(default_dtype(torch.float64))
                 stack.enter_context(promote)
-            stack.enter_context(RefuseRandom())
+            stack.enter_context(RefuseRandom())  # type: ignore[no-untyped-call]
             stack.enter_context(Intercept(*layers))
             yield
         if promote is not None:
@@ -204,7 +220,7 @@ class Oracle:
         self.promotions = promotions
         self._probed = True
 
-    # ---- parameters ----------------------------------------------------------------------------------------------------
+    # ---- parameters ------------------------------------------------------------------------------
 
     def _masters(self, module: nn.Module) -> dict[str, Tensor]:
         """What the optimizer updates: the copy's parameters, or fp32 versions of those in low precision."""
@@ -249,10 +265,11 @@ class Oracle:
 
 
 def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
-    """The optimizer of ``torch.optim`` that ``choice`` names, with its numbers: not fused, one kernel per parameter."""
+    """The optimizer of ``torch.optim`` that ``choice`` names: neither fused nor over lists of tensors."""
     classes: dict[str, Any] = {
-        "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad,
-        "rmsprop": torch.optim.RMSprop, "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
+        "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "adam": torch.optim.Adam,
+        "adagrad": torch.optim.Adagrad, "rmsprop": torch.optim.RMSprop,
+        "nadam": torch.optim.NAdam, "radam": torch.optim.RAdam,
     }  # fmt: skip
     make = classes[choice.name]
     legal = inspect.signature(make).parameters
@@ -280,7 +297,7 @@ def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, 
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
     decayed = [p for name, p in trained.items() if decays(name, tuple(p.shape))]
     others = [p for name, p in trained.items() if not decays(name, tuple(p.shape))]
-    groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]
 
 

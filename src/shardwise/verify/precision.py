@@ -11,18 +11,24 @@ from torch import Tensor, nn
 from shardwise.verify.intercept import Proceed
 
 _MATMULS = frozenset(
-    """linear bilinear matmul __matmul__ __rmatmul__ mm bmm addmm addbmm baddbmm grouped_mm _grouped_mm conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d scaled_dot_product_attention layer_norm group_norm rms_norm""".split()
-)
+    (
+        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm",
+        "grouped_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "scaled_dot_product_attention", "layer_norm", "group_norm", "rms_norm",
+    )
+)  # fmt: skip
 _LOSSES = frozenset(
-    """cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div binary_cross_entropy
-    binary_cross_entropy_with_logits""".split()
-)
+    (
+        "cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div",
+        "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    )
+)  # fmt: skip
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class LowPrecision:
-    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to fp32.
+    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of
+    losses to fp32.
 
     They differ where a buffer or an input, which stay as they are, met a parameter in low precision.
     """
@@ -41,8 +47,27 @@ class LowPrecision:
         return proceed(func, args, kwargs)
 
 
+class WideGroupedMatmul:
+    """A layer that multiplies groups of rows of doubles, one group after the other: torch's kernel takes no doubles."""
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if getattr(func, "__name__", "") not in ("grouped_mm", "_grouped_mm"):
+            return proceed(func, args, kwargs)
+        rows, matrices = args[0].double(), args[1].double()
+        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        if rows.dim() != 2 or matrices.dim() != 3 or offsets is None or kwargs.get("bias") is not None or len(args) > 3:
+            return proceed(func, args, kwargs)
+        stops = offsets.tolist()
+        groups = [rows[a:b] @ matrix for a, b, matrix in zip((0, *stops), stops, matrices, strict=False)]
+        rest = rows.new_zeros(rows.shape[0] - stops[-1], matrices.shape[2])
+        return torch.cat([*groups, rest])
+
+
 def _cast(
-    args: Sequence[Any], kwargs: dict[str, Any], these: Sequence[torch.dtype] | set[torch.dtype], to: torch.dtype
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    these: Sequence[torch.dtype] | set[torch.dtype],
+    to: torch.dtype,
 ) -> tuple[list[Any], dict[str, Any]]:
     def cast(value: Any) -> Any:
         return value.to(to) if isinstance(value, Tensor) and value.dtype in these else value
@@ -51,6 +76,8 @@ def _cast(
 
 
 def batch_norm_parameters(module: nn.Module) -> set[int]:
-    """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they stay fp32."""
+    """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they
+    stay fp32.
+    """
     kind = nn.modules.batchnorm._NormBase
     return {id(p) for m in module.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}

@@ -1,7 +1,8 @@
 """fp64 truth: whatever a model casts or creates in a narrower float becomes a double.
 
-A model may insist on a dtype (Llama's norm computes in fp32, a mask is filled in half precision).  Left alone, such places limit
-a comparison in fp64 to 1e-7.  Below autograd every cast is an ATen call with a dtype argument, so one dispatch mode finds them all.
+A model may insist on a dtype (Llama's norm computes in fp32, a mask is filled in half precision).  Left
+alone, such places limit a comparison in fp64 to 1e-7.  Below autograd every cast is an ATen call with a
+dtype argument, so one dispatch mode finds them all.
 """
 
 from __future__ import annotations
@@ -40,17 +41,19 @@ def _narrow(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in _WIDE
 
 
-class Promote64(TorchDispatchMode):
-    """While active, in this thread, tensors that ops read and make are doubles in place of any narrower float.
+class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While active, in this thread, tensors that ops read and make are doubles in place of any narrower
+    float.
 
-    Casts and factories with a float dtype get float64; factories and integer arithmetic that would give the default dtype
-    (fp32) give float64; a narrower tensor from outside is widened where an op reads it.  Integer and boolean casts, views of
-    another dtype, and writes into existing tensors are left alone.  ``promotions`` counts the calls that were changed.
-    Enter it around the backward pass as well: a backward written in Python may cast too.
+    Casts and factories with a float dtype get float64; factories and integer arithmetic that would give the
+    default dtype (fp32) give float64; a narrower tensor from outside is widened where an op reads it.
+    Integer and boolean casts, views of another dtype, and writes into existing tensors are left alone.
+    ``promotions`` counts the calls that were changed. Enter it around the backward pass as well: a backward
+    written in Python may cast too.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.promotions = 0
 
     def __torch_dispatch__(
@@ -82,7 +85,9 @@ class Promote64(TorchDispatchMode):
 
     @staticmethod
     def _again(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` so that it gives doubles: by its dtype argument, or from doubles in place of integers."""
+        """Call ``func`` so that it gives doubles: by its dtype argument, or from doubles in place of
+        integers.
+        """
         if any(a.name == "dtype" for a in func._schema.arguments) and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float64})
 
@@ -96,7 +101,8 @@ class Promote64(TorchDispatchMode):
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Python numbers become tensors of ``dtype`` (``torch.tensor(0.1)``).
 
-    The setting is the process's, not the thread's: set it in the main thread, around the threads that need it.
+    The setting is the process's, not the thread's: set it in the main thread, around the threads that need
+    it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

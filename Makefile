@@ -1,0 +1,36 @@
+# Two commands on a fresh clone: `make train` and `make test`.  Both make .venv first.
+.PHONY: train test test-all lint format benchmark clean
+
+SHARDWISE := .venv/bin/shardwise
+PYTEST := .venv/bin/python -m pytest
+
+train:
+	@scripts/install.sh run
+	@$(SHARDWISE) train $(ARGS)
+
+test:
+	@scripts/install.sh dev
+	$(PYTEST) $(ARGS)
+
+test-all:
+	@scripts/install.sh dev
+	$(PYTEST) -m "full or not full" $(ARGS)
+
+lint:
+	@scripts/install.sh dev
+	.venv/bin/ruff check src tests benchmarks
+	.venv/bin/ruff format --check src tests benchmarks
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+format:
+	@scripts/install.sh dev
+	.venv/bin/ruff format src tests benchmarks
+	.venv/bin/ruff check --fix src tests benchmarks
+
+benchmark:
+	@scripts/install.sh dev
+	.venv/bin/python benchmarks/data_parallel.py $(ARGS)
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

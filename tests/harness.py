@@ -1,0 +1,190 @@
+"""Parity: what the traced local graphs compute on thread ranks, against the plain module under ordinary autograd."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import rank_rows
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.trace.trace import Trace
+from shardwise.verify.oracle import Oracle, plain_optimizer
+
+TOLERANCE = 1e-10
+Fields = Mapping[str, Tensor]
+Loss = Callable[[Any, Fields], Tensor]
+
+
+@dataclass
+class Run:
+    """What some steps of a training gave: a loss for each, the last step's gradients, and the state after the last."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    state: dict[str, Tensor]
+
+
+@dataclass
+class Subject:
+    """A module, its batch and its traces, made once and shared by all runs of a test."""
+
+    module: nn.Module
+    batch: Fields
+    loss: Loss | None = None
+    dropout: str = "exact"
+    training: bool = True
+    compiled: dict[tuple[int, int, str], Compiled] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.module = self.module.double().train(self.training)
+        self.batch = {k: v.double() if v.is_floating_point() else v for k, v in self.batch.items()}
+
+    @property
+    def trace(self) -> Trace:
+        """The trace for any batch."""
+        return self.compile(1, 1, "none").general
+
+    def compile(self, dp: int, microbatches: int, recompute: str) -> Compiled:
+        """The model under a plan."""
+        key = (dp, microbatches, recompute)
+        if key not in self.compiled:
+            plan = Plan(Mesh.of(dp=dp), microbatches, recompute, "fp64", dropout=self.dropout)  # type: ignore[arg-type]
+            traces = next((c._traces for c in self.compiled.values()), {})
+            self.compiled[key] = Compiled(
+                self.module, plan, self.batch, self.loss, training=self.training, _traces=traces
+            )
+        return self.compiled[key]
+
+
+def sharded_run(
+    subject: Subject, dp: int, microbatches: int = 1, recompute: str = "none", rows: int | None = None,
+    steps: int = 1, optimizer: OptimizerChoice | None = None, seed: int = 0,
+) -> Run:  # fmt: skip
+    """Train on ``dp`` thread ranks; checks that all of them end up with the same numbers."""
+    compiled = subject.compile(dp, microbatches, recompute)
+    count = next(iter(subject.batch.values())).shape[0] if rows is None else rows
+    choice = optimizer or OptimizerChoice("sgd", lr=0.0)
+
+    def rank(comm: ThreadCommunicator) -> Run:
+        engine = Engine(compiled, comm, choice, seed=seed)
+        gradients = engine.interpreter.keep_gradients = {}
+        parts = min(microbatches, count)
+        mine = [i for a, b in rank_rows(count, parts, dp, comm.rank) for i in range(a, b)]
+        losses = [float(engine.step({k: v[mine] for k, v in subject.batch.items()}, count).loss) for _ in range(steps)]
+        return Run(losses, dict(gradients), engine.state_dict())
+
+    runs = run_ranks(compiled.plan.mesh, rank, timeout=60)
+    for other in runs[1:]:
+        assert other.losses == runs[0].losses or all(map(math.isnan, (*other.losses, *runs[0].losses)))
+        assert _worst(other.gradients, runs[0].gradients)[0] <= 1e-14, "ranks disagree on a gradient"
+        assert _worst(other.state, runs[0].state)[0] <= 1e-14, "ranks disagree on the state"
+    return runs[0]
+
+
+def plain_run(subject: Subject, rows: int | None = None) -> Run:
+    """Forward and backward of a copy of the module, with nothing of shardwise in between."""
+    module = copy.deepcopy(subject.module)
+    fields = {k: v[:rows] for k, v in subject.batch.items()}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        output = module(**fields)
+        loss = subject.loss(output, fields) if subject.loss else output
+        loss = loss if isinstance(loss, Tensor) else loss.loss
+        loss.backward()
+    finally:
+        torch.set_default_dtype(before)
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    return Run([float(loss)], gradients, {k: v.detach() for k, v in module.state_dict().items()})
+
+
+def oracle_run(
+    subject: Subject, microbatches: int = 1, rows: int | None = None, steps: int = 1, optimizer: OptimizerChoice | None = None,
+    seed: int = 0,
+) -> Run:  # fmt: skip
+    """As ``plain_run``, over microbatches, with keyed random functions and an optimizer."""
+    choice = optimizer or OptimizerChoice("sgd", lr=0.0)
+    oracle = Oracle(
+        subject.module, subject.loss, plain_optimizer(choice), microbatches=microbatches, seed=seed, decays=choice.decays
+    )
+    fields = {k: v[:rows] for k, v in subject.batch.items()}
+    taken = [oracle.step(fields, choice.learning_rate(s)) for s in range(steps)]
+    values = {**taken[-1].parameters, **taken[-1].buffers}
+    state = {k: values[k] for k in subject.module.state_dict() if k in values}
+    return Run([t.loss for t in taken], taken[-1].gradients, state)
+
+
+def errors(ours: Run, truth: Run) -> dict[str, float]:
+    """Relative errors by name: of losses, gradients and, where both have it, state.
+
+    A tensor's error is against the larger of its own norm and 1e-6 of the norm of all; a gradient that one side lacks is infinitely
+    wrong, and so is what is not finite on one side only.
+    """
+    found: dict[str, float] = {}
+    for i, (a, b) in enumerate(zip(ours.losses, truth.losses, strict=True)):
+        found[f"loss {i}"] = 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else _finite(abs(a - b) / max(abs(b), 1e-30))
+    for what, mine, theirs in (("gradient", ours.gradients, truth.gradients), ("state", ours.state, truth.state)):
+        norm = math.sqrt(sum(float(v.double().norm()) ** 2 for v in theirs.values() if bool(v.double().isfinite().all())))
+        names = mine.keys() | theirs.keys() if what == "gradient" else mine.keys() & theirs.keys()
+        for name in names:
+            found[f"{what} {name}"] = (
+                _error(mine[name], theirs[name], 1e-6 * norm) if name in mine and name in theirs else math.inf
+            )
+    return found
+
+
+def _finite(error: float) -> float:
+    return error if math.isfinite(error) else math.inf
+
+
+def _error(mine: Tensor, theirs: Tensor, floor: float) -> float:
+    if mine.shape != theirs.shape:
+        return math.inf
+    if torch.equal(mine, theirs) or torch.equal(mine.isnan(), theirs.isnan()) and bool(mine.isnan().all()):
+        return 0.0
+    difference, size = float((mine.double() - theirs.double()).norm()), float(theirs.double().norm())
+    return _finite(difference / max(size, floor, 1e-30))
+
+
+def _worst(mine: Fields, theirs: Fields) -> tuple[float, str]:
+    assert mine.keys() == theirs.keys()
+    norm = math.sqrt(sum(float(v.double().norm()) ** 2 for v in theirs.values()))
+    return max(((_error(mine[n], theirs[n], 1e-6 * norm), n) for n in mine), default=(0.0, ""))
+
+
+def parity(
+    module: nn.Module | Subject, batch: Fields | None = None, loss: Loss | None = None, *, dp: Iterable[int] | int = (2, 3),
+    rows: Iterable[int | None] = (None,), microbatches: int = 1, recompute: str = "none", keyed: bool = False,
+    steps: int = 1, optimizer: OptimizerChoice | None = None, dropout: str = "exact", training: bool = True,
+    tolerance: float = TOLERANCE, opaque: bool = False,
+) -> Trace:  # fmt: skip
+    """Assert that the traced module computes what the plain one does, for every ``dp`` and number of ``rows`` (None: all).
+
+    ``keyed``, microbatches and steps ask for the oracle of ``shardwise.verify`` as the truth, else it is plain autograd.  Returns the
+    trace, for further questions.
+    """
+    subject = module if isinstance(module, Subject) else Subject(module, batch or {}, loss, dropout, training)
+    if not opaque:
+        assert subject.trace.opaque is None, subject.trace.opaque
+    for count in rows:
+        if keyed or microbatches > 1 or steps > 1 or optimizer is not None:
+            truth = oracle_run(subject, microbatches if count is None else min(microbatches, count), count, steps, optimizer)
+        else:
+            truth = plain_run(subject, count)
+        for size in (dp,) if isinstance(dp, int) else dp:
+            ours = sharded_run(subject, size, microbatches, recompute, count, steps, optimizer)
+            found = errors(ours, truth)
+            worst = max(found, key=lambda n: found[n])
+            assert found[worst] <= tolerance, f"dp {size}, rows {count}: {worst} is off by {found[worst]:.1e}"
+    return subject.trace

@@ -1,0 +1,281 @@
+"""All backends against one suite, and what each of them does when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import communicator_cases as cases
+import pytest
+import torch
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.mesh import Mesh
+from shardwise.runtime import segments, shared
+from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout
+from shardwise.runtime.rendezvous import rendezvous
+from shardwise.runtime.threads import run_ranks
+
+MESHES = ("dp=1", "dp=2", "dp=3", "dp=2,tp=2")
+LIMIT = 60.0  # seconds for a set of processes
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    output: str
+    errors: str
+
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.output.splitlines() if line.startswith("{")]
+
+
+def run_processes(ranks: int, *arguments: str) -> list[Ended]:
+    """Run the cases' program once per rank, as torchrun would; whatever still runs at the limit is killed."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    source = str(Path(shared.__file__).parents[2])
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    command = [sys.executable, cases.__file__, *arguments]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**common, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    deadline, ended = time.monotonic() + LIMIT, []
+    try:
+        for process in processes:
+            output, errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            ended.append(Ended(process.returncode, output, errors))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return ended
+
+
+@pytest.fixture(scope="module")
+def conformance() -> Callable[[str], list[dict[str, dict[str, str]]]]:
+    """Results of a mesh by rank: {backend: {case: problem}}; one set of processes serves all cases."""
+    known: dict[str, list[dict[str, dict[str, str]]]] = {}
+
+    def results(mesh: str) -> list[dict[str, dict[str, str]]]:
+        if mesh not in known:
+            ended = run_processes(cases.parse_mesh(mesh).size, "conformance", mesh)
+            for process in ended:
+                assert process.code == 0, process.errors
+            known[mesh] = [
+                {key: found for line in process.lines() for key, found in line.items()} for process in ended
+            ]
+        return known[mesh]
+
+    return results
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("backend", ["shared", "gloo"])
+def test_processes(
+    conformance: Callable[[str], list[dict[str, dict[str, str]]]], backend: str, mesh: str, case: str
+) -> None:
+    for rank, results in enumerate(conformance(mesh)):
+        problem = results[backend].get(case, "not reached")
+        assert not problem, f"rank {rank}: {problem}"
+
+
+@pytest.mark.parametrize("case", cases.CASES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_threads(mesh: str, case: str) -> None:
+    run_ranks(cases.parse_mesh(mesh), cases.CASES[case], timeout=20)
+
+
+@pytest.mark.parametrize(
+    "case", ["messages", "messages_both_ways", "many_outstanding", "subgroups_side_by_side"]
+)
+@pytest.mark.parametrize("rendezvous", [False, True])
+def test_threads_with_delays(case: str, rendezvous: bool) -> None:
+    run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, rendezvous=rendezvous)
+
+
+@pytest.mark.parametrize("backend", ["shared", "gloo"])
+def test_a_missing_rank_is_named_in_time(backend: str) -> None:
+    ended = run_processes(3, "missing", backend, "dp=3")
+    for rank in (0, 2):
+        (found,) = ended[rank].lines()
+        assert found["timed_out"]
+        assert found["missing"] == [1]
+        assert found["rank"] == rank
+        assert "all_reduce of the sum over dp" in found["text"]
+        assert cases.TIMEOUT * 0.9 <= found["seconds"] <= cases.TIMEOUT + 3.0
+
+
+@pytest.mark.parametrize("backend", ["shared", "gloo"])
+def test_a_killed_rank_does_not_hang_the_others(backend: str) -> None:
+    files = set(os.listdir("/dev/shm"))
+    ended = run_processes(3, "killed", backend, "dp=3")
+    assert ended[1].code == -9
+    for rank in (0, 2):
+        (found,) = ended[rank].lines()
+        assert 1 in found["missing"]
+        assert found["seconds"] <= cases.TIMEOUT + 3.0
+        if backend == "shared":
+            assert found["missing"] == [1]
+            assert not found["timed_out"]
+            assert found["seconds"] < 0.75 * cases.TIMEOUT  # noticed, not waited out
+    assert not {name for name in set(os.listdir("/dev/shm")) - files if "shardwise" in name}
+
+
+def test_results_come_in_rank_order() -> None:
+    assert run_ranks(Mesh.of(dp=2, tp=3), lambda c: (c.rank, c.mesh.coordinates(c.rank)["tp"])) == [
+        (rank, rank % 3) for rank in range(6)
+    ]
+
+
+def test_threads_run_single_threaded_and_leave_the_setting() -> None:
+    before = torch.get_num_threads()
+    assert run_ranks(Mesh.of(dp=2), lambda c: torch.get_num_threads()) == [1, 1]
+    assert torch.get_num_threads() == before
+
+
+def test_the_first_failure_stops_all_at_once_and_is_raised() -> None:
+    def fail(c: BaseCommunicator) -> None:
+        if c.rank == 2:
+            raise ZeroDivisionError("the cause")
+        c.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="the cause") as raised:
+        run_ranks(Mesh.of(dp=4), fail, timeout=30)
+    assert raised.value.__notes__ == ["raised on rank 2 of 4"]
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_ends_early_is_named() -> None:
+    def leave(c: BaseCommunicator) -> None:
+        if c.rank != 1:
+            c.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(CommunicationError, match="rank 1 has ended"):
+        run_ranks(Mesh.of(dp=3), leave, timeout=30)
+    assert time.monotonic() - start < 5
+
+
+def test_a_missing_thread_is_named_in_time() -> None:
+    def late(c: BaseCommunicator) -> None:
+        if c.rank == 1:
+            time.sleep(1.0)
+        c.all_reduce(torch.ones(3), "dp", what="gradients").wait()
+
+    with pytest.raises(CommunicationTimeout, match="all_reduce of gradients") as raised:
+        run_ranks(Mesh.of(dp=3), late, timeout=0.2)
+    assert raised.value.missing == (1,)
+
+
+def test_ranks_that_disagree_are_told() -> None:
+    def disagree(c: BaseCommunicator) -> None:
+        c.all_reduce(torch.ones(3 + c.rank), "dp").wait()
+
+    with pytest.raises(CommunicationError, match=r"all_reduce .* of 3 elements"):
+        run_ranks(Mesh.of(dp=2), disagree)
+
+
+def test_a_missing_wait_shows() -> None:
+    """Before wait() there is no result, whoever came first; a write to a pending tensor is an error."""
+
+    def read(c: BaseCommunicator) -> bool:
+        x = torch.ones(3)
+        handle = c.all_reduce(x, "dp")
+        c.barrier()
+        pending = bool(x.isnan().all())
+        handle.wait()
+        return pending and x.tolist() == [2.0] * 3
+
+    assert run_ranks(Mesh.of(dp=2), read) == [True, True]
+
+    def write(c: BaseCommunicator, kind: str) -> None:
+        x = torch.ones(3)
+        handle = c.all_reduce(x, "dp") if kind == "out" else c.broadcast(x, "dp", root=c.rank * 0)
+        x[1] = 5
+        handle.wait()
+
+    for kind in ("out", "in"):
+        with pytest.raises(CommunicationError, match=r"written before wait\(\)"):
+            run_ranks(Mesh.of(dp=2), lambda c, kind=kind: write(c, kind))
+
+
+def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
+    def both_send_first(c: BaseCommunicator) -> float:
+        x = torch.tensor([float(c.rank)])
+        c.send(x, 1 - c.rank).wait()
+        out = torch.zeros(1)
+        c.receive(out, 1 - c.rank).wait()
+        return out.item()
+
+    assert run_ranks(Mesh.of(pp=2), both_send_first) == [1.0, 0.0]
+    with pytest.raises(CommunicationTimeout, match="send"):
+        run_ranks(Mesh.of(pp=2), both_send_first, rendezvous=True, timeout=0.3)
+
+
+def test_on_wait_of_threads_names_the_rank() -> None:
+    heard: list[tuple[int, str | None]] = []
+
+    def wait(c: BaseCommunicator) -> None:
+        time.sleep(0.1 * c.rank)
+        c.barrier(what="the end")
+
+    run_ranks(Mesh.of(dp=2), wait, on_wait=lambda rank, text: heard.append((rank, text)))
+    assert [rank for rank, _ in heard] == [0, 0]
+    assert "barrier of the end" in str(heard[0][1])
+    assert heard[1][1] is None
+
+
+def test_available_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = Mesh.of(dp=4)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if segments.unsupported() is None:
+        assert shared.available(mesh, 1 << 20) is None
+    assert "memory" in str(shared.available(mesh, 1 << 50))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "one host" in str(shared.available(mesh))
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert "x86-64" in str(shared.available(mesh))
+
+
+def test_an_arena_refuses_what_does_not_fit_and_finds_its_own() -> None:
+    arena = segments.Arena()
+    with pytest.raises(ShardwiseError, match="MiB wanted"):
+        arena.allocate(1 << 50)
+    first, second = arena.allocate(100).view(torch.float32), arena.allocate(segments.BLOCK + 64)
+    assert arena.locate(first)[1] == 0
+    assert arena.locate(first[3:])[1] == 12
+    assert arena.locate(second[64:]) == (arena.locate(second)[0], 64)
+    assert arena.locate(second)[0] != arena.locate(first)[0]
+    assert arena.locate(torch.zeros(3)) is None
+    arena.close()
+
+
+@pytest.mark.parametrize(("name", "text"), [("RANK", ""), ("WORLD_SIZE", "two"), ("MASTER_PORT", "")])
+def test_a_bad_environment_is_named(monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv(name, text)
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: {text!r}")):
+        rendezvous("test", 1.0)

@@ -1,0 +1,297 @@
+"""The optimizer over flat buffers against torch.optim over parameters, and the schedules."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.flat import FlatBuffer
+from shardwise.core.optim import OptimizerChoice
+from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
+
+SHAPES = {"weight": (7, 5), "bias": (7,), "norm": (13,), "matrix": (3, 4, 5), "last": (11, 9)}
+
+CHOICES = {
+    "adamw": OptimizerChoice("adamw", lr=0.1, weight_decay=0.1, betas=(0.8, 0.95)),
+    "adam": OptimizerChoice("adam", lr=0.1, weight_decay=0.1, eps=1e-6),
+    "sgd": OptimizerChoice("sgd", lr=0.1, weight_decay=0.1),
+    "sgd momentum": OptimizerChoice("sgd", lr=0.1, weight_decay=0.1, momentum=0.9),
+    "sgd nesterov": OptimizerChoice("sgd", lr=0.1, weight_decay=0.1, momentum=0.9, nesterov=True),
+    "adagrad": OptimizerChoice("adagrad", lr=0.1, weight_decay=0.1),
+    "rmsprop": OptimizerChoice("rmsprop", lr=0.1, weight_decay=0.1, alpha=0.9),
+    "rmsprop momentum": OptimizerChoice("rmsprop", lr=0.1, weight_decay=0.1, momentum=0.5),
+    "nadam": OptimizerChoice("nadam", lr=0.1, weight_decay=0.1, momentum_decay=0.01),
+    "radam": OptimizerChoice("radam", lr=0.1, weight_decay=0.1),
+}
+
+
+class Flat:
+    """Parameters in one flat buffer of two groups, with a copy of them one by one for torch.optim."""
+
+    def __init__(self, choice: OptimizerChoice, dtype: torch.dtype = torch.float64) -> None:
+        torch.manual_seed(0)
+        self.choice = choice
+        items = [
+            (name, shape, "decay" if choice.decays(name, shape) else "rest") for name, shape in SHAPES.items()
+        ]
+        self.buffer = FlatBuffer.pack(items, parts=2, itemsize=dtype.itemsize)
+        self.params = torch.zeros(self.buffer.numel, dtype=dtype)
+        self.grads = torch.zeros(self.buffer.numel, dtype=dtype)
+        self.single = {name: torch.randn(shape, dtype=dtype) for name, shape in SHAPES.items()}
+        for name, value in self.single.items():
+            self.view(self.params, name).copy_(value)
+        self.segments = [
+            Segment(self.params[start:stop], self.grads[start:stop], group == "decay", start)
+            for group, start, stop in self.buffer.segments
+        ]
+        self.optimizer = FlatOptimizer(choice, self.segments)
+        self.torch = torch_optimizer(
+            choice,
+            [value for name, value in self.single.items() if choice.decays(name, SHAPES[name])],
+            [value for name, value in self.single.items() if not choice.decays(name, SHAPES[name])],
+            foreach=False,
+        )
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        entry = self.buffer.entry(name)
+        return buffer[entry.offset : entry.offset + entry.numel].view(entry.shape)
+
+    def draw_gradients(self) -> None:
+        for name, value in self.single.items():
+            value.grad = torch.randn_like(value)
+            self.view(self.grads, name).copy_(value.grad)
+
+    def step_torch(self, lr: float, scale: float = 1.0) -> None:
+        for value in self.single.values():
+            assert value.grad is not None
+            value.grad.mul_(scale)
+        for group in self.torch.param_groups:
+            group["lr"] = lr
+        self.torch.step()
+
+    def error(self) -> float:
+        """The largest relative error of a parameter or a state tensor."""
+        states = self.optimizer.state_views(self.buffer.entries)
+        pairs = []
+        for name, value in self.single.items():
+            pairs.append((self.view(self.params, name), value))
+            expected = {k: v for k, v in self.torch.state[value].items() if isinstance(v, Tensor)}
+            assert set(states[name]) == set(expected)
+            pairs += [(states[name][key], expected[key]) for key in expected]
+        assert all(ours.shape == theirs.shape for ours, theirs in pairs)
+        errors = [(a.double() - b.double()).norm() / b.double().norm() for a, b in pairs]
+        return float(torch.stack(errors).max())  # of torch: NaN wins
+
+    def everything(self) -> list[Tensor]:
+        state = self.optimizer.state_dict()
+        return [t.clone() for t in (self.params, *(t for tensors in state.values() for t in tensors))]
+
+
+def is_padding(flat: Flat) -> Tensor:
+    mask = torch.ones(flat.buffer.numel, dtype=torch.bool)
+    for entry in flat.buffer.entries:
+        mask[entry.offset : entry.offset + entry.numel] = False
+    return mask
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("decay", ["matrices", "all"])
+def test_equals_torch_parameter_by_parameter(name: str, decay: str) -> None:
+    numbers = {k: getattr(CHOICES[name], k) for k in OptimizerChoice.__dataclass_fields__}
+    flat = Flat(OptimizerChoice(**numbers | {"decay": decay}))
+    for step in range(5):
+        flat.draw_gradients()
+        flat.optimizer.step(0.1 / (step + 1))
+        flat.step_torch(0.1 / (step + 1))
+    assert flat.error() < 1e-14
+    assert len(flat.segments) == (1 if decay == "all" else 2)
+    padding = is_padding(flat)
+    assert int(padding.sum()) > 0
+    assert not flat.params[padding].any()
+
+
+def test_the_comparison_sees_decay_of_a_bias() -> None:
+    flat = Flat(CHOICES["adamw"])
+    flat.optimizer = FlatOptimizer(flat.choice, [segment._replace(decays=True) for segment in flat.segments])
+    flat.draw_gradients()
+    flat.optimizer.step(0.1)
+    flat.step_torch(0.1)
+    assert flat.error() > 1e-3
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_clipping_is_folded_in(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    flat = Flat(CHOICES[name], dtype)
+    for scale in (0.3, 1.0, 0.01):
+        flat.draw_gradients()
+        grads = flat.grads.clone()
+        flat.optimizer.step(0.1, grad_scale=torch.tensor(scale, dtype=dtype), skip=torch.tensor(0.0))
+        flat.step_torch(0.1, scale)
+        assert torch.allclose(flat.grads, grads * scale, rtol=3e-7, atol=0)
+    assert flat.error() < tolerance
+
+
+@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_skipped_step_changes_no_bit(name: str, dtype: torch.dtype, first: bool) -> None:
+    flat = Flat(CHOICES[name], dtype)
+    if not first:
+        flat.draw_gradients()
+        flat.optimizer.step(0.1)
+        flat.step_torch(0.1)
+    before = flat.everything()
+    assert len(before) > 1 or name == "sgd"
+    for grad_scale in (None, torch.tensor(float("nan"), dtype=dtype)):
+        flat.grads.fill_(float("nan"))
+        flat.optimizer.step(0.1, grad_scale, skip=torch.tensor(1.0))
+        assert all(torch.equal(a, b) for a, b in zip(before, flat.everything(), strict=True))
+    # And the next step is as if nothing had been.
+    flat.grads.zero_()
+    flat.draw_gradients()
+    flat.optimizer.step(0.1, skip=torch.tensor(0.0))
+    flat.step_torch(0.1)
+    assert flat.error() < (1e-14 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_without_the_flag_nan_goes_everywhere(name: str) -> None:
+    flat = Flat(CHOICES[name])
+    flat.grads.fill_(float("nan"))
+    flat.optimizer.step(0.1, skip=torch.tensor(0.0))
+    assert all(segment.param.isnan().all() for segment in flat.segments)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_state_round_trip(name: str) -> None:
+    flat, other = Flat(CHOICES[name]), Flat(CHOICES[name])
+    for _ in range(2):
+        flat.draw_gradients()
+        flat.optimizer.step(0.1)
+    saved = {key: [t.clone() for t in tensors] for key, tensors in flat.optimizer.state_dict().items()}
+    other.optimizer.load_state_dict(saved)
+    other.params.copy_(flat.params)
+    flat.draw_gradients()
+    other.grads.copy_(flat.grads)
+    flat.optimizer.step(0.1)
+    other.optimizer.step(0.1)
+    assert all(torch.equal(a, b) for a, b in zip(flat.everything(), other.everything(), strict=True))
+
+
+def test_a_wrong_state_is_refused() -> None:
+    optimizer = Flat(CHOICES["adamw"]).optimizer
+    with pytest.raises(ShardwiseError, match=r"\['sum'\] does not fit adamw: expected \['exp_avg'"):
+        optimizer.load_state_dict({"sum": []})
+    state = optimizer.state_dict()
+    with pytest.raises(ShardwiseError, match='"exp_avg" has shapes'):
+        optimizer.load_state_dict(state | {"exp_avg": [torch.zeros(3), torch.zeros(4)]})
+
+
+def test_state_views_are_views() -> None:
+    flat = Flat(CHOICES["adamw"])
+    views = flat.optimizer.state_views(flat.buffer.entries)
+    views["matrix"]["exp_avg"].fill_(3.0)
+    entry = flat.buffer.entry("matrix")
+    state = flat.optimizer.state_dict()["exp_avg"][0]
+    assert int((state == 3.0).sum()) == math.prod(SHAPES["matrix"]) == 60
+    assert state[entry.offset - flat.segments[0].start] == 3.0
+    half = FlatOptimizer(flat.choice, [(flat.params[:20], flat.grads[:20], True)])
+    with pytest.raises(ShardwiseError, match='"last" does not lie within one segment'):
+        half.state_views([flat.buffer.entry("last")])
+
+
+def test_no_segments() -> None:
+    optimizer = FlatOptimizer(CHOICES["adamw"], [(torch.zeros(0), torch.zeros(0), True)])
+    optimizer.step(0.1)
+    assert optimizer.state_dict() == {}
+
+
+def test_the_callers_tensors_keep_their_gradients() -> None:
+    param = torch.zeros(8, requires_grad=True)
+    FlatOptimizer(CHOICES["adamw"], [(param, torch.ones(8), True)]).step(0.1)
+    assert param.grad is None
+    assert torch.allclose(param, torch.full((8,), -0.1), atol=1e-6)
+
+
+def rates(**numbers: object) -> list[float]:
+    choice = OptimizerChoice(lr=2.0, **numbers)  # type: ignore[arg-type]
+    return [choice.learning_rate(step) for step in range(25)]
+
+
+def test_constant_schedule() -> None:
+    assert rates() == [2.0] * 25
+    assert rates(warmup_steps=4)[:6] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_cosine_schedule() -> None:
+    lr = rates(schedule="cosine", warmup_steps=4, total_steps=20, min_lr_ratio=0.1)
+    assert lr[3] == lr[4] == 2.0
+    assert lr[19] == pytest.approx(0.2, abs=1e-15)
+    assert lr[24] == lr[19]
+    assert lr[9] == pytest.approx(0.2 + 0.9 * (1 + math.cos(math.pi / 3)), abs=1e-15)
+    assert all(a > b for a, b in pairwise(lr[4:20]))
+
+
+def test_wsd_schedule() -> None:
+    lr = rates(schedule="wsd", warmup_steps=4, total_steps=20, min_lr_ratio=0.1, decay_fraction=0.25)
+    assert lr[3:15] == [2.0] * 12
+    assert lr[15:20] == pytest.approx([1.64, 1.28, 0.92, 0.56, 0.2], abs=1e-15)
+    assert lr[20:] == pytest.approx([0.2] * 5, abs=1e-15)
+
+
+def test_decay_is_for_matrices() -> None:
+    choice = OptimizerChoice()
+    assert [choice.decays(name, shape) for name, shape in SHAPES.items()] == [True, False, False, True, True]
+    assert OptimizerChoice(decay="all").decays("bias", (7,))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({"name": "adamww"}, r"optimizer.name: 'adamww' is not legal.*Did you mean \"adamw\""),
+        ({"schedule": "cosin"}, r"optimizer.schedule.*Did you mean \"cosine\""),
+        ({"lr": -1.0}, "optimizer.lr: -1.0 is not legal; legal: a number of at least 0"),
+        ({"lr": float("nan")}, "optimizer.lr: nan"),
+        ({"lr": "fast"}, "optimizer.lr: 'fast'"),
+        ({"betas": (0.9, 1.0)}, "optimizer.betas: 1.0 is not legal.*less than 1"),
+        ({"betas": 0.9}, "optimizer.betas: 0.9 is not legal; legal: two numbers"),
+        ({"momentum": 0.9}, 'optimizer.momentum: 0.9 is not legal for "adamw".*sgd, rmsprop'),
+        ({"name": "sgd", "betas": (0.8, 0.9)}, 'optimizer.betas.*"sgd"'),
+        ({"name": "sgd", "nesterov": True}, "optimizer.nesterov.*momentum above 0"),
+        ({"schedule": "cosine"}, "optimizer.total_steps: 0 is not legal.*more than warmup_steps = 0"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps: -1"),
+        ({"min_lr_ratio": 1.5}, "optimizer.min_lr_ratio: 1.5.*at most 1"),
+    ],
+)
+def test_wrong_choices_are_refused(numbers: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OptimizerChoice(**numbers)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", CHOICES)
+def test_on_a_gpu_without_a_host_read(name: str) -> None:
+    """A taken and a skipped step on a GPU equal the CPU's, with every synchronisation an error."""
+    cpu = Flat(CHOICES[name], torch.float32)
+    segments = [Segment(s.param.cuda(), s.grad.cuda(), s.decays, s.start) for s in cpu.segments]
+    optimizer = FlatOptimizer(cpu.choice, segments)
+    flags = [torch.tensor(float(skip), device="cuda") for skip in (0, 1, 0)]
+    scale = torch.tensor(0.5, device="cuda")
+    for flag in flags:
+        cpu.draw_gradients()
+        for segment, source in zip(segments, cpu.segments, strict=True):
+            segment.grad.copy_(source.grad)
+        cpu.optimizer.step(0.1, scale.cpu(), flag.cpu())
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            optimizer.step(0.1, scale, flag)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    for segment, source in zip(segments, cpu.segments, strict=True):
+        assert torch.allclose(segment.param.cpu(), source.param, rtol=1e-5, atol=1e-6)
