@@ -41,7 +41,7 @@ def compare(elements: int, tensors: int, repeats: int) -> dict[str, float]:
         single.grad = torch.randn_like(single)
     per_tensor = torch.optim.AdamW(singles, lr=1e-3, fused=True)
     coefficient, taken = torch.tensor(0.999), torch.tensor(0.0)
-    grads = [single.grad for single in singles]
+    grads = [single.grad for single in singles if single.grad is not None]
 
     def clip_and_step() -> None:
         torch._foreach_mul_(grads, coefficient)

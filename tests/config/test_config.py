@@ -341,7 +341,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source factory arguments batch_size sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "dp microbatches recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout",
+        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
         section: set(keys.split()) for section, keys in expected.items()

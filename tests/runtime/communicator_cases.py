@@ -27,12 +27,12 @@ from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator
+from shardwise.runtime.threads import ThreadCommunicator
 
 Case = Callable[[BaseCommunicator], None]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (1, 2, 3, 65, 1009, 4099)
-LARGE = 5_000_011  # fp32: 20 MB, several pieces of the shared-memory backend
 TIMEOUT = 2.0  # seconds, in the runs that fail
 LANES = ("compute", "gather", "reduce", "host", "other")
 
@@ -40,6 +40,11 @@ LANES = ("compute", "gather", "reduce", "host", "other")
 def value(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
     """What ``rank`` contributes; different for every rank, position and salt, and at most 16."""
     return ((torch.arange(numel) * (salt + 3) + rank * 5 + salt) % 17).to(dtype)
+
+
+def large(c: BaseCommunicator) -> int:
+    """A number of fp32 elements that real backends cut into pieces (9 MB)."""
+    return 50_021 if isinstance(c, ThreadCommunicator) else 2_300_003
 
 
 def axes_of(c: BaseCommunicator) -> list[tuple[str, ...]]:
@@ -75,10 +80,11 @@ def all_reduce(c: BaseCommunicator) -> None:
 
 
 def all_reduce_large(c: BaseCommunicator) -> None:
-    for x in (c.allocate(LARGE, torch.float32), torch.empty(LARGE)):
-        x.copy_(value(c.rank, LARGE, torch.float32))
+    numel = large(c)
+    for x in (c.allocate(numel, torch.float32), torch.empty(numel)):
+        x.copy_(value(c.rank, numel, torch.float32))
         c.all_reduce(x, c.mesh.names).wait()
-        same(x, summed(tuple(range(c.mesh.size)), LARGE, torch.float32), "large")
+        same(x, summed(tuple(range(c.mesh.size)), numel, torch.float32), "large")
 
 
 def all_reduce_is_the_same_everywhere(c: BaseCommunicator) -> None:
@@ -151,7 +157,7 @@ def all_to_all(c: BaseCommunicator) -> None:
 
 def large_parts(c: BaseCommunicator) -> None:
     """Operations whose parts are cut into pieces."""
-    n, numel = c.mesh.size, 1_500_007
+    n, numel = c.mesh.size, large(c) // c.mesh.size
     x, out = value(c.rank, n * numel, torch.float32), torch.zeros(n * numel)
     part = slice(c.rank * numel, (c.rank + 1) * numel)
     c.all_to_all(out, x, c.mesh.names).wait()
@@ -174,16 +180,18 @@ def broadcast(c: BaseCommunicator) -> None:
 
 def messages(c: BaseCommunicator) -> None:
     """Around a ring, receives posted early; what one rank sends another arrives in the order of posting."""
-    n, numbers = c.mesh.size, range(6)
+    n = c.mesh.size
     if n == 1:
         return
     after, before = (c.rank + 1) % n, (c.rank - 1) % n
-    for dtype, numel in (
-        (torch.float64, 1009),
-        (torch.bfloat16, 1),
-        (torch.bool, 7),
-        (torch.float32, 3_000_017),
-    ):
+    kinds = (
+        (torch.float64, 1009, 6),
+        (torch.bfloat16, 1, 6),
+        (torch.bool, 7, 6),
+        (torch.float32, large(c), 3),
+    )
+    for dtype, numel, count in kinds:
+        numbers = range(count)
         outs = [torch.zeros(numel, dtype=dtype) for _ in numbers]
         receives = [c.receive(out, before, what=f"message {i}") for i, out in enumerate(outs)]
         inputs = [value(c.rank, numel, torch.int64, salt).to(dtype) for salt in numbers]

@@ -36,9 +36,7 @@ class Flat:
     def __init__(self, choice: OptimizerChoice, dtype: torch.dtype = torch.float64) -> None:
         torch.manual_seed(0)
         self.choice = choice
-        items = [
-            (name, shape, "decay" if choice.decays(name, shape) else "rest") for name, shape in SHAPES.items()
-        ]
+        items = [(name, shape, "decay" if choice.decays(name, shape) else "rest") for name, shape in SHAPES.items()]
         self.buffer = FlatBuffer.pack(items, parts=2, itemsize=dtype.itemsize)
         self.params = torch.zeros(self.buffer.numel, dtype=dtype)
         self.grads = torch.zeros(self.buffer.numel, dtype=dtype)

@@ -51,9 +51,7 @@ def qwen3() -> nn.Module:
 
 def vit() -> nn.Module:
     sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
-    return transformers.ViTForImageClassification(
-        transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3)
-    )
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3))
 
 
 def resnet() -> nn.Module:
@@ -375,9 +373,7 @@ def test_plain_is_torchs_own() -> None:
 def test_a_checkpoint_is_loaded_and_its_gaps_drawn(tmp_path) -> None:
     saved = llama()
     saved.save_pretrained(tmp_path)
-    result = record(
-        lambda: transformers.LlamaForSequenceClassification.from_pretrained(tmp_path, num_labels=8)
-    )
+    result = record(lambda: transformers.LlamaForSequenceClassification.from_pretrained(tmp_path, num_labels=8))
     for name, parameter in saved.model.named_parameters():
         assert torch.equal(result.materialise(f"model.{name}", 0, "cpu"), parameter)
     assert float(result.materialise("score.weight", 0, "cpu").std()) == pytest.approx(0.02, rel=0.3)

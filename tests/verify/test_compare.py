@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shardwise.verify.compare import Comparison, Difference, relative_error, relative_errors, total_norm
+from shardwise.verify.compare import Comparison, Difference, relative_error, relative_errors, total_error, total_norm
 
 
 def test_error_is_relative_to_the_truth() -> None:
@@ -53,6 +53,15 @@ def test_noise_is_measured_against_the_norm_of_all() -> None:
     assert relative_errors({"noise": noise, "large": large}, {"noise": other, "large": large})["noise"] < 1e-10
     assert relative_errors({"noise": noise}, {"noise": other})["noise"] == pytest.approx(2)
     assert total_norm({"a": large, "b": torch.tensor([10**9])}) == pytest.approx(100)  # integers have no part in it
+
+
+def test_total_error_is_that_of_one_long_vector() -> None:
+    truth = {"small": torch.zeros(4, dtype=torch.float64), "large": torch.full((100,), 3.0, dtype=torch.float64)}
+    wrong = {"small": torch.full((4,), 1e-3), "large": truth["large"] + 2e-3}
+    assert total_error(wrong, truth) == pytest.approx(math.sqrt(4 * 1e-6 + 100 * 4e-6) / 30, rel=1e-6)
+    assert total_error(truth, truth) == 0
+    wrong["small"][1] = math.nan
+    assert total_error(wrong, truth) == total_error({"large": truth["large"]}, truth) == math.inf
 
 
 def test_names_shapes_and_integers_must_agree() -> None:

@@ -1,6 +1,4 @@
-"""The oracle against hand-written loops: it must be right by itself, since everything else is measured
-against it.
-"""
+"""The oracle against hand-written loops: it must be right by itself, since everything else is measured against it."""
 
 from __future__ import annotations
 
@@ -127,9 +125,7 @@ def test_microbatches_with_unequal_masks_equal_one(microbatches: int) -> None:
 
 
 def test_losses_that_are_no_mean_cross_entropy_weigh_by_rows() -> None:
-    """Neither a sum nor a multiple of a cross-entropy is one; five rows in two microbatches weigh 2/5 and
-    3/5.
-    """
+    """Neither a sum nor a multiple of a cross-entropy is one; five rows in two microbatches weigh 2/5 and 3/5."""
     model = nn.Linear(4, 3)
     batch = {"input": torch.randn(5, 4), "labels": torch.tensor([0, 1, -100, -100, 2])}
 
@@ -459,6 +455,26 @@ def test_transformers_llama_in_fp64_and_tied_gpt2() -> None:
             assert one.promotions > 0
             reference = copy.deepcopy(model)(**batch).loss.item()
             assert a.loss == pytest.approx(reference, rel=1e-5)
+
+
+def test_grouped_matmul_of_doubles() -> None:
+    """Mixture-of-experts models call it, and torch has no kernel for doubles."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 8, 16))
+
+        def forward(self, x: Tensor, stops: Tensor) -> Tensor:
+            return torch._grouped_mm(x, self.weight, offs=stops[0].clamp(max=x.shape[0]).to(torch.int32)).pow(2).mean()
+
+    model, x = Experts(), torch.randn(10, 8)
+    result = Oracle(model).step({"x": x, "stops": torch.tensor([[2, 2, 10]] * 10)})
+    weight = model.weight.detach().double().requires_grad_()
+    loss = torch.cat([x[:2].double() @ weight[0], x[2:].double() @ weight[2]]).pow(2).mean()
+    loss.backward()
+    assert result.loss == pytest.approx(loss.item(), rel=1e-14)
+    assert largest(result.gradients, {"weight": weight.grad}) < 1e-15
 
 
 def test_bf16_is_near_fp64_and_not_equal() -> None:

@@ -76,7 +76,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing."""
+    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing; ``hang_timeout`` is in seconds."""
 
     steps: int = key(integer(1), 600)
     seed: int = key(integer(0, most=LARGEST), 0)
@@ -85,6 +85,7 @@ class TrainConfig:
     clip_norm: float = key(number(0), 1.0)
     run_dir: str = key(text("the path of a folder"), "runs/train")
     dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
+    hang_timeout: float = key(number(0, open_=True), 20.0)
 
 
 SECTIONS: dict[str, type[Any]] = {

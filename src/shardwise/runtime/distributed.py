@@ -224,15 +224,15 @@ class DistributedCommunicator(BaseCommunicator):
             return []
         lane = "message" if call.kind in ("send", "receive") else call.lane
         place = f"stuck/{'-'.join(map(str, call.group.ranks))}/{lane}/{position}"
-        silent = [rank for rank in call.group.ranks if rank != self.rank]
+        silent, asked = [rank for rank in call.group.ranks if rank != self.rank], False
         with suppress(RuntimeError):  # the store goes down with the process that hosts it
             self._store.set(f"{place}/{self.rank}", "here")
             deadline = time.monotonic() + REPORT_TIME
             while silent and time.monotonic() < deadline:
                 silent = [rank for rank in silent if not self._store.check([f"{place}/{rank}"])]
+                asked = True
                 time.sleep(0.02)
-            return silent
-        return []
+        return silent if asked else []
 
 
 class _WorkHandle:

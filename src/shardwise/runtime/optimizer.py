@@ -133,9 +133,7 @@ class FlatOptimizer:
         """
         own = self.state_dict()
         if set(own) != set(state):
-            raise ShardwiseError(
-                f"optimizer state {sorted(state)} does not fit {self.choice.name}: expected {sorted(own)}"
-            )
+            raise ShardwiseError(f"optimizer state {sorted(state)} does not fit {self.choice.name}: expected {sorted(own)}")
         for key, tensors in own.items():
             shapes = [tuple(tensor.shape) for tensor in tensors]
             given = [tuple(tensor.shape) for tensor in state[key]]
@@ -185,9 +183,7 @@ class FlatOptimizer:
         on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self._fused)
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self._fused
-        scalar = torch.zeros(
-            (), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device
-        )
+        scalar = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device)
         match self.choice.name:
             case "adamw" | "adam" | "radam" | "nadam":
                 names = ["exp_avg", "exp_avg_sq"]

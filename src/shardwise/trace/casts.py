@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+
+from shardwise.trace.intercept import Intercept, Proceed
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,40 +60,33 @@ def cast_field(value: Tensor, precision: str) -> Tensor:
     return value.double() if precision == "fp64" and value.is_floating_point() else value
 
 
-class Promote(TorchFunctionMode):
+class Promote:
     """Casts and factories of narrower floats give doubles."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = dict(kwargs or {})
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _WIDE_CASTS:
             return args[0].double()
         if any(a in _NARROW for a in args if isinstance(a, torch.dtype)):
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
         if kwargs.get("dtype") in _NARROW:
             kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+        return proceed(func, args, kwargs)
 
 
-class CastOperands(TorchFunctionMode):
+class CastOperands:
     """Matmul-like functions take their operands in ``dtype`` when these differ; losses take at least fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
         self.dtype = dtype
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _MATMULS:
             operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
             if len({a.dtype for a in operands}) > 1:
                 args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
         elif func in _LOSSES:
             args, kwargs = self._cast(args, kwargs, torch.float32, (torch.bfloat16, torch.float16))
-        return func(*args, **kwargs)
+        return proceed(func, args, kwargs)
 
     @staticmethod
     def _cast(
@@ -111,12 +105,12 @@ def precision_mode(precision: str) -> Iterator[None]:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            with Promote():
+            with Intercept(Promote()):
                 yield
         finally:
             torch.set_default_dtype(before)
     elif precision == "bf16":
-        with CastOperands(torch.bfloat16):
+        with Intercept(CastOperands(torch.bfloat16)):
             yield
     else:
         yield

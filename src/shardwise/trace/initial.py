@@ -74,9 +74,7 @@ class Recorded:
         self._replay = replay
         self._plain = (seed, self.tensors)
 
-    def materialise(
-        self, name: str, seed: int, device: torch.device | str, out: Tensor | None = None
-    ) -> Tensor:
+    def materialise(self, name: str, seed: int, device: torch.device | str, out: Tensor | None = None) -> Tensor:
         """The initial value of one parameter, buffer or tensor attribute, on ``device``.
 
         It depends on (seed, name) and its slice of the record only.  With ``out``, a tensor of the same shape
@@ -234,9 +232,7 @@ def replace_attributes(module: nn.Module, function: Callable[[str, Tensor], Tens
                     vars(owner)[key] = changed
 
 
-def _replaced(
-    name: str, value: Any, function: Callable[[str, Tensor], Tensor], done: dict[int, Any], depth: int = 5
-) -> Any:
+def _replaced(name: str, value: Any, function: Callable[[str, Tensor], Tensor], done: dict[int, Any], depth: int = 5) -> Any:
     if isinstance(value, Tensor):
         return function(name, value)
     if id(value) in done:

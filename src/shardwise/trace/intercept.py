@@ -1,7 +1,8 @@
 """See and replace the torch functions that a module's forward calls, also those inside torch's own Python functions.
 
-A :class:`TorchFunctionMode` is switched off while it handles a call, so what ``F.multi_head_attention_forward`` calls in turn would go
-unseen.  :class:`Intercept` runs the body of such a function with the mode on.
+A :class:`TorchFunctionMode` is switched off while it handles a call, so what
+``F.multi_head_attention_forward`` calls in turn would go unseen.  :class:`Intercept` runs the body of such
+a function with the mode on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 Proceed = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
 
+_OPENED = (
+    "torch.nn.functional",
+    "torch.functional",
+)  # not methods of Tensor: their base's methods carry the same name
 _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
@@ -39,7 +44,7 @@ class Intercept(TorchFunctionMode):
         return self._call(func, args, dict(kwargs or {}))
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if not isinstance(func, FunctionType) or not set(_CHECKS) & set(func.__code__.co_names):
+        if not isinstance(func, FunctionType) or func.__module__ not in _OPENED:
             return func(*args, **kwargs)
         body = self._bodies.get(func)
         if body is None:

@@ -1,8 +1,9 @@
 """Random functions of a forward pass replaced by keyed ones, without a captured graph: seen as the model calls them.
 
-The *ordinal* of a draw counts, from 0 and in order of execution, the random calls of one forward pass of one microbatch.  Counted
-are: every dropout of any kind that runs with training on, p = 0 included; attention with a dropout probability above 0; every other
-random function.  Dropout outside training is not counted.
+The *ordinal* of a draw counts, from 0 and in order of execution, the random calls of one forward pass of
+one microbatch.  Counted are: every dropout of any kind that runs with training on, p = 0 included;
+attention with a dropout probability above 0; every other random function.  Dropout outside training is not
+counted.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple
         minor = b.shape[grown[0]] - a.shape[grown[0]]
         if len(grown) > 1 or a.shape[grown[0]] != rows * minor:
             raise ShardwiseError(
-                f"random call {ordinal}, {a.name}, draws {a.shape} for {rows} rows and {b.shape} for {rows + 1}: it has no one batch dim"
+                f"random call {ordinal}, {a.name}, draws {a.shape} for {rows} rows and {b.shape} for "
+                f"{rows + 1}: it has no one batch dim"
             )
         found.append((a.name, (grown[0], minor)))
     return found
@@ -64,13 +66,13 @@ class KeyedRandom:
         self.step = 0
         self.row_start = 0
         self._answers: dict[Any, Callable[..., Any]] = {
-            **{f: self._dropout for f in (torch.dropout, torch.dropout_)},
-            **{f: self._feature_dropout for f in (torch.feature_dropout, torch.feature_dropout_)},
-            **{f: self._alpha_dropout for f in (torch.alpha_dropout, torch.alpha_dropout_)},
-            **{f: self._feature_alpha_dropout for f in (torch.feature_alpha_dropout, torch.feature_alpha_dropout_)},
+            **dict.fromkeys((torch.dropout, torch.dropout_), self._dropout),
+            **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), self._feature_dropout),
+            **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), self._alpha_dropout),
+            **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), self._feature_alpha_dropout),
             torch.native_dropout: self._native_dropout,
             F.scaled_dot_product_attention: self._attention,
-            **{f: self._bernoulli for f in (torch.bernoulli, Tensor.bernoulli)},
+            **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), self._bernoulli),
             Tensor.bernoulli_: self._bernoulli_,
             Tensor.uniform_: self._uniform_,
             Tensor.normal_: self._normal_,
@@ -82,7 +84,6 @@ class KeyedRandom:
             torch.randint_like: self._randint_like,
             torch.normal: self._normal,
         }
-        self._names = {f: f.__name__ for f in self._answers}
 
     def begin(self, step: int, row_start: int) -> None:
         """Start the forward pass of the microbatch whose first row is the global row ``row_start``."""
@@ -90,7 +91,7 @@ class KeyedRandom:
         self.draws = []
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        answer = self._answers.get(func) if func.__hash__ else None
+        answer = self._answers.get(func)
         if answer is None:
             return proceed(func, args, kwargs)
         kwargs.pop("generator", None)
@@ -108,7 +109,7 @@ class KeyedRandom:
                 raise ShardwiseError(f"random call {ordinal} of this forward is {name}; in the trial run it was {expected}")
         return self.seed, self.step, ordinal, batch, self.row_start
 
-    # ---- dropout -----------------------------------------------------------------------------------------------------
+    # ---- dropout ---------------------------------------------------------------------------------
 
     def _keep(self, name: str, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
         seed, step, ordinal, batch, start = self._key(name, shape)
@@ -149,8 +150,9 @@ class KeyedRandom:
         return input * (keep.to(input.dtype) / (1 - p) if p < 1 else 0), keep
 
     def _attention(
-        self, name: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+        self, name: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+        enable_gqa: bool = False,
     ) -> Any:  # fmt: skip
         if not dropout_p:
             return NotImplemented
@@ -165,7 +167,7 @@ class KeyedRandom:
             scores = scores + attn_mask
         return self._drop(name, scores.softmax(-1), dropout_p, True, scores.shape) @ value
 
-    # ---- everything else -----------------------------------------------------------------------------------------------
+    # ---- everything else -------------------------------------------------------------------------
 
     def _bernoulli(self, name: str, input: Tensor, p: float | None = None) -> Tensor:
         seed, step, ordinal, batch, start = self._key(name, input.shape)
@@ -214,7 +216,9 @@ class KeyedRandom:
         like = torch.empty(size, **{"dtype": torch.int64, **options})
         return self._values(self._integers(low, high), name, like)
 
-    def _randint_like(self, name: str, input: Tensor, *args: Any, low: int = 0, high: int | None = None, **options: Any) -> Tensor:
+    def _randint_like(
+        self, name: str, input: Tensor, *args: Any, low: int = 0, high: int | None = None, **options: Any
+    ) -> Tensor:
         numbers = list(args)
         if high is None:
             high = numbers.pop()
@@ -222,16 +226,17 @@ class KeyedRandom:
         return self._values(self._integers(low, high), name, torch.empty_like(input.detach(), **options))
 
     def _normal(self, name: str, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
-        tensors = [t for t in (mean, std) if isinstance(t, Tensor)]
-        like = torch.empty_like(sum(t.detach() for t in tensors)) if tensors else torch.empty(size, **options)
-        return self._values(keyed.keyed_normal, name, like, options.get("dtype")) * std + mean
+        tensors = [t.detach() for t in (mean, std) if isinstance(t, Tensor)]
+        like = torch.empty_like(sum(tensors, 0 * tensors[0])) if tensors else torch.empty(size, **options)
+        values: Tensor = self._values(keyed.keyed_normal, name, like, options.get("dtype")) * std + mean
+        return values
 
 
 def _feature_shape(x: Tensor) -> tuple[int, ...]:
     return (*x.shape[:2], *(1 for _ in x.shape[2:]))
 
 
-class RefuseRandom(TorchDispatchMode):
+class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Refuses, by name, random ops that reach ATen: those that :class:`KeyedRandom` has no answer for."""
 
     def __torch_dispatch__(
@@ -241,7 +246,7 @@ class RefuseRandom(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise ShardwiseError(
                 f"{func} draws random numbers that cannot be keyed by sample: the model cannot be compared between devices "
-                "(a random op in a backward pass comes from torch.utils.checkpoint: let the plan recompute instead)"
+                "(torch.utils.checkpoint draws again in backward: let the plan recompute instead)"
             )
         return func(*args, **kwargs)
 

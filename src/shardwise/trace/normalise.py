@@ -27,6 +27,8 @@ def normalise(normal: Normal) -> None:
     for node in list(normal.graph.nodes):
         if node.op == "call_function" and node.target in _CASTS:
             _simplify_cast(normal.graph, node)
+        elif node.op == "call_function":
+            _pin_dtype(normal.graph, node)
     _fold_masks(normal)
     eliminate_dead(normal.graph)
 
@@ -50,6 +52,33 @@ def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
         cast.meta = dict(node.meta)
         node.replace_all_uses_with(cast)
         graph.erase_node(node)
+
+
+def _pin_dtype(graph: fx.Graph, node: fx.Node) -> None:
+    """Name the dtype that torch took from its default at capture: the graph runs under another one."""
+    schema, value = getattr(node.target, "_schema", None), node.meta.get("val")
+    if schema is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return
+    operands = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
+    if any(i.meta["val"].is_floating_point() or i.meta["val"].is_complex() for i in operands):
+        return
+    if any(a.name == "dtype" for a in schema.arguments):
+        if argument(node, 99, "dtype") is None and not operands:
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+    elif node.target is aten.where.Scalar:
+        with graph.inserting_before(node):
+            options = [graph.call_function(aten.scalar_tensor.default, (a,), {"dtype": value.dtype}) for a in node.args[1:]]
+        for option in options:
+            option.meta = {**node.meta, "val": value.new_empty(())}
+        node.target, node.args = aten.where.self, (node.args[0], *options)
+    elif torch.Tag.pointwise in node.target.tags:
+        for operand in operands:
+            if schema.name == "aten::where" and operand is node.args[0]:
+                continue
+            with graph.inserting_before(node):
+                cast = graph.call_function(aten.to.dtype, (operand, value.dtype))
+            cast.meta = {**operand.meta, "val": operand.meta["val"].to(value.dtype)}
+            node.replace_input_with(operand, cast)
 
 
 def _fold_masks(normal: Normal) -> None:

@@ -109,8 +109,7 @@ def keyed_uniform_bits(
     per_row: int,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start
-    + i``.
+    """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start + i``.
 
     Raises ShardwiseError if one sample has 2^31 elements or more.
     """
@@ -213,8 +212,7 @@ def keyed_dropout(
     row_start: int = 0,
     mask_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``;
-    p = 1 gives x * 0.
+    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives x * 0.
 
     ``mask_shape`` (default: x's) is one that broadcasts to x's: (N, C, 1, 1) drops whole channels.
     """
@@ -241,9 +239,7 @@ def keyed_uniform(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can
-    hold.
-    """
+    """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can hold."""
     bits = _UNIFORM_BITS.get(dtype, 24)
     words = _words(seed, step, ordinal, shape, batch, row_start, device)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
@@ -260,9 +256,7 @@ def keyed_normal(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal values (Box-Muller, computed in fp64 and then rounded: dtypes differ by rounding
-    only).
-    """
+    """Standard normal values (Box-Muller, computed in fp64 and then rounded: dtypes differ by rounding only)."""
     pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device).to(torch.float64)
     u = pairs.add_(_WORD / 2 + 0.5).mul_(1.0 / _WORD)  # in (0, 1), ends excluded
     radius = u[..., 0].log().mul_(-2).sqrt_()

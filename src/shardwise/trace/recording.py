@@ -33,9 +33,7 @@ OVERWRITING = frozenset(
 )
 """In-place operations whose result does not depend on what the tensor held."""
 
-UNINITIALISED = frozenset(
-    (aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided)
-)
+UNINITIALISED = frozenset((aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided))
 """Operations that compute nothing.  What nobody writes to afterwards is zero here, equal on all ranks."""
 
 LIKE = {aten.randn_like: aten.normal_, aten.rand_like: aten.uniform_}
@@ -230,9 +228,7 @@ def seedable(func: Any) -> Any:
         return func
     if packet(func) in LIKE:
         in_place = LIKE[packet(func)]
-        return lambda *args, generator, **kwargs: in_place(
-            torch.empty_like(*args, **kwargs), generator=generator
-        )
+        return lambda *args, generator, **kwargs: in_place(torch.empty_like(*args, **kwargs), generator=generator)
     overloads = [func, *(getattr(packet(func), name) for name in packet(func).overloads())]
     wanted = [argument.name for argument in func._schema.arguments if argument.name != "generator"]
     for overload in overloads:

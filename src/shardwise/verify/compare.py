@@ -17,9 +17,7 @@ gradient of pure rounding.
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The relative error of one tensor after one step; ``what`` is loss, grad_norm, gradient, parameter or
-    buffer.
-    """
+    """The relative error of one tensor after one step; ``what`` is loss, grad_norm, gradient, parameter or buffer."""
 
     name: str
     step: int
@@ -58,9 +56,22 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
 
 
+def total_error(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """The relative error of all floating tensors together, as of one long vector: what low precision is judged by.
+
+    Tensor by tensor, the ratio of two runs' rounding errors is that of two random numbers.
+    """
+    if ours.keys() != truth.keys() or any(ours[name].shape != truth[name].shape for name in truth):
+        return math.inf
+    floating = [name for name in truth if truth[name].is_floating_point()]
+    differences = {name: ours[name].detach().double().cpu() - truth[name].detach().double().cpu() for name in floating}
+    if not all(bool(d.isfinite().all()) for d in differences.values()):
+        return math.inf
+    return _ratio(total_norm(differences), total_norm(truth))
+
+
 def relative_errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False) -> dict[str, float]:
-    """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of
-    all.
+    """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
 
     A name that only one side has is infinitely wrong.  Integer and boolean tensors have no rounding, and so
     no floor.

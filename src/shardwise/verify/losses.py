@@ -9,7 +9,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.verify.intercept import Proceed
+from shardwise.trace.intercept import Proceed
 
 _SAME = frozenset(
     (
@@ -31,9 +31,7 @@ class MeanCrossEntropy:
         self._results = {}
 
     def targets(self, loss: Tensor) -> int | None:
-        """The number of targets that ``loss`` is the mean over; None if it is anything but a mean
-        cross-entropy.
-        """
+        """The number of targets that ``loss`` is the mean over; None if it is anything but a mean cross-entropy."""
         found = self._results.get(id(loss))
         return None if found is None else found[1]
 

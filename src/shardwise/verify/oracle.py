@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
-from shardwise.verify.intercept import Intercept
-from shardwise.verify.keyed import KeyedRandom, RefuseRandom, batch_of
+from shardwise.trace.intercept import Intercept
+from shardwise.trace.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
 from shardwise.verify.promote import Promote64, default_dtype
@@ -68,7 +68,7 @@ class Oracle:
     losses are computed in fp32; gradients are summed in fp32).
 
     Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
-    :mod:`shardwise.verify.keyed` for which calls count.  Others are refused by name.
+    :mod:`shardwise.trace.keyed_calls` for which calls count.  Others are refused by name.
 
     ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds
     first, the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without
@@ -102,9 +102,7 @@ class Oracle:
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
-        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate
-        ``lr`` if given.
-        """
+        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate ``lr`` if given."""
         fields = self._fields(batch)
         if not self._probed:
             self._probe(fields)

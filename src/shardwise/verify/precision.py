@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.verify.intercept import Proceed
+from shardwise.trace.intercept import Proceed
 
 _MATMULS = frozenset(
     (
@@ -27,8 +27,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class LowPrecision:
-    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of
-    losses to fp32.
+    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to fp32.
 
     They differ where a buffer or an input, which stay as they are, met a parameter in low precision.
     """
@@ -76,8 +75,6 @@ def _cast(
 
 
 def batch_norm_parameters(module: nn.Module) -> set[int]:
-    """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they
-    stay fp32.
-    """
+    """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they stay fp32."""
     kind = nn.modules.batchnorm._NormBase
     return {id(p) for m in module.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}

@@ -42,8 +42,7 @@ def _narrow(value: Any) -> bool:
 
 
 class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, in this thread, tensors that ops read and make are doubles in place of any narrower
-    float.
+    """While active, in this thread, tensors that ops read and make are doubles in place of any narrower float.
 
     Casts and factories with a float dtype get float64; factories and integer arithmetic that would give the
     default dtype (fp32) give float64; a narrower tensor from outside is widened where an op reads it.
@@ -85,9 +84,7 @@ class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _again(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Call ``func`` so that it gives doubles: by its dtype argument, or from doubles in place of
-        integers.
-        """
+        """Call ``func`` so that it gives doubles: by its dtype argument, or from doubles in place of integers."""
         if any(a.name == "dtype" for a in func._schema.arguments) and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float64})
 

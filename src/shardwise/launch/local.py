@@ -1,0 +1,260 @@
+"""Starting the ranks of this machine with torchelastic, and ending them when one of them cannot go on."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+
+from .monitor import Kind, first_cause, log_path, read_errors, read_record
+from .watch import Hang, Watcher
+
+POLL = 0.1  # seconds between two looks at the ranks
+GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
+LOG_LINES = 6  # of the culprit's log, shown with a failure
+
+
+class RunFailed(ShardwiseError):
+    """A run ended because of one of its ranks.
+
+    ``cause`` is "config", "shardwise", "communication" or "other" for an exception inside a rank, "hang" or "lost" otherwise;
+    ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the ranks were, the culprit's log.
+    """
+
+    def __init__(self, message: str, cause: str, rank: int | None, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.cause, self.rank, self.details = cause, rank, tuple(details)
+
+
+def under_torchrun() -> bool:
+    """Whether somebody else has started the ranks, of which this process is one."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@contextmanager
+def run_folder(run_dir: Path) -> Iterator[None]:
+    """Make the folder of a run and keep it for this process: :class:`ConfigError` where another run writes to it.
+
+    What an earlier run left of logs and records is deleted.
+    """
+    try:
+        for name in ("logs", "monitor"):
+            (run_dir / name).mkdir(parents=True, exist_ok=True)
+        lock = (run_dir / ".lock").open("w")
+    except OSError as error:
+        raise ConfigError(f"train.run_dir: cannot write to {run_dir}: {error.strerror}; legal: a folder to write to") from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each") from None
+        for old in (*run_dir.glob("logs/rank_*.log"), *run_dir.glob("monitor/rank_*")):
+            old.unlink()
+        yield
+
+
+def launch_local(
+    command: Sequence[str],
+    ranks: int,
+    run_dir: Path,
+    *,
+    threads: int,
+    hang_timeout: float = 20.0,
+    tick: Callable[[], object] | None = None,
+) -> None:
+    """Run ``python COMMAND`` as ``ranks`` processes of this machine and wait for their end.
+
+    Args:
+        command: what follows the interpreter; a process that uses :func:`shardwise.launch.rank.rank_process`.
+        run_dir: the run's folder (see :func:`run_folder`): ``logs/rank_N.log`` gets what rank N prints.
+        threads: OpenMP threads of each.
+        hang_timeout: seconds without progress after which a rank is taken to hang while others wait for it.
+        tick: called ten times a second meanwhile.
+
+    Raises :class:`RunFailed` as soon as a rank has failed, been killed or stopped, or hangs; all ranks have ended then.  On
+    KeyboardInterrupt, SIGTERM and SIGHUP the ranks are ended first.
+    """
+    import torch
+
+    run_id = uuid.uuid4().hex
+    watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=torch.cuda.is_available())
+    agent = _Agent(command, ranks, run_id, threads)
+    with _signals():
+        try:
+            agent.start()
+            _watch(agent, watcher, tick)
+        except BaseException as stop:
+            if isinstance(stop, KeyboardInterrupt):
+                watcher.signal(signal.SIGINT)
+                agent.join(GRACE)
+            raise
+        finally:
+            while agent.is_alive():  # a rank may be starting just now
+                watcher.kill()
+                agent.join(POLL)
+    if agent.error is not None:
+        raise agent.error
+    if agent.exit_codes:
+        raise _failure(watcher, None, agent.exit_codes)
+
+
+def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -> None:
+    """Return when the agent is through; raise when a rank hangs."""
+    failed_at: float | None = None
+    while agent.is_alive():
+        agent.join(POLL)
+        if tick is not None:
+            tick()
+        hang = watcher.look()
+        errors = read_errors(watcher.run_dir)
+        if failed_at is None and (errors or watcher.lost):
+            failed_at = time.monotonic()
+        if failed_at is not None and time.monotonic() > failed_at + GRACE:
+            watcher.kill()  # those that are stuck in a call do not hear the agent's SIGTERM
+        elif failed_at is None and hang is not None:
+            failure = _failure(watcher, hang, {})
+            watcher.kill()
+            raise failure
+    if tick is not None:
+        tick()
+
+
+def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int]) -> RunFailed:
+    """The root cause: a rank's own error, else a rank that was killed or ended, else whoever hangs, else lost connections."""
+    errors = read_errors(watcher.run_dir)
+    first = first_cause(errors)
+    if first is not None:
+        return _failed(watcher, first.message, first.kind, first.rank, [])
+    if hang is not None:
+        rank = hang.culprits[0] if hang.culprits else None
+        return _failed(watcher, hang.message, "hang", rank, watcher.report())
+    failed = {error.rank for error in errors}
+    ours = {rank for rank, one in watcher.watched.items() if one.killed}
+    for asked in (False, True):  # SIGTERM is how the agent ends those that are left
+        for rank, code in exit_codes.items():
+            if rank not in failed | ours and asked == (code in (-signal.SIGTERM, 128 + signal.SIGTERM)):
+                return _failed(watcher, f"rank {rank} {_ended(code)}{_place(watcher.run_dir, rank)}", "lost", rank, [])
+    if errors:
+        return _failed(watcher, errors[0].message, errors[0].kind, errors[0].rank, [])
+    return _failed(watcher, "the ranks ended", "lost", None, watcher.report())
+
+
+def _ended(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
+    return f"was killed ({name}{', by the system if memory ran out' if code == -signal.SIGKILL else ''})"
+
+
+def _place(run_dir: Path, rank: int) -> str:
+    record = read_record(run_dir, rank)
+    return f" at {record.place}" if record is not None else " at its start"
+
+
+def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None, details: list[str]) -> RunFailed:
+    logs = watcher.run_dir / "logs"
+    if rank is not None and cause != "config":
+        lines = last_lines(log_path(watcher.run_dir, rank))
+        details += [f"the end of {log_path(watcher.run_dir, rank)}:", *(f"  {line}" for line in lines)] if lines else []
+    return RunFailed(message, cause, rank, [*details, f"logs: {logs}"])
+
+
+def last_lines(path: Path, count: int = LOG_LINES) -> list[str]:
+    """The last lines of a text file, none if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 16384))
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()][-count:]
+    except OSError:
+        return []
+
+
+@dataclass
+class _Agent:
+    """torchelastic's agent in a thread of its own: the main thread watches and shows.
+
+    ``exit_codes`` are those of the ranks that failed, in the order in which the agent saw them end.
+    """
+
+    command: Sequence[str]
+    ranks: int
+    run_id: str
+    threads: int
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="shardwise-agent", daemon=True)
+        self.start, self.join, self.is_alive = self._thread.start, self._thread.join, self._thread.is_alive
+
+    def _run(self) -> None:
+        from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+        _silence()
+        config = LaunchConfig(
+            min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, run_id=self.run_id, role="rank", rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=POLL,
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks send their output to their log themselves
+        )  # fmt: skip
+        try:
+            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1"):
+                elastic_launch(config, sys.executable)(*self.command)
+        except ChildFailedError as error:
+            self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            self.error = error
+
+
+def _silence() -> None:
+    """What torchelastic logs of failures we say better."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")) and isinstance(logger, logging.Logger):
+            logger.setLevel(logging.CRITICAL + 1)
+
+
+@contextmanager
+def _environment(**variables: str) -> Iterator[None]:
+    """Environment variables for the ranks: the agent passes its own on."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a run as Ctrl-C does; only the main thread can say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(signum: int, frame: FrameType | None) -> Any:
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,110 @@
+"""What surrounds the work of a rank that shardwise started: its log, its record, and how it ends.
+
+``python -m shardwise.launch.rank RUN_DIR SCRIPT [ARGUMENTS]`` runs a script of the user's as one rank.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from shardwise.core.errors import ShardwiseError
+
+from .monitor import Progress, RankError, log_path, read_record, record_path
+
+FOLLOW_DELAY = 0.5  # seconds by which a rank that lost its peers ends later, so that whoever was first can say why
+PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
+
+
+@contextmanager
+def rank_process(run_dir: Path) -> Iterator[Progress]:
+    """Make this process a rank of the run: output to its log, a record of its progress, its error where the parent reads it.
+
+    An error ends the process with code 1, an interruption with 130 or 143.
+    """
+    rank = int(os.environ["RANK"])
+    _redirect(log_path(run_dir, rank))
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), name="shardwise-parent", daemon=True).start()
+    signal.signal(signal.SIGTERM, _terminated)
+    progress = Progress(record_path(run_dir, rank))
+    try:
+        yield progress
+    except (KeyboardInterrupt, SystemExit) as stop:
+        code = 130 if isinstance(stop, KeyboardInterrupt) else stop.code
+        if code not in (None, 0):
+            print(f"rank {rank} stops: {'exit code ' if isinstance(code, int) else ''}{code}", flush=True)
+            _end(code if isinstance(code, int) else 1)
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to know
+        _fail(run_dir, rank, error)
+    progress.finish()
+
+
+def message_of(error: BaseException) -> str:
+    """An error for people: our own as they are, others with their type and where they were raised."""
+    from shardwise.config.factories import describe  # imports torch: not before output goes to the log
+
+    return str(error) if isinstance(error, ShardwiseError) else describe(error)
+
+
+def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it as soon as another rank has ended
+    traceback.print_exc()
+    record = read_record(run_dir, rank)
+    found = RankError.of(rank, error, record.place if record else "", message_of(error))
+    found.save(run_dir)
+    if found.kind == "communication":
+        time.sleep(FOLLOW_DELAY)
+    _end(1)
+
+
+def _end(code: int) -> NoReturn:
+    """End at once: threads and communicators that wait for lost peers would keep the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _redirect(path: Path) -> None:
+    """Send all output of this process, and of what it starts, to one file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _leave_with_parent(parent: int) -> None:
+    """Nobody looks after the ranks of a launcher that was killed."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_CHECK)
+    print("the launcher is gone", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + signum)
+
+
+def main() -> None:
+    """Run a script as ``python SCRIPT ARGUMENTS`` would."""
+    run_dir, script, *arguments = sys.argv[1:]
+    with rank_process(Path(run_dir)) as progress:
+        progress.phase(f"running {script}")
+        sys.argv = [script, *arguments]
+        sys.path[0] = os.path.dirname(os.path.abspath(script))
+        runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

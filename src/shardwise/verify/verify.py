@@ -1,0 +1,175 @@
+"""Is a plan, for this model, the same as one device?  Both run three steps in fp64 on the same batches, and everything is compared.
+
+The plan's side runs as it would in training but for the precision; the other side is :class:`shardwise.verify.oracle.Oracle`.  A plan in
+low precision is judged a second time: its first gradients may be as far from the fp64 truth as one device's in that precision, times
+1.25.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import AXES, rank_rows
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import run_ranks
+from shardwise.trace.capture import LossFunction
+from shardwise.verify.compare import Comparison, Difference
+from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
+
+TOLERANCE = 1e-10
+LOW_PRECISION_FACTOR = 1.25
+STEPS = 3
+OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
+"""AdamW; its eps is large enough that a gradient of pure rounding noise (an attention key's bias) moves nothing."""
+
+Batches = Sequence[Mapping[str, Tensor]]
+Runner = Callable[[Compiled, Callable[[Communicator], list["RankStep"]]], list[list["RankStep"]]]
+"""Runs a function on every rank of a plan and returns what each gave."""
+
+
+@dataclass
+class RankStep:
+    """What a rank has after a step: the same as :class:`OracleStep`, of the plan."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+
+
+@dataclass
+class Report:
+    """The verdict, and what it rests on."""
+
+    passed: bool
+    largest: float
+    tolerance: float
+    worst: list[Difference]
+    summary: dict[str, float]
+    compared: int
+    promotions: int
+    ranks_agree: bool
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+    low_precision: dict[str, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data, for ``--json``."""
+        return asdict(self)
+
+
+def verify(
+    module: nn.Module,
+    batches: Batches,
+    plan: Plan,
+    *,
+    loss: LossFunction | None = None,
+    optimizer: OptimizerChoice = OPTIMIZER,
+    clip_norm: float | None = 1.0,
+    seed: int = 0,
+    tolerance: float = TOLERANCE,
+    run: Runner | None = None,
+) -> Report:
+    """Compare ``plan`` with one device on ``batches``, one global batch a step.
+
+    Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the
+    step.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
+    """
+    start = time.perf_counter()
+    run = run or run_threads
+    exact = plan.replace(precision="fp64", dropout="exact")
+    compiled = Compiled(module, exact, batches[0], loss)
+    ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
+    oracle = Oracle(
+        module, loss, plain_optimizer(optimizer), microbatches=plan.microbatches, seed=seed, clip_norm=clip_norm, decays=optimizer.decays
+    )
+    truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
+    comparison = compare(ours[0], truth)
+    agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
+    low = None
+    if plan.precision == "bf16":
+        low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients)
+    passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
+    notes = list(compiled.general.notes)
+    if plan.dropout == "fast":
+        notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
+    if oracle.promotions:
+        notes.append(f"{oracle.promotions} casts to fp32 or lower inside the model were made casts to fp64, on both sides")
+    return Report(
+        passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
+        oracle.promotions, agree, time.perf_counter() - start, notes, low,
+    )  # fmt: skip
+
+
+def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
+    """Every rank as a thread of this process."""
+    return run_ranks(compiled.plan.mesh, rank, timeout=120)
+
+
+def run_steps(
+    compiled: Compiled, comm: Communicator, batches: Batches, optimizer: OptimizerChoice, clip_norm: float | None, seed: int
+) -> list[RankStep]:
+    """Train one rank on its rows of each of the batches."""
+    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed)
+    parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
+    out = []
+    for batch in batches:
+        rows = next(iter(batch.values())).shape[0]
+        own = [i for a, b in rank_rows(rows, compiled.plan.microbatches, parts, index) for i in range(a, b)]
+        kept: dict[str, Tensor] = {}
+        engine.interpreter.keep_gradients = kept
+        result = engine.step({name: value[own] for name, value in batch.items()}, rows)
+        parameters = {n: p.detach().clone() for b in engine.memory.buckets for n, p in b.masters().items()}
+        learned = set(parameters)
+        fixed = {**engine.memory.leaves, **engine.unused}
+        parameters |= {n: p.detach().clone() for n, p in fixed.items() if n not in learned}
+        buffers = {n: b.clone() for n, b in engine.memory.buffers.items()}
+        out.append(RankStep(float(result.loss), float(result.grad_norm), dict(kept), parameters, buffers))
+    return out
+
+
+def compare(ours: Sequence[RankStep], truth: Sequence[OracleStep]) -> Comparison:
+    """All differences of all steps."""
+    comparison = Comparison()
+    for mine, right in zip(ours, truth, strict=True):
+        comparison.add_number(right.step, "loss", mine.loss, right.loss)
+        comparison.add_number(right.step, "grad_norm", mine.grad_norm, right.grad_norm)
+        comparison.add(right.step, "gradient", mine.gradients, right.gradients)
+        comparison.add(right.step, "parameter", mine.parameters, right.parameters)
+        comparison.add(right.step, "buffer", mine.buffers, right.buffers)
+    return comparison
+
+
+def low_precision(
+    module: nn.Module, batch: Mapping[str, Tensor], plan: Plan, loss: LossFunction | None, seed: int, run: Runner, truth: Mapping[str, Tensor]
+) -> dict[str, float]:
+    """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision."""
+    compiled = Compiled(module, plan.replace(dropout="exact"), batch, loss)
+    ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed))[0][0].gradients
+    single = Oracle(module, loss, None, microbatches=plan.microbatches, precision="bf16", seed=seed).step(batch).gradients
+    mine, theirs = distance(ours, truth), distance(single, truth)
+    return {"plan": mine, "one_device": theirs, "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf)}
+
+
+def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
+    """||g - truth|| / ||truth|| over all parameters together."""
+    if set(gradients) != set(truth):
+        return math.inf
+    difference = math.hypot(*(float(torch.linalg.vector_norm(gradients[n].double() - truth[n])) for n in truth))
+    return difference / math.hypot(*(float(torch.linalg.vector_norm(t)) for t in truth.values()))
+
+
+def _same(a: RankStep, b: RankStep) -> bool:
+    return all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters)
