@@ -3,6 +3,7 @@
     python communicator_cases.py conformance dp=2,tp=2    a line of JSON per backend: {case: problem or ""}
     python communicator_cases.py missing shared dp=3      rank 1 stays away: what the others raise
     python communicator_cases.py killed gloo dp=3         rank 1 dies: likewise
+    python communicator_cases.py disagree shared dp=3     rank 1 has a tensor of another size: likewise
 
 Values are small integers, exact in every dtype, so that results are compared for equality.
 """
@@ -141,6 +142,22 @@ def reduce_scatter(c: BaseCommunicator) -> None:
                 same(x[part], expected, ("in place", axes, dtype, numel))
 
 
+def progress(c: BaseCommunicator) -> None:
+    """A backend without a thread works in progress(); after that, wait() finds nothing left to do."""
+    if not isinstance(c, SharedMemoryCommunicator):
+        return
+    for x in (c.allocate(2000, torch.float64), torch.empty(2000, dtype=torch.float64)):
+        x.copy_(value(c.rank, 2000, torch.float64))
+        handle = c.all_reduce(x, c.mesh.names, what="in the background")
+        expected = summed(tuple(range(c.mesh.size)), 2000, torch.float64)
+        deadline = time.monotonic() + 10
+        while not torch.equal(x, expected):
+            c.progress()
+            assert time.monotonic() < deadline
+        handle.wait()
+        same(x, expected, "progress")
+
+
 def all_to_all(c: BaseCommunicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
@@ -232,6 +249,20 @@ def many_outstanding(c: BaseCommunicator) -> None:
         handle.wait()
         handle.wait()  # a second time does nothing
         same(x, summed(members(c, axes), x.numel(), torch.float32, salt), salt)
+
+
+def a_long_queue(c: BaseCommunicator) -> None:
+    """One rank is far ahead of the others."""
+    if c.rank != 0:
+        time.sleep(0.05)
+    posted = []
+    for salt in range(150):
+        x = c.allocate(50 + salt, torch.float32)
+        x.copy_(value(c.rank, x.numel(), torch.float32, salt))
+        posted.append((c.all_reduce(x, c.mesh.names), x))
+    for salt, (handle, x) in reversed(list(enumerate(posted))):
+        handle.wait()
+        same(x, summed(tuple(range(c.mesh.size)), x.numel(), torch.float32, salt), salt)
 
 
 def subgroups_side_by_side(c: BaseCommunicator) -> None:
@@ -350,8 +381,9 @@ def bad_arguments(c: BaseCommunicator) -> None:
 CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
-        all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, all_gather, reduce_scatter,
-        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding,
+        all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
+        all_gather, reduce_scatter,
+        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding, a_long_queue,
         subgroups_side_by_side, buffers, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,
     )
@@ -391,12 +423,14 @@ def lose_a_rank(how: str, backend: str, mesh: Mesh) -> None:
     c.all_reduce(x, c.mesh.names, what="warm up").wait()
     if c.rank == 1 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if c.rank == 1:
+    if c.rank == 1 and how == "disagree":
+        x = torch.ones(1001)
+    if c.rank == 1 and how == "missing":
         time.sleep(3 * TIMEOUT)
     else:
         start = time.monotonic()
         try:
-            c.all_reduce(x, c.mesh.names, lane="compute", what="the sum").wait()
+            c.all_reduce(x, c.mesh.names, what="the sum").wait()
         except CommunicationError as error:
             seconds, timed_out = time.monotonic() - start, isinstance(error, CommunicationTimeout)
             found = {"rank": error.rank, "missing": error.missing, "what": error.what, "text": str(error)}

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.trace.initial import Recorded, named_tensors, record
+from shardwise.trace.recording import Memory, Operand, Operation
 
 SMALL = {
     "vocab_size": 300,
@@ -248,6 +249,10 @@ def test_copies_stay_equal() -> None:
     assert torch.equal(result.materialise("row", 1, "cpu"), outside[2])
     assert torch.equal(result.materialise("twofold", 1, "cpu"), outside * 2)
     assert torch.equal(result.materialise("same_noise", 1, "cpu"), result.materialise("noise", 1, "cpu"))
+    assert result.materialise("row", 1, "cpu").untyped_storage().nbytes() == 4 * 4
+    # Shared draws are keyed by the first name that needs them.
+    alone = recorded(lambda: nn.ModuleDict({"student": nn.Linear(4, 4)}))
+    assert torch.equal(alone.materialise("student.bias", 1, "cpu"), module.student.bias)
     result.materialise("given", 1, "cpu").zero_()
     assert torch.equal(outside, before)
     assert torch.equal(result.materialise("given", 1, "cpu"), before)
@@ -264,6 +269,9 @@ def test_order_of_writes_and_reads() -> None:
                 self.late = nn.Parameter(self.source.clone())
                 self.source.copy_(self.source.flip(0).cumsum(0))  # reads what it overwrites
                 self.source[0] = 100
+                self.filled = nn.Parameter(self.late * 2)
+                self.filled[1] = 7
+                self.filled.fill_(self.filled[1])  # so does this
             self.never = nn.Parameter(torch.empty(3))
 
     result = recorded(Order)
@@ -271,10 +279,27 @@ def test_order_of_writes_and_reads() -> None:
         ("early", [1.0] * 4),
         ("late", [3.0] * 4),
         ("source", [100.0, 6.0, 9.0, 12.0]),
+        ("filled", [7.0] * 4),
         ("never", [0.0] * 3),
     ):
         assert result.materialise(name, 0, "cpu").tolist() == expected
         assert result.materialise_all(0, "cpu").get_parameter(name).tolist() == expected
+
+
+def test_a_kernel_may_lay_its_result_out_otherwise() -> None:
+    ordered = Operand(0, torch.float32, (2, 3), (3, 1), 0)
+    values = torch.arange(6.0).view(2, 3)
+    transposed = Operation(lambda: values.T.contiguous().T, (), {}, ((0, ordered),), (), torch.float32)
+    memory = Memory([24])
+    memory.run(transposed, None)
+    assert memory.tensor(ordered).tolist() == values.tolist()
+    # Or return its argument, where the record has a copy.
+    copied = Operand(1, torch.float32, (2, 3), (3, 1), 0)
+    memory = Memory([24, 24])
+    memory.tensor(ordered).copy_(values)
+    memory.run(Operation(lambda x: x, (ordered,), {}, ((0, copied),), (), torch.float32), None)
+    memory.tensor(ordered).zero_()
+    assert memory.tensor(copied).tolist() == values.tolist()
 
 
 def test_out_and_unknown_names() -> None:

@@ -23,6 +23,7 @@ from .monitor import Kind, first_cause, log_path, read_errors, read_record
 from .watch import Hang, Watcher
 
 POLL = 0.1  # seconds between two looks at the ranks
+EXIT_TIME = 15.0  # seconds that processes have to end once all have done their work
 GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
 LOG_LINES = 6  # of the culprit's log, shown with a failure
 
@@ -45,10 +46,10 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def run_folder(run_dir: Path) -> Iterator[None]:
+def run_folder(run_dir: Path, files: Sequence[str] = ()) -> Iterator[None]:
     """Make the folder of a run and keep it for this process: :class:`ConfigError` where another run writes to it.
 
-    What an earlier run left of logs and records is deleted.
+    What an earlier run left there of logs, records and ``files`` is deleted.
     """
     try:
         for name in ("logs", "monitor"):
@@ -61,8 +62,8 @@ def run_folder(run_dir: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError(f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each") from None
-        for old in (*run_dir.glob("logs/rank_*.log"), *run_dir.glob("monitor/rank_*")):
-            old.unlink()
+        for old in (*run_dir.glob("logs/rank_*.log"), *run_dir.glob("monitor/rank_*"), *map(run_dir.joinpath, files)):
+            old.unlink(missing_ok=True)
         yield
 
 
@@ -107,13 +108,13 @@ def launch_local(
                 agent.join(POLL)
     if agent.error is not None:
         raise agent.error
-    if agent.exit_codes:
+    if agent.exit_codes and not watcher.finished:
         raise _failure(watcher, None, agent.exit_codes)
 
 
 def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -> None:
     """Return when the agent is through; raise when a rank hangs."""
-    failed_at: float | None = None
+    failed_at = finished_at = None
     while agent.is_alive():
         agent.join(POLL)
         if tick is not None:
@@ -122,8 +123,12 @@ def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -
         errors = read_errors(watcher.run_dir)
         if failed_at is None and (errors or watcher.lost):
             failed_at = time.monotonic()
+        if finished_at is None and watcher.finished:
+            finished_at = time.monotonic()
         if failed_at is not None and time.monotonic() > failed_at + GRACE:
             watcher.kill()  # those that are stuck in a call do not hear the agent's SIGTERM
+        elif finished_at is not None and time.monotonic() > finished_at + EXIT_TIME:
+            watcher.kill()  # threads of a library keep the process
         elif failed_at is None and hang is not None:
             failure = _failure(watcher, hang, {})
             watcher.kill()
@@ -137,7 +142,8 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
     errors = read_errors(watcher.run_dir)
     first = first_cause(errors)
     if first is not None:
-        return _failed(watcher, first.message, first.kind, first.rank, [])
+        origin = f"rank {first.rank} failed at {first.place}: " if first.kind == "other" else ""
+        return _failed(watcher, origin + first.message, first.kind, first.rank, [])
     if hang is not None:
         rank = hang.culprits[0] if hang.culprits else None
         return _failed(watcher, hang.message, "hang", rank, watcher.report())

@@ -125,9 +125,9 @@ class Watcher:
         return sorted(rank for rank, one in self.watched.items() if one.gone and not (one.record and one.record.done))
 
     @property
-    def running(self) -> list[int]:
-        """Ranks whose process exists."""
-        return sorted(rank for rank, one in self.watched.items() if not one.gone)
+    def finished(self) -> bool:
+        """Whether every rank has done its work."""
+        return len(self.watched) == self.ranks and all(one.record and one.record.done for one in self.watched.values())
 
     def report(self) -> list[str]:
         """One line a rank: where it is."""

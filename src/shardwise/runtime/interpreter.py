@@ -172,9 +172,10 @@ class _Step:
             self.owner.inspect(self.position, "output", [*outputs])
         for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
             detached = value.detach()
-            self.live[name, m] = detached.requires_grad_() if grad else detached
             if name == "loss":
                 self.loss += detached.to(self.wide) * self.weight(m)
+            else:
+                self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
             self.updates[name] = value.detach()
 

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.trace.casts import COMPUTE_DTYPE, cast_field, precision_mode, shadow_dtype
+from shardwise.trace.casts import COMPUTE_DTYPE, cast_field, precision_layers, shadow_dtype
+from shardwise.trace.intercept import Intercept
 
 HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
 
@@ -50,7 +51,7 @@ class WithLoss(nn.Module):
 
     def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
         seen = {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
-        with precision_mode(self.precision):
+        with Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext():
             if self.loss is not None:
                 return loss_of(self.loss(self.module(**_accepted(self.module, seen)), seen))
             return loss_of(self.module(**seen))

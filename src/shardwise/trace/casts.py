@@ -7,15 +7,14 @@ the fused norm and softmax kernels keep their statistics in fp32 by themselves.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.trace.intercept import Intercept, Proceed
+from shardwise.trace.intercept import Proceed
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +39,9 @@ _WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
     Tensor.half: torch.float64,
 }
 
+_FLOAT_FACTORIES = frozenset((torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace))
+_FACTORIES = frozenset((torch.tensor, torch.full, torch.arange, torch.scalar_tensor))  # their dtype follows from their values
+
 
 def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str) -> torch.dtype:
     """The dtype in which a parameter takes part in computing."""
@@ -61,16 +63,19 @@ def cast_field(value: Tensor, precision: str) -> Tensor:
 
 
 class Promote:
-    """Casts and factories of narrower floats give doubles."""
+    """Casts and factories of narrower floats give doubles, whatever torch's default dtype (which belongs to the whole process)."""
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _WIDE_CASTS:
             return args[0].double()
         if any(a in _NARROW for a in args if isinstance(a, torch.dtype)):
             args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
-        if kwargs.get("dtype") in _NARROW:
+        if kwargs.get("dtype") in _NARROW or (func in _FLOAT_FACTORIES and "dtype" not in kwargs):
             kwargs["dtype"] = torch.float64
-        return proceed(func, args, kwargs)
+        result = proceed(func, args, kwargs)
+        if func in _FACTORIES and "dtype" not in kwargs and result.dtype in _NARROW:
+            return proceed(func, args, {**kwargs, "dtype": torch.float64})
+        return result
 
 
 class CastOperands:
@@ -98,19 +103,6 @@ class CastOperands:
         return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
 
 
-@contextlib.contextmanager
-def precision_mode(precision: str) -> Iterator[None]:
-    """The casts of ``precision`` while a forward pass runs or is captured."""
-    if precision == "fp64":
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            with Intercept(Promote()):
-                yield
-        finally:
-            torch.set_default_dtype(before)
-    elif precision == "bf16":
-        with Intercept(CastOperands(torch.bfloat16)):
-            yield
-    else:
-        yield
+def precision_layers(precision: str) -> list[Any]:
+    """The layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
+    return {"fp64": [Promote()], "bf16": [CastOperands(torch.bfloat16)]}.get(precision, [])

@@ -165,7 +165,9 @@ class KeyedRandom:
             scores = scores.masked_fill(~attn_mask, -math.inf)
         elif attn_mask is not None:
             scores = scores + attn_mask
-        return self._drop(name, scores.softmax(-1), dropout_p, True, scores.shape) @ value
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        chances = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+        return self._drop(name, chances, dropout_p, True, scores.shape) @ value
 
     # ---- everything else -------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace.functional import Normal, argument
+from shardwise.trace.sizes import concrete
 
 aten = torch.ops.aten
 
@@ -151,8 +152,3 @@ def evaluate(normal: Normal, goal: fx.Node) -> Tensor:
 
     with torch.no_grad():
         return value(goal)
-
-
-def concrete(size: Any) -> int:
-    """A size as a number: of the example's, where it is symbolic."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)

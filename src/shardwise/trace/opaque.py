@@ -14,6 +14,7 @@ from torch.func import functional_call
 
 from shardwise.trace import ops
 from shardwise.trace.capture import LossFunction, WithLoss
+from shardwise.trace.casts import precision_layers
 from shardwise.trace.intercept import Intercept, Proceed
 from shardwise.trace.keyed_calls import KeyedRandom, batch_of
 from shardwise.trace.units import Unit
@@ -29,7 +30,7 @@ def opaque_unit(
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
-    call = _OpaqueCall(WithLoss(_skeleton(module), loss, (), precision).train(training), parameters, buffers, fields)
+    call = _OpaqueCall(WithLoss(_skeleton(module), loss).train(training), parameters, buffers, fields, precision_layers(precision))
     return Unit(
         0, "model", call, type(module).__name__, None, parameters, buffers, (), fields, (), ("loss",), buffers, (), (True,), 0, True
     )
@@ -45,7 +46,10 @@ def _skeleton(module: nn.Module) -> nn.Module:
 
 
 class _OpaqueCall:
-    def __init__(self, wrapped: WithLoss, parameters: tuple[str, ...], buffers: tuple[str, ...], fields: tuple[str, ...]) -> None:
+    def __init__(
+        self, wrapped: WithLoss, parameters: tuple[str, ...], buffers: tuple[str, ...], fields: tuple[str, ...], layers: list[Any]
+    ) -> None:
+        self.layers = layers
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
         self.own = threading.local()
         self.batches: Any = None
@@ -69,7 +73,7 @@ class _OpaqueCall:
         if wrapped is None:
             wrapped = self.own.module = copy.deepcopy(self.wrapped)
         random.begin(env.step, env.offset + env.range()[0])
-        with Intercept(random, _SyncBatchNorms(env)):
+        with Intercept(random, _SyncBatchNorms(env), *self.layers):
             result: Tensor = functional_call(wrapped, values, (fields,))
         return result
 

@@ -57,6 +57,11 @@ def local_rows(env: Env) -> int:
     return stop - start
 
 
+def row_start(env: Env) -> int:
+    """The first row of this rank in the microbatch."""
+    return env.range()[0]
+
+
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +342,9 @@ def attention(
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    return dropout(env, scores.softmax(-1), p, ordinal, batch, whole) @ v
+    dead = torch.isneginf(scores).all(-1, keepdim=True)  # a query that may look at nothing gives zeros, as in the fused kernels
+    chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return dropout(env, chances, p, ordinal, batch, whole) @ v
 
 
 def random_like(env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, x: Tensor, a: float, b: float) -> Tensor:

@@ -127,9 +127,7 @@ class Recorder(TorchDispatchMode):
                 raise Unrecordable(f"{func} takes no generator")
         read = [value for value in flat((args, list(kwargs.values()))) if isinstance(value, Operand)]
         if packet(func) in OVERWRITING and args[0].covers(record.nbytes[args[0].storage]):
-            others = [operand for operand in read if operand is not args[0]]
-            if all(operand.storage != args[0].storage for operand in others):
-                read = others
+            read = [operand for operand in read if operand is not args[0]]
         needs = sorted({record.last[operand.storage] for operand in read if operand.storage in record.last})
         operation = Operation(func, args, kwargs, tuple(made), tuple(needs), torch.get_default_dtype())
         record.append(operation, [operand.storage for operand in [o for _, o in made] + changed])

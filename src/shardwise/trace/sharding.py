@@ -1,6 +1,6 @@
 """Propagation of the batch dim: from the graph of the whole batch to the local graph of one rank.
 
-Batch fields start sharded over the batch axes on dim 0; every op's rule (``rules.py``) says where the sharding goes.  One
+Batch fields start sharded over the batch axes on dim 0; every op's rule (package ``rules``) says where the sharding goes.  One
 sentence gives all gradient reductions: *an op whose result is sharded or partial needs its replicated operands as R* (replicated,
 gradient partial).  Parameters, and what is made of them alone, are R by birth: what accumulates in the gradient buffers is reduced at
 the end of the step.
@@ -20,16 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.core.layout import Factor, Layout
-from shardwise.trace import ops
+from shardwise.core.layout import Layout
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.functional import Normal
-from shardwise.trace.normalise import concrete, eliminate_dead
+from shardwise.trace.moves import Moves, Place, layout_at, place_of
+from shardwise.trace.normalise import eliminate_dead
+from shardwise.trace.sizes import Sizes, concrete, expression
 
-Place = tuple[int, int, int]
-"""(dim, pre, post): dim ``dim`` of a tensor is pre × rows × post, and the rows are sharded."""
+aten = torch.ops.aten
 
 Rule = Callable[["Propagation", fx.Node], Any]
+"""What emits the local form of a captured op, or returns None where it does not cover the op, so used."""
+
+_BY_STRIDE = {"as_strided", "as_strided_scatter", "as_strided_copy", "_reshape_alias"}
+_FACTORY_OPTIONS = ("pin_memory", "layout")
 
 
 @dataclass
@@ -51,8 +55,7 @@ def propagate(
     dropout: str = "exact", device: torch.device | None = None,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch ``axes``.  ``counted`` is the cross-entropy whose count of targets the step knows beforehand."""
-    walk = Propagation(normal, rules, axes, counted, dropout, device or torch.device("cpu"))
-    return walk.run()
+    return Propagation(normal, rules, axes, counted, dropout, device or torch.device("cpu")).run()
 
 
 class Propagation:
@@ -68,21 +71,19 @@ class Propagation:
         self.env = self.graph.placeholder("env")
         self.value: dict[fx.Node, Any] = {}
         self.leaves: set[fx.Node] = set()
-        self.moved: dict[tuple[fx.Node, Layout, str], fx.Node] = {}
+        self.moves = Moves(self.graph, self.env, axes, self.leaves, self.count, self._annotate_move)
         self.sharded = Sharded(self.graph, normal)
         self.current: fx.Node | None = None
-        self.size = self.captured.hint
-        self.symbol: Any = None
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
     def run(self) -> Sharded:
         nodes = list(self.normal.graph.nodes)
-        for node in nodes:
-            if node.op == "placeholder":
-                self.placeholder(node)
-        self.rows = self.graph.call_function(ops.rows, (self.env,))
-        self.local_rows = self.graph.call_function(ops.local_rows, (self.env,))
+        places = [n for n in nodes if n.op == "placeholder"]
+        copies = [self.graph.placeholder(n.name) for n in places]
+        self.sizes = Sizes(self.graph, self.env)
+        for node, copy in zip(places, copies, strict=True):
+            self.placeholder(node, copy)
         for node in nodes:
             self.current = node
             if node.op == "call_function":
@@ -90,13 +91,11 @@ class Propagation:
             elif node.op == "output":
                 loss, *updates = node.args[0]
                 partial = Layout((), frozenset(self.axes))
-                outputs = (self.convert(self.value[loss], partial), *(self.whole(u) for u in updates))
-                self.graph.output(outputs)
+                self.graph.output((self.convert(self.value[loss], partial), *(self.whole(u) for u in updates)))
         eliminate_dead(self.graph)
         return self.sharded
 
-    def placeholder(self, node: fx.Node) -> None:
-        new = self.graph.placeholder(node.name)
+    def placeholder(self, node: fx.Node, new: fx.Node) -> None:
         value = node.meta["val"]
         new.meta["val"] = value
         layout = Layout.replicated(self.shape(node))
@@ -104,7 +103,7 @@ class Propagation:
         if node.name in self.captured.fields:
             layout = self.at(self.shape(node), (0, 1, 1))
             if isinstance(value.shape[0], torch.SymInt):
-                self.symbol = value.shape[0].node.expr
+                self.sizes.symbol = value.shape[0].node.expr
         elif node.name in self.captured.parameters:
             self.leaves.add(new)
             grad = bool(self.captured.trainable.get(self.captured.parameters[node.name], True))
@@ -115,28 +114,49 @@ class Propagation:
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             source = self.value[node.args[0]]
             new = self.graph.call_function(operator.getitem, (source, node.args[1]))
-            grad = source.meta["grad"] and node.meta["val"].is_floating_point()
             if source in self.leaves:
                 self.leaves.add(new)
-            return self.annotate(new, source.meta["layout"][node.args[1]], grad, node)
-        if node.target is torch.ops.aten.sym_size.int:
-            return self.symbolic(node.meta["val"])
-        if not _is_tensor(node):
-            return self.graph.call_function(node.target, self.arguments(node.args), self.arguments(node.kwargs))
+            layout = source.meta["layout"][node.args[1]]
+            return self.annotate(new, layout, source.meta["grad"] and differentiable(node.meta["val"]), node)
+        if not is_tensor(node):
+            return self.number(node)
         rule = self.rules(node)
         new = rule(self, node) if rule else None
         return self.replicate(node) if new is None else new
 
+    def number(self, node: fx.Node) -> Any:
+        """Arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and value.node.has_hint():
+            return self.sizes.node(value)
+        new = self.graph.call_function(node.target, self.operands(node.args), self.operands(node.kwargs))
+        if isinstance(value, torch.SymInt):
+            self.sizes.data[value.node.expr] = new
+        return new
+
     def replicate(self, node: fx.Node) -> fx.Node:
         """The fall-back: every rank computes the op for the whole batch."""
+        name = getattr(getattr(node.target, "_schema", None), "name", str(node.target)).removeprefix("aten::")
         if getattr(getattr(node.target, "_schema", None), "is_mutable", False) or "ordinal" in node.meta:
             raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
-        operands = [a for a in node.all_input_nodes if _is_tensor(a)]
+        if name in _BY_STRIDE:
+            raise Uncapturable(f"{node.target} depends on how a tensor lies in memory, which is different on several ranks")
+        operands = [a for a in node.all_input_nodes if is_tensor(a)]
         if any(self.layout(self.value[a]).axes_used for a in operands):
             self.sharded.replicated[(str(node.target), module_path(node))] += 1
-        args = fx.map_arg(node.args, lambda a: self.whole(a) if _is_tensor(a) else self.value[a])
-        kwargs = fx.map_arg(node.kwargs, lambda a: self.whole(a) if _is_tensor(a) else self.value[a])
-        return self.emit(node, args, kwargs, self.replicated_layouts(node))
+        layouts = [Layout.replicated(s) for s in self.shapes(node)]
+        many = isinstance(node.meta["val"], tuple | list)
+        new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), layouts if many else layouts[0])
+        if not many:
+            self.learn_sizes(new, node.meta["val"])
+        return new
+
+    def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
+        """Sizes that depend on data can be asked of the tensor that has them."""
+        for d, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and not size.node.has_hint() and size.node.expr.is_Symbol:
+                if size.node.expr not in self.sizes.data:
+                    self.sizes.data[size.node.expr] = self.graph.call_function(aten.sym_size.int, (new, d))
 
     # ---- values and layouts ----------------------------------------------------------------------------------------
 
@@ -145,38 +165,28 @@ class Propagation:
 
     def shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
         value = node.meta["val"]
-        values = value if isinstance(value, tuple | list) else [value]
-        return [tuple(concrete(s) for s in v.shape) for v in values]
+        return [tuple(concrete(s) for s in v.shape) for v in (value if isinstance(value, tuple | list) else [value])]
 
-    def is_rows(self, size: Any) -> bool:
-        """Whether a size in the captured graph is the symbolic number of rows."""
-        return isinstance(size, torch.SymInt) and size.node.expr == self.symbol
+    def expressions(self, node: fx.Node) -> list[Any]:
+        """The sizes of a tensor, comparable for every number of rows."""
+        return [expression(s) for s in node.meta["val"].shape]
+
+    @property
+    def rows(self) -> Any:
+        """The number of rows as an expression: a symbol, or a number where the batch dim is static."""
+        return self.captured.rows if self.sizes.symbol is None else self.sizes.symbol
 
     def at(self, shape: Sequence[int], place: Place | None) -> Layout:
         """The layout of a tensor of whole ``shape`` whose rows are sharded at ``place``."""
-        dims: list[tuple[Factor, ...]] = [(Factor(s),) for s in shape]
-        if place is not None:
-            dim, pre, post = place
-            ones = [Factor(f) for f in (pre,) if f != 1], [Factor(f) for f in (post,) if f != 1]
-            dims[dim] = (*ones[0], Factor(shape[dim] // (pre * post), self.axes), *ones[1])
-        return Layout(tuple(dims))
+        return layout_at(shape, place, self.axes)
 
     @staticmethod
     def layout(value: Any) -> Any:
         return value.meta["layout"]
 
-    @staticmethod
-    def place(layout: Layout) -> Place | None:
-        """Where the rows are sharded, if they are."""
-        for dim, factors in enumerate(layout.dims):
-            for i, factor in enumerate(factors):
-                if factor.axes:
-                    return dim, math.prod(f.size for f in factors[:i]), math.prod(f.size for f in factors[i + 1 :])
-        return None
-
-    def replicated_layouts(self, node: fx.Node) -> Any:
-        layouts = [Layout.replicated(s) for s in self.shapes(node)]
-        return layouts if isinstance(node.meta["val"], tuple | list) else layouts[0]
+    def place(self, node: fx.Node) -> Place | None:
+        """Where the rows of a captured node's value are sharded, if they are."""
+        return place_of(self.value[node].meta["layout"])
 
     def annotate(self, new: fx.Node, layout: Any, grad: bool, old: fx.Node | None = None) -> fx.Node:
         new.meta["layout"], new.meta["grad"] = layout, grad
@@ -186,64 +196,27 @@ class Propagation:
             new.meta["origin"] = old
         return new
 
-    def symbolic(self, value: Any) -> Any:
-        """A size of the whole batch, as a number or as a node."""
-        if not isinstance(value, torch.SymInt):
-            return int(value)
-        expr = value.node.expr
-        if expr == self.symbol:
-            return self.rows
-        if expr.is_number:
-            return int(expr)
-        ratio = expr / self.symbol
-        if ratio.is_Integer:
-            return self.graph.call_function(operator.mul, (self.rows, int(ratio)))
-        raise Uncapturable(f"a size of {expr} cannot be told from the number of rows")
+    def _annotate_move(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
+        self.annotate(new, layout, source.meta["grad"])
+        new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
+
+    def count(self, kind: str, what: str = "") -> None:
+        """Note a collective that the current op needs."""
+        self.sharded.collectives[(kind, what or str(getattr(self.current, "target", "")), module_path(self.current))] += 1
 
     def arguments(self, argument: Any) -> Any:
         return fx.map_arg(argument, lambda n: self.value[n])
 
-    # ---- conversions -------------------------------------------------------------------------------------------------
+    def operands(self, argument: Any) -> Any:
+        """Arguments with every tensor as I."""
+        return fx.map_arg(argument, lambda n: self.whole(n) if is_tensor(n) else self.value[n])
 
     def convert(self, value: fx.Node, goal: Layout, need: str = "I") -> fx.Node:
         """``value`` in layout ``goal``; ``need`` says whether a replicated goal is I or R."""
-        source: Layout = value.meta["layout"]
-        start, end = self.place(source), self.place(goal)
-        if start == end and source.partial == goal.partial and (start or source.partial):
-            return value
-        key = (value, goal, need)
-        if key not in self.moved:
-            self.moved[key] = self._convert(value, source, goal, start, end, need)
-        return self.moved[key]
-
-    def _convert(self, value: fx.Node, source: Layout, goal: Layout, start: Place | None, end: Place | None, need: str) -> fx.Node:
-        plain, leaf = Layout.replicated(source.shape), value in self.leaves
-        if start is not None:
-            if end is not None or goal.partial:
-                return self.convert(self.convert(value, plain), goal)
-            return self.move(ops.gather, value, (*start, need), plain, "all_gather")
-        if source.partial:
-            if end is not None:
-                return self.move(ops.scatter, value, end, goal, "reduce_scatter")
-            return self.move(ops.all_reduce, value, (need,), plain, "all_reduce")
-        if end is not None:
-            return self.move(ops.shard_leaf if leaf else ops.shard, value, end, goal, "" if leaf else "slice")
-        if goal.partial:
-            return self.move(ops.partial, self.convert(value, plain), (), goal, "")
-        if leaf == (need == "R") or not value.meta["grad"]:
-            return value
-        return self.move(ops.own if leaf else ops.replicate, value, (), plain, "" if leaf else "all_reduce in backward")
-
-    def move(self, function: Any, value: fx.Node, args: tuple[Any, ...], layout: Layout, kind: str) -> fx.Node:
-        new = self.graph.call_function(function, (self.env, value, *args))
-        self.annotate(new, layout, value.meta["grad"])
-        new.meta["val"], new.meta["path"] = value.meta.get("val"), module_path(self.current)
-        if kind:
-            self.sharded.collectives[(kind, str(getattr(self.current, "target", "")), module_path(self.current))] += 1
-        return new
+        return self.moves.convert(value, goal, need)
 
     def whole(self, node: fx.Node) -> fx.Node:
-        """An operand as I."""
+        """A captured node's value as I."""
         value = self.value[node]
         return self.convert(value, Layout.replicated(value.meta["layout"].shape))
 
@@ -263,7 +236,7 @@ class Propagation:
         chosen: tuple[Any, int, int] | None = None
         weight = -1
         for node, labels in operands:
-            place = self.place(self.layout(self.value[node]))
+            place = self.place(node)
             size = math.prod(self.shape(node))
             if place is not None and labels[place[0]] is not None and size > weight:
                 chosen, weight = (labels[place[0]], place[1], place[2]), size
@@ -297,12 +270,7 @@ class Propagation:
     ) -> fx.Node:  # fmt: skip
         """Solve and emit an op whose arguments stay as they are; ``operands`` in the order of the node's arguments."""
         values, chosen, partial = self.solve(operands, linear)
-        feed = iter(values)
-
-        def replaced(a: fx.Node) -> Any:
-            return next(feed) if _is_tensor(a) else self.value[a]
-
-        args, kwargs = fx.map_arg(node.args, replaced), fx.map_arg(node.kwargs, replaced)
+        args, kwargs = self.filled(node, values)
         layouts: Any
         if several:
             layouts = [self.result(s, lab, chosen, partial) for s, lab in zip(self.shapes(node), labels, strict=True)]
@@ -310,34 +278,48 @@ class Propagation:
             layouts = self.result(self.shape(node), labels, chosen, partial)
         return self.emit(node, args, kwargs, layouts)
 
+    def filled(self, node: fx.Node, values: Iterable[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a node with its tensors, in their order, replaced."""
+        feed = iter(values)
+
+        def replaced(a: fx.Node) -> Any:
+            return next(feed) if is_tensor(a) else self.value[a]
+
+        args = fx.map_arg(node.args, replaced)
+        return args, fx.map_arg(node.kwargs, replaced)
+
     def emit(self, node: fx.Node, args: Any, kwargs: Any, layout: Any, target: Any = None) -> fx.Node:
         """Add an op; factories get this rank's device."""
         target = target or node.target
-        kwargs = {k: (self.device if k == "device" else v) for k, v in dict(kwargs).items() if k not in ("pin_memory", "layout")}
-        if node.op == "call_function" and _is_factory(target):
+        kwargs = {k: (self.device if k == "device" else v) for k, v in dict(kwargs).items() if k not in _FACTORY_OPTIONS}
+        if _is_factory(target):
             kwargs["device"] = self.device
         new = self.graph.call_function(target, tuple(args), kwargs)
         operands = [a for a in new.all_input_nodes if "grad" in a.meta]
-        value = node.meta["val"]
-        first = value[0] if isinstance(value, tuple | list) else value
-        grad = any(a.meta["grad"] for a in operands) and first.is_floating_point() and target is not torch.ops.aten.detach.default
+        grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"]) and target is not aten.detach.default
         if grad and not _axes_used(layout) and all(a in self.leaves for a in operands if a.meta["grad"]):
             self.leaves.add(new)  # made of parameters alone: a partial gradient passes through it to them
         return self.annotate(new, layout, grad, node)
 
-    def local_sizes(self, sizes: Sequence[Any], layout: Layout) -> list[Any]:
-        """Size arguments for a result in ``layout``: local on the sharded dim, and without -1 where that is known."""
-        place = self.place(layout)
-        out = list(sizes)
-        if place is None:
-            return out
-        dim, pre, post = place
-        for d, size in enumerate(layout.shape):
-            if d != dim and isinstance(out[d], int) and out[d] == -1:
-                out[d] = size
-        times = pre * post
-        out[dim] = self.local_rows if times == 1 else self.graph.call_function(operator.mul, (self.local_rows, times))
+    def local_sizes(self, node: fx.Node, layout: Layout, given: Sequence[Any] | None = None) -> list[Any]:
+        """The sizes of a node's result in ``layout``, local on the sharded dim; ``given`` are the op's own size arguments."""
+        place = place_of(layout)
+        out = []
+        for d, size in enumerate(node.meta["val"].shape):
+            if place is not None and d == place[0]:
+                out.append(self.sizes.local(place[1] * place[2]))
+            elif given is None or (isinstance(given[d], int) and given[d] == -1):
+                out.append(self.sizes.node(size))
+            else:
+                out.append(self.arguments(given[d]) if isinstance(given[d], fx.Node) else given[d])
         return out
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a value, or one of several, can have a gradient."""
+    if isinstance(value, tuple | list):
+        return any(differentiable(v) for v in value)
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def _axes_used(layout: Any) -> bool:
@@ -351,7 +333,8 @@ def _is_factory(target: Any) -> bool:
     )
 
 
-def _is_tensor(node: fx.Node) -> bool:
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a captured node's value is a tensor or holds some."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 

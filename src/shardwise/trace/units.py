@@ -7,6 +7,7 @@ has no parameters: a pipeline runs it on every stage instead of sending its resu
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,6 +102,9 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
     for node in calls:
         if node in free:
             continue
+        if node.target is operator.getitem:  # a tuple never crosses a cut
+            unit[node] = unit[node.args[0]]
+            continue
         below = max((unit[i] for i in node.all_input_nodes if i in unit), default=0)
         key = block_of(node.meta.get("path", ""))
         if key in blocks:
@@ -108,9 +112,10 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
         else:
             unit[node] = below + 1 if last and below == last else below
     for node in reversed(calls):
-        if node in free:
-            users = {unit[u] for u in node.users if u in unit}
-            unit[node] = users.pop() if len(users) == 1 else -1
+        if node in free and node.target is not operator.getitem:
+            items = [u for u in node.users if u.target is operator.getitem]
+            users = {unit[u] for n in (node, *items) for u in n.users if u in unit}
+            unit.update(dict.fromkeys((node, *items), users.pop() if len(users) == 1 else -1))
     names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
     return unit, names
 

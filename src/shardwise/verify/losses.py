@@ -23,7 +23,7 @@ class MeanCrossEntropy:
     """A layer that remembers the results of mean cross-entropies, and what only casts or views them."""
 
     def __init__(self) -> None:
-        self._results: dict[int, tuple[Tensor, int]] = {}
+        self._results: dict[int, tuple[Tensor, int, int]] = {}  # the tensor, its version then, its targets
         self._signatures = {f: inspect.signature(f) for f in (F.cross_entropy, F.nll_loss)}
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class MeanCrossEntropy:
     def targets(self, loss: Tensor) -> int | None:
         """The number of targets that ``loss`` is the mean over; None if it is anything but a mean cross-entropy."""
         found = self._results.get(id(loss))
-        return None if found is None else found[1]
+        return None if found is None or loss._version != found[1] else found[2]  # `loss += other` is another loss
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         result = proceed(func, args, kwargs)
@@ -43,9 +43,11 @@ class MeanCrossEntropy:
             bound.apply_defaults()
             if bound.arguments["reduction"] == "mean":
                 count = _count(bound.arguments["input"], bound.arguments["target"], bound.arguments["ignore_index"])
-                self._results[id(result)] = (result, count)  # holding the tensor keeps its id its own
-        elif isinstance(result, Tensor) and args and getattr(func, "__name__", "") in _SAME and id(args[0]) in self._results:
-            self._results[id(result)] = (result, self._results[id(args[0])][1])
+                self._results[id(result)] = (result, result._version, count)  # holding the tensor keeps its id its own
+        elif isinstance(result, Tensor) and args and getattr(func, "__name__", "") in _SAME:
+            targets = self.targets(args[0])
+            if targets is not None:
+                self._results[id(result)] = (result, result._version, targets)
         return result
 
 

@@ -1,0 +1,58 @@
+"""What the commands share: their arguments, and how errors reach people."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import typer
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+
+INTERRUPTED = 130
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """``[CONFIG.toml] [section.key=value …]`` in any order: the config file, if there is one, and the overrides."""
+    overrides = [argument for argument in arguments if "=" in argument]
+    files = [argument for argument in arguments if "=" not in argument]
+    for file in files:
+        if not file.endswith(".toml") and not Path(file).is_file():
+            raise ConfigError(f"{file}: neither a config file nor section.key=value; legal: CONFIG.toml and overrides")
+    if len(files) > 1:
+        raise ConfigError(f"{' and '.join(files)}: more than one config file; legal: one at most")
+    return (Path(files[0]) if files else None), overrides
+
+
+@contextmanager
+def reported(json: bool) -> Iterator[None]:
+    """Turn errors into a message and an exit code: 2 for wrong input, 1 for a run that failed, 130 for an interruption."""
+    try:
+        yield
+    except ShardwiseError as error:
+        cause = getattr(error, "cause", "config" if isinstance(error, ConfigError) else "shardwise")
+        _print_error(error, cause, json)
+        raise typer.Exit(2 if cause == "config" else 1) from None
+    except KeyboardInterrupt:
+        if json:
+            _print_json_error("interrupted", "interrupted", None)
+        else:
+            print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _print_error(error: ShardwiseError, cause: str, json: bool) -> None:
+    if json:
+        _print_json_error(str(error), cause, getattr(error, "rank", None))
+        return
+    print(f"error: {error}", file=sys.stderr)
+    for line in getattr(error, "details", ()) if cause != "config" else ():
+        print(line, file=sys.stderr)
+
+
+def _print_json_error(message: str, cause: str, rank: int | None) -> None:
+    from shardwise.report.tables import print_json
+
+    print_json({"error": message, "cause": cause, "rank": rank})

@@ -1,0 +1,53 @@
+"""``shardwise launch``: a script of the user's on all local devices."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from shardwise.config import Hardware
+from shardwise.core.errors import ConfigError
+from shardwise.launch.local import launch_local, run_folder, under_torchrun
+from shardwise.launch.monitor import log_path
+from shardwise.report.tables import print_json
+
+
+def run(script: Path, arguments: Sequence[str], ranks: int | None, threads: int | None, run_dir: Path, json: bool) -> None:
+    """Run the script; what rank 0 prints goes to the terminal, what every rank prints to its log."""
+    if not script.is_file():
+        raise ConfigError(f"{script}: there is no such file; legal: a Python script")
+    if under_torchrun():
+        raise ConfigError(f"torchrun has started this process already; legal: torchrun {script} itself")
+    hardware = Hardware.here()
+    ranks = ranks or hardware.devices
+    if 0 < hardware.gpus < ranks:
+        raise ConfigError(f"--ranks {ranks}: legal: at most {hardware.gpus}, the GPUs of this machine")
+    start = time.monotonic()
+    with run_folder(run_dir):
+        echo = _Echo(log_path(run_dir, 0))
+        command = ["-m", "shardwise.launch.rank", str(run_dir), str(script), *arguments]
+        launch_local(
+            command, ranks, run_dir, threads=threads or max(1, hardware.cores // ranks), tick=None if json else echo.update
+        )
+    if json:
+        print_json({"ranks": ranks, "seconds": time.monotonic() - start, "run_dir": str(run_dir)})
+
+
+class _Echo:
+    """Copies a growing log to the terminal."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def update(self) -> None:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        self._offset += len(new)
+        if new:
+            sys.stdout.buffer.write(new)
+            sys.stdout.buffer.flush()

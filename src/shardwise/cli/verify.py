@@ -1,0 +1,76 @@
+"""``shardwise verify``: is the plan the same as one device?"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.config import Config
+from shardwise.core.errors import check_choice
+from shardwise.launch.local import launch_local, run_folder
+from shardwise.launch.subject import load_anywhere
+from shardwise.launch.verifying import verify_config
+from shardwise.report.tables import grid, make_console, print_json, show
+
+WORST = 5  # tensors shown where the plan is the same; all of the report's where it is not
+
+
+def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str) -> None:
+    """Verify, print the report, and exit with 1 where the plan is not the same as one device."""
+    check_choice("--ranks-as", ranks_as, ("threads", "processes"))
+    config = load_anywhere(path, overrides)
+    console = make_console(stderr=json)
+    if not json:
+        ranks = f"{config.parallel.dp} ranks ({ranks_as}), {config.parallel.microbatches} microbatches"
+        console.print(Text(f"verifying {ranks}, recompute {config.parallel.recompute}"))
+    report = verify_config(config).to_dict() if ranks_as == "threads" else _processes(config)
+    if json:
+        print_json(report)
+    else:
+        _show(console, report)
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+def _processes(config: Config) -> dict[str, Any]:
+    folder = Path(config.train.run_dir) / "verify"
+    with run_folder(folder, ("report.json",)):
+        (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
+        command = ["-m", "shardwise.launch.verifying", str(folder)]
+        # Ranks wait for each other while any of them computes what one device does.
+        launch_local(command, config.train.devices, folder, threads=config.train.threads, hang_timeout=max(300.0, config.train.hang_timeout))
+        report: dict[str, Any] = jsonlib.loads((folder / "report.json").read_text(encoding="utf-8"))
+        return report
+
+
+def _show(console: Console, report: Mapping[str, Any]) -> None:
+    tolerance, largest = report["tolerance"], report["largest"]
+    rows = [(what, f"{error:.1e}") for what, error in report["summary"].items()]
+    show(console, grid("largest relative errors", ("", ">error"), rows))
+    worst = report["worst"] if not report["passed"] else report["worst"][:WORST]
+    cells = [(one["name"], one["what"], one["step"], f"{one['error']:.1e}") for one in worst]
+    show(console, grid("worst tensors", ("name", "what", ">step", ">error"), cells))
+    for note in report["notes"]:
+        console.print(Text(f"note: {note}"))
+    if not report["ranks_agree"]:
+        console.print(Text("the ranks do not have the same parameters after the last step", style="red"))
+    low = report["low_precision"]
+    if low is not None:
+        console.print(Text(
+            f"in the plan's own precision: gradients {low['plan']:.2e} from fp64 truth, one device's {low['one_device']:.2e}: "
+            f"ratio {low['ratio']:.3f} (at most 1.25)"
+        ))  # fmt: skip
+    relation = "<=" if largest <= tolerance else ">"
+    verdict = "same as one device" if report["passed"] else "NOT the same as one device"
+    error = "infinite" if math.isinf(largest) else f"{largest:.1e}"
+    console.print(Text(
+        f"{verdict}: largest error {error} {relation} {tolerance:.0e}, {report['compared']} comparisons in {report['seconds']:.1f} s",
+        style="green" if report["passed"] else "bold red",
+    ))  # fmt: skip

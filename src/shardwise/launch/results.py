@@ -1,0 +1,142 @@
+"""What a run leaves in its folder: metrics of each step, weights, a sample, and the result."""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from shardwise.core.optim import OptimizerChoice
+from shardwise.models import generate
+from shardwise.runtime.interpreter import StepResult
+
+SAMPLE_TOKENS = 400
+TEMPERATURE = 0.8
+
+Metrics = dict[str, Any]
+OnStep = Callable[[Metrics], object]
+
+
+@dataclass
+class MetricsWriter:
+    """Appends one JSON object a step to ``file``, one step late: on a GPU reading a value would wait for the step.
+
+    ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from one step's end to the next one's, reading the
+    batch included.
+    """
+
+    file: TextIO
+    optimizer: OptimizerChoice
+    tokens_per_row: int
+    device: torch.device
+    on_step: OnStep | None = None
+    history: list[Metrics] = field(default_factory=list)
+    _last: float = field(default_factory=time.perf_counter)
+    _pending: tuple[int, int, StepResult, float] | None = None
+
+    def add(self, step: int, rows: int, result: StepResult) -> None:
+        """A step of ``rows`` rows has been issued: write the one before."""
+        now = time.perf_counter()
+        before, self._pending = self._pending, (step, rows, result, now - self._last)
+        self._last = now
+        self._write(before)
+
+    def flush(self) -> None:
+        """Write the last step."""
+        before, self._pending = self._pending, None
+        self._write(before)
+
+    def _write(self, item: tuple[int, int, StepResult, float] | None) -> None:
+        if item is None or bool(item[2].skipped):
+            return
+        step, rows, result, seconds = item
+        values: Metrics = {
+            "step": step,
+            "loss": _number(result.loss),
+            "grad_norm": _number(result.grad_norm),
+            "lr": self.optimizer.learning_rate(step),
+            "step_seconds": seconds,
+            "tokens_per_second": rows * self.tokens_per_row / seconds,
+            "peak_memory_bytes": peak_memory(self.device),
+        }
+        self.history.append(values)
+        self.file.write(json.dumps(values) + "\n")
+        self.file.flush()
+        if self.on_step is not None:
+            self.on_step(values)
+
+    def summary(self) -> Metrics:
+        """First and last loss, and medians over all steps but the first, which warms up."""
+        steady = self.history[1:] or self.history
+        return {
+            "steps": len(self.history),
+            "loss_first": self.history[0]["loss"] if self.history else None,
+            "loss_last": self.history[-1]["loss"] if self.history else None,
+            "tokens_per_second": _median(steady, "tokens_per_second"),
+            "step_seconds": _median(steady, "step_seconds"),
+            "training_seconds": sum(one["step_seconds"] for one in self.history),
+            "peak_memory_bytes": max((one["peak_memory_bytes"] for one in self.history), default=None),
+        }
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory this rank has used so far, in bytes: of the GPU, or the process's resident memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def save_weights(state: Mapping[str, Tensor], module: nn.Module, path: Path) -> None:
+    """Write a full single-device state as safetensors.
+
+    A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
+    ``safetensors.torch.load_model`` expects.
+    """
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        kept = first.setdefault(id(value), name)
+        if kept != name:
+            aliases[name] = kept
+    tensors = {name: value.contiguous().cpu() for name, value in state.items() if name not in aliases}
+    part = path.with_suffix(".part")
+    save_file(tensors, part, metadata={"format": "pt", **aliases})
+    part.replace(path)
+
+
+def sample_text(module: nn.Module, prompt: bytes, decode: Callable[[Any], str], seed: int) -> str:
+    """Text that a language model over bytes writes after ``prompt``."""
+    device = next(module.parameters()).device
+    ids = torch.tensor([list(prompt)], device=device)
+    generator = torch.Generator(device=device).manual_seed(seed)
+    found = generate(module, ids, SAMPLE_TOKENS, TEMPERATURE, generator)
+    return decode(found[0].tolist())
+
+
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """Write an object, whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _number(value: Tensor) -> float | None:
+    """A number that JSON has."""
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _median(history: list[Metrics], key: str) -> float | None:
+    return statistics.median(one[key] for one in history) if history else None

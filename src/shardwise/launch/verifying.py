@@ -1,0 +1,75 @@
+"""``shardwise verify`` with ranks that are processes: ``python -m shardwise.launch.verifying RUN_DIR``, one rank."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .rank import rank_process
+
+if TYPE_CHECKING:
+    from shardwise.config import Config
+    from shardwise.runtime.communicator import Communicator
+    from shardwise.runtime.compiled import Compiled
+    from shardwise.verify.verify import RankStep, Report
+
+
+def verify_config(config: Config, comm: Communicator | None = None) -> Report:
+    """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it."""
+    from shardwise.verify.verify import STEPS, run_threads, verify
+
+    from .subject import subject
+
+    found = subject(config, STEPS)
+    run = run_threads if comm is None else _one_rank(comm)
+    return verify(found.module, found.batches, found.plan, loss=found.loss, seed=config.train.seed, run=run)
+
+
+def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[RankStep]]], list[list[RankStep]]]:
+    """A runner of this rank alone, which gets the last parameters of the others: they must agree."""
+    import torch
+
+    from shardwise.verify.verify import RankStep
+
+    def run(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
+        mine = rank(comm)
+        size = comm.mesh.size
+        last = [RankStep(math.nan, math.nan, {}, {}, {}) for _ in range(size)]
+        for name, value in mine[-1].parameters.items():
+            gathered = torch.empty(size * value.numel(), dtype=value.dtype)
+            comm.all_gather(gathered, value.contiguous(), comm.mesh.names, what=f"parameter {name}").wait()
+            for one, part in zip(last, gathered.view(size, -1), strict=True):
+                one.parameters[name] = part.view(value.shape)
+        others = [[one] for index, one in enumerate(last) if index != comm.rank]
+        return [mine, *others]
+
+    return run
+
+
+def main() -> None:
+    """Verify as the rank that torchrun's environment variables name; rank 0 writes ``report.json``."""
+    run_dir = Path(sys.argv[1])
+    with rank_process(run_dir) as progress:
+        import torch
+
+        from shardwise.config import build_plan, load_config
+        from shardwise.runtime.connect import connect
+
+        from .results import write_json
+
+        config = load_config(run_dir / "config.toml")
+        torch.set_num_threads(config.train.threads)
+        comm = connect(build_plan(config).mesh, torch.device("cpu"), on_wait=progress.wait)
+        try:
+            report = verify_config(config, comm)
+        finally:
+            comm.close()
+        if comm.rank == 0:
+            write_json(run_dir / "report.json", report.to_dict())
+
+
+if __name__ == "__main__":
+    main()

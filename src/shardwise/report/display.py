@@ -1,0 +1,170 @@
+"""Showing a run while it goes on, from the metrics that it writes, and its result."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any, Self
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+from rich.text import Text
+
+from .tables import count, decimal, duration, pairs, show, size
+
+RECENT = 20  # steps that the speed shown is the median of
+LINE_INTERVAL = 10.0  # seconds between two lines where there is no terminal
+SAMPLE_LINES = 24  # of the generated text shown at the end
+
+Metrics = dict[str, Any]
+
+
+class Follower:
+    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def read(self) -> list[Metrics]:
+        """The objects written since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class Display:
+    """A progress bar on a terminal; elsewhere a line now and then.  :meth:`update` reads what is new and shows it."""
+
+    def __init__(self, console: Console, run_dir: Path, steps: int, start: str) -> None:
+        self._console, self._steps, self._start = console, steps, start
+        self._about = run_dir / "about.json"
+        self._described = False
+        self._follower = Follower(run_dir / "metrics.jsonl")
+        self._recent: deque[Metrics] = deque(maxlen=RECENT)
+        self._shown = float("-inf")
+        self._bar = _Bar(console, steps, start) if console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        else:
+            self.say(self._start)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._console.print(Text(text))
+
+    def update(self) -> None:
+        """Show what the run has written since the last call."""
+        self.show(self._follower.read())
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that the run has written about."""
+        return self._recent[-1]["step"] + 1 if self._recent else 0
+
+    def show(self, new: list[Metrics]) -> None:
+        """Show these steps, the newest last."""
+        if not self._described and self._about.exists():
+            self._described = True
+            for line in describe(json.loads(self._about.read_text(encoding="utf-8"))):
+                self.say(line)
+        self._recent.extend(new)
+        if self._bar is not None:
+            if new:
+                self._bar.show(new[-1], self._speed, self._left)
+            self._bar.refresh()
+        elif new and self._due(new[-1]["step"]):
+            self._shown = time.monotonic()
+            self.say(self._line(new[-1]))
+
+    def _due(self, step: int) -> bool:
+        return step + 1 == self._steps or time.monotonic() > self._shown + LINE_INTERVAL
+
+    @property
+    def _speed(self) -> float:
+        return statistics.median(one["tokens_per_second"] for one in self._recent)
+
+    @property
+    def _left(self) -> float:
+        """Seconds to the last step."""
+        return statistics.median(one["step_seconds"] for one in self._recent) * (self._steps - self.steps_done)
+
+    def _line(self, last: Metrics) -> str:
+        digits = len(str(self._steps))
+        return (
+            f"step {last['step'] + 1:>{digits}}/{self._steps}  loss {decimal(last['loss'])}  "
+            f"{self._speed:,.0f} tokens/s  {duration(self._left)} left"
+        )
+
+
+def describe(about: Metrics) -> list[str]:
+    """What a run says of itself before its first step (``about.json``), for people."""
+    threads = f" x {about['threads']} thread{'s' if about['threads'] > 1 else ''}" if about["device"] == "cpu" else ""
+    matmul = about["float32_matmul"]
+    lines = [
+        f"{about['ranks']} rank{'s' if about['ranks'] > 1 else ''}{threads} on {about['device']}, "
+        f"{count(about['parameters'])} parameters in {about['units']} units, started in {about['start_seconds']:.1f} s"
+    ]
+    if matmul is not None:
+        found = "as accurate as" if matmul["fast_error"] <= 4 * matmul["safe_error"] else "less accurate than"
+        lines.append(f'float32 matmul: "{matmul["precision"]}" (the fast kernels are {found} the default here)')
+    return lines + [f"note: {note}" for note in about["notes"]]
+
+
+class _Bar:
+    """The progress bar of a terminal."""
+
+    def __init__(self, console: Console, steps: int, start: str) -> None:
+        self._progress = Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[numbers]}"),
+            console=console, auto_refresh=False, expand=True,
+        )  # fmt: skip
+        self._steps = steps
+        self._task = self._progress.add_task(start, total=None, numbers="")
+        self.start, self.stop, self.refresh = self._progress.start, self._progress.stop, self._progress.refresh
+
+    def show(self, last: Metrics, speed: float, left: float) -> None:
+        numbers = f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {duration(left)} left"
+        done = last["step"] + 1
+        description = f"step {done}/{self._steps}" if done < self._steps else "saving"
+        self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)
+
+
+def show_result(console: Console, result: Metrics, seconds: float) -> None:
+    """The result of a run (``result.json``) as a table, and the text that the model wrote.  ``seconds`` is the whole run's time."""
+    first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
+    speed = result["tokens_per_second"]
+    rows = {
+        "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
+        "speed": None if speed is None else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
+        "time": f"{duration(seconds)}, of it {duration(result['training_seconds'])} training",
+        "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",
+        "files": result["run_dir"],
+        "weights": Path(result["weights"]).name,
+    }
+    show(console, pairs("result", rows))
+    if "sample" in result:
+        lines = Path(result["sample"]).read_text(encoding="utf-8").strip("\n").splitlines()
+        text = Text("\n".join(_printable(line) for line in lines[:SAMPLE_LINES]), overflow="fold")
+        show(console, Panel(text, title="a sample of what the model writes", title_align="left"))
+
+
+def _printable(line: str) -> str:
+    """An untrained model writes control characters too."""
+    return "".join(c if c.isprintable() else "\ufffd" if c != "\t" else "    " for c in line)

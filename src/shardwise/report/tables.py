@@ -1,0 +1,92 @@
+"""Tables and numbers for people, and the same as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 80  # columns of what is not a terminal
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that colours only what it is told to, 80 columns wide where there is no terminal."""
+    console = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
+
+
+def pairs(title: str, rows: Mapping[str, Any]) -> Table:
+    """Two columns, names and values; rows whose value is None are left out."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", show_header=False, box=box.SIMPLE, pad_edge=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        if value is not None:
+            table.add_row(name, value if isinstance(value, Text) else Text(str(value)))
+    return table
+
+
+def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, totals: Sequence[Any] | None = None) -> Table:
+    """A table; columns whose name begins with ``>`` are aligned to the right.  ``totals`` is a last row, set apart."""
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False, show_footer=totals is not None)
+    for index, name in enumerate(columns):
+        footer = str(totals[index]) if totals is not None else ""
+        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold", footer=footer)
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    return table
+
+
+def show(console: Console, *parts: RenderableType) -> None:
+    """Print parts one after the other."""
+    for part in parts:
+        console.print(part)
+
+
+def print_json(values: Any) -> None:
+    """A value as JSON on standard output, on lines of its own; infinities and NaN, which JSON lacks, as text."""
+    print(json.dumps(_finite(values), indent=2, allow_nan=False), flush=True)
+
+
+def _finite(values: Any) -> Any:
+    if isinstance(values, float) and not math.isfinite(values):
+        return str(values)
+    if isinstance(values, dict):
+        return {key: _finite(value) for key, value in values.items()}
+    return [_finite(value) for value in values] if isinstance(values, list | tuple) else values
+
+
+def count(number: float) -> str:
+    """``963.8 K``: a large number with a thousands' unit, three or four digits."""
+    for unit in ("", " K", " M", " G", " T"):
+        if abs(number) < 1000:
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f} P"
+
+
+def size(nbytes: float) -> str:
+    """``3.7 MiB``: a number of bytes."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1024 or unit == "TiB":
+            break
+        nbytes /= 1024
+    return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03`` or ``2:03``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def decimal(value: float | None) -> str:
+    """A loss: four decimals, or what it is where it is no number."""
+    return "not finite" if value is None else f"{value:.4f}"

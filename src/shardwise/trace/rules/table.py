@@ -1,0 +1,110 @@
+"""What the tables of rules are made of: registration, the arguments of a captured op by name, and labels for broadcast dims."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from shardwise.trace.sharding import Propagation, Rule, is_tensor
+
+
+class Table(dict[str, Rule]):
+    """Rules by the name of the op, whatever its overload."""
+
+    def rule(self, *names: str) -> Callable[[Rule], Rule]:
+        """Register a rule for the ops called so."""
+
+        def register(function: Rule) -> Rule:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return register
+
+    def same(self, function: Rule, names: str) -> None:
+        """Register one rule for several ops, their names separated by blanks."""
+        self.update(dict.fromkeys(names.split(), function))
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of an ATen op without its overload, or of a function."""
+    schema = getattr(node.target, "_schema", None)
+    return str(schema.name.removeprefix("aten::")) if schema is not None else getattr(node.target, "__name__", "")
+
+
+def given(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of an ATen op by its name in the op's schema; ``default`` where the call leaves it out or gives None."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    names = [a.name for a in schema.arguments]
+    value = node.kwargs.get(name)
+    if name in names and names.index(name) < len(node.args):
+        value = node.args[names.index(name)]
+    return default if value is None else value
+
+
+def has_argument(node: fx.Node, name: str) -> bool:
+    """Whether this overload of an op has an argument called so."""
+    return any(a.name == name for a in node.target._schema.arguments)  # type: ignore[union-attr]
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node, in the order of its arguments, repeated ones repeated."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda a: found.append(a) if is_tensor(a) else None)
+    return found
+
+
+def rank_of(p: Propagation, node: fx.Node) -> int:
+    return len(p.shape(node))
+
+
+def dims_of(node: fx.Node, rank: int, name: str = "dim", none: Sequence[int] | None = None) -> list[int]:
+    """The dims that an argument names, non-negative; ``none``, by default all, where it is None or empty."""
+    dims = given(node, name)
+    if dims is None or dims == []:
+        return list(range(rank)) if none is None else list(none)
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
+
+
+def aligned(p: Propagation, operands: Sequence[fx.Node], sizes: Sequence[Any]) -> list[tuple[fx.Node, list[Any]]]:
+    """Labels of operands that broadcast to ``sizes``: the position in it; None where an operand is broadcast."""
+    out = []
+    for node in operands:
+        own = p.expressions(node)
+        shift = len(sizes) - len(own)
+        out.append((node, [d + shift if s == sizes[d + shift] else None for d, s in enumerate(own)]))
+    return out
+
+
+def broadcast(p: Propagation, operands: Sequence[fx.Node]) -> list[Any]:
+    """The sizes, as expressions, that operands broadcast to."""
+    out: list[Any] = [1] * max(rank_of(p, o) for o in operands)
+    for node in operands:
+        own = p.expressions(node)
+        for d, size in enumerate(own, len(out) - len(own)):
+            if size != 1:
+                out[d] = size
+    return out
+
+
+def pointwise(p: Propagation, node: fx.Node, linear: Any = ()) -> Any:
+    """Elementwise with broadcasting."""
+    sizes = p.expressions(node)
+    return p.labelled(node, aligned(p, tensors(node), sizes), range(len(sizes)), linear)
+
+
+def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, new: int = 0) -> Rule:
+    """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass, ``new`` dims come last."""
+
+    def apply(p: Propagation, node: fx.Node) -> Any:
+        x = tensors(node)[0]
+        rank = rank_of(p, x)
+        gone = {d % rank for d in dims(node, rank)} if rank else set()
+        labels: list[Any] = [d if d not in gone else None for d in range(rank)]
+        out = [*(d if d not in gone else "whole" for d in range(rank)), *["new"] * new]
+        value = node.meta["val"]
+        several = isinstance(value, tuple | list)
+        return p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
+
+    return apply

@@ -1,0 +1,129 @@
+"""Sizes of the whole batch: what a symbolic size of the captured graph is in terms of the number of rows, and the node that computes it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.trace import ops
+from shardwise.trace.capture import Uncapturable
+
+_ARITHMETIC: dict[str, Callable[..., Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min,
+}  # fmt: skip
+
+
+def concrete(size: Any) -> int:
+    """A size as a number: of the example's where it is symbolic; where it depends on data, one that no other size is likely to have."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if size.node.has_hint():
+        return int(size.node.hint)
+    return 1009 + zlib.crc32(str(size.node.expr).encode()) % 9973
+
+
+def expression(size: Any) -> Any:
+    """A size as an int or a sympy expression: equal ones are equal for every number of rows."""
+    if isinstance(size, torch.SymInt):
+        expr = size.node.expr
+        return int(expr) if expr.is_Integer else expr
+    return int(size)
+
+
+class Sizes:
+    """The sizes of one local graph: nodes that compute them from ``env``, made when first needed and used again."""
+
+    def __init__(self, graph: fx.Graph, env: fx.Node) -> None:
+        self.graph = graph
+        self.env = env
+        self.symbol: Any = None  # of the number of rows; None where the batch dim is static
+        self.rows = graph.call_function(ops.rows, (env,))
+        self.local_rows = graph.call_function(ops.local_rows, (env,))
+        self.data: dict[Any, fx.Node] = {}  # symbols of sizes that depend on data
+
+    def multiple(self, size: Any) -> int | None:
+        """m where a size is m times the symbolic number of rows."""
+        if not isinstance(size, torch.SymInt) or self.symbol is None:
+            return None
+        ratio = size.node.expr / self.symbol
+        return int(ratio) if ratio.is_Integer else None
+
+    def is_rows(self, size: Any) -> bool:
+        """Whether a size is the symbolic number of rows."""
+        return self.multiple(size) == 1
+
+    def node(self, size: Any) -> Any:
+        """A size of the whole batch, as a number or as a node."""
+        return self._node(expression(size))
+
+    def _node(self, expr: Any) -> Any:
+        if isinstance(expr, int) or expr.is_Integer:
+            return int(expr)
+        if expr == self.symbol:
+            return self.rows
+        if expr in self.data:
+            return self.data[expr]
+        function = _ARITHMETIC.get(type(expr).__name__)
+        if function is None:
+            raise Uncapturable(f"a size of {expr} cannot be told from the number of rows")
+        return self.fold(function, [self._node(a) for a in expr.args])
+
+    def fold(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
+        """``function`` over numbers and nodes, from the left."""
+
+        def apply(a: Any, b: Any) -> Any:
+            if isinstance(a, int) and isinstance(b, int):
+                return function(a, b)
+            if function is operator.mul and 1 in (a, b):
+                return b if a == 1 else a
+            return self.graph.call_function(function, (a, b))
+
+        return functools.reduce(apply, values)
+
+    def product(self, sizes: Sequence[Any]) -> Any:
+        """The product of sizes of the whole batch, as a number or as a node."""
+        numbers, nodes = 1, []
+        for size in map(self.node, sizes):
+            if isinstance(size, int):
+                numbers *= size
+            else:
+                nodes.append(size)
+        return self.fold(operator.mul, [numbers, *nodes])
+
+    def local(self, times: int) -> Any:
+        """``times`` this rank's number of rows."""
+        return self.fold(operator.mul, [self.local_rows, times])
+
+
+def regrouped(source: Sequence[Any], place: tuple[int, int, int], goal: Sequence[Any], rows: Any) -> tuple[int, int, int] | None:
+    """Where rows at ``place`` of row-major ``source`` sizes are after a view as ``goal`` sizes, if they stay in one dim.
+
+    Sizes are :func:`expression`; ``rows`` is the symbol, or the number of rows.
+    """
+    dim, pre, _ = place
+    outer: Any = pre
+    for size in source[:dim]:
+        outer = outer * size
+    done: Any = 1
+    for d, size in enumerate(goal):
+        before = _quotient(outer, done)
+        after = _quotient(size, before * rows) if before else None
+        if before and after:
+            return d, before, after
+        done = done * size
+    return None
+
+
+def _quotient(a: Any, b: Any) -> int | None:
+    """a / b if it is a positive integer for every number of rows."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 and a > 0 else None
+    ratio = a / b
+    return int(ratio) if ratio.is_Integer and ratio > 0 else None

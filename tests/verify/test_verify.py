@@ -1,0 +1,166 @@
+"""The main test: every model under every data-parallel plan equals one device, in fp64, to 1e-10."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import CASES, ConvNet, image_loss, tokens
+
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.models.gpt import GPT
+from shardwise.trace import ops
+from shardwise.verify.verify import verify
+
+DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "full")
+PLANS = list(itertools.product(DP, MICROBATCHES, RECOMPUTE))
+
+
+def covering() -> Iterator[tuple[str, int, int, str]]:
+    """For each model plans in which every pair of values occurs over the models, and dp > 1 with each model at least twice."""
+    rows = [(1, 1, "none"), (2, 1, "full"), (3, 2, "none"), (4, 3, "full"), (2, 3, "none"), (4, 1, "none"), (3, 1, "full"), (1, 3, "full"),
+            (4, 2, "none"), (2, 2, "full"), (1, 2, "none"), (3, 3, "none")]  # fmt: skip
+    for i, name in enumerate(CASES):
+        for j in range(3):
+            yield (name, *rows[(3 * i + 5 * j) % len(rows)])
+
+
+def check(name: str, dp: int, microbatches: int, recompute: str, precision: str = "fp32") -> None:
+    torch.manual_seed(len(name) + dp)
+    module, make, loss = CASES[name]()
+    module.train()
+    batches = [make(rows) for rows in (13, 12, 7)]
+    plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute, precision=precision)  # type: ignore[arg-type]
+    report = verify(module, batches, plan, loss=loss)
+    assert report.compared > 20
+    assert report.passed, (report.largest, report.worst[:3], report.low_precision)
+    assert report.ranks_agree
+
+
+@pytest.mark.parametrize(("name", "dp", "microbatches", "recompute"), list(covering()))
+def test_plan_equals_one_device(name: str, dp: int, microbatches: int, recompute: str) -> None:
+    check(name, dp, microbatches, recompute)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("dp", "microbatches", "recompute"), PLANS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_plan_equals_one_device(name: str, dp: int, microbatches: int, recompute: str) -> None:
+    check(name, dp, microbatches, recompute)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "conv", "mixtral"])
+def test_bf16_is_as_near_to_the_truth_as_one_device(name: str) -> None:
+    check(name, 2, 2, "none", "bf16")
+
+
+def test_covering_set_covers_every_pair() -> None:
+    seen = list(covering())
+    for a, b in itertools.combinations(range(1, 4), 2):
+        values = [DP, MICROBATCHES, RECOMPUTE]
+        wanted = set(itertools.product(values[a - 1], values[b - 1]))
+        assert wanted <= {(case[a], case[b]) for case in seen}
+    assert all(max(case[1] for case in seen if case[0] == name) > 1 for name in CASES)
+
+
+# ---- negative controls: each of these errors must be found ---------------------------------------------------------------
+
+
+def _gpt_report(dp: int = 2, microbatches: int = 2) -> bool:
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=0.1).train()
+    batches = [{k: v % 31 if k == "input_ids" else v.clamp(max=30) for k, v in tokens(7).items()} for _ in range(2)]
+    return verify(module, batches, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches)).passed
+
+
+def test_control_passes() -> None:
+    assert _gpt_report()
+
+
+def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "valid_targets", lambda target, ignore: (target == target).sum())
+    assert not _gpt_report()
+
+
+def test_wrong_dropout_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_row_start", lambda env, whole: env.offset)
+    assert not _gpt_report()
+
+
+def test_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.lower import step
+
+    monkeypatch.setattr(step, "reductions", lambda plan, name, numel: ())
+    assert not _gpt_report()
+
+
+def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.runtime import interpreter
+
+    original = interpreter._Step.accumulate
+
+    def careless(self, one, grads):  # type: ignore[no-untyped-def]
+        everything = tuple(range(len(self.memory.buckets)))
+        import dataclasses
+
+        original(self, dataclasses.replace(one, first=tuple(i for i in everything if any(n in grads for n in self.memory.buckets[i].grads))), grads)
+
+    monkeypatch.setattr(interpreter._Step, "accumulate", careless)
+    assert not _gpt_report(dp=1, microbatches=1)
+
+
+def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "sync_batch_norm", lambda env, *args: ops.batch_norm(*args))
+    torch.manual_seed(0)
+    batch = {"image": torch.randn(8, 3, 8, 8), "label": torch.randint(0, 5, (8,))}
+    module = ConvNet().train()
+    assert not verify(module, [batch], Plan(mesh=Mesh.of(dp=2)), loss=image_loss).passed
+
+
+# ---- what the loss of a step means -----------------------------------------------------------------------------------------
+
+
+def test_microbatches_of_unequal_masks_equal_one() -> None:
+    """The loss and gradients of m microbatches over n ranks are those of the whole batch at once."""
+    from shardwise.runtime.compiled import Compiled
+    from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads
+
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=16, layers=1, heads=2, context=12).double()
+    ids = torch.randint(0, 31, (6, 12))
+    labels = torch.randint(0, 31, (6, 12))
+    labels[:3, :11] = -100  # three targets in the first half of the rows, 36 in the other
+    batch = {"input_ids": ids, "labels": labels}
+    truth = module(**batch).item()
+    for dp, microbatches in ((1, 1), (1, 2), (2, 1), (3, 2), (2, 6)):
+        compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"), batch)
+        steps = run_threads(compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, [batch], OPTIMIZER, None, 0))  # type: ignore[misc]
+        assert abs(steps[0][0].loss - truth) < 1e-12
+
+
+def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
+    from shardwise.runtime.compiled import Compiled
+    from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads
+
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=0.3)
+    batches = [{k: v.clamp(max=30) for k, v in tokens(8).items()} for _ in range(6)]
+    curves = []
+    for dp in (1, 2, 4):
+        compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), precision="fp64"), batches[0])
+        steps = run_threads(compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, batches, OPTIMIZER, None, 7))  # type: ignore[misc]
+        curves.append([s.loss for s in steps[0]])
+    assert max(abs(a - b) for other in curves[1:] for a, b in zip(curves[0], other, strict=True)) < 1e-12
+    assert len({round(v, 6) for v in curves[0]}) == 6
+
+
+def test_uncapturable_model_says_what_it_loses() -> None:
+    torch.manual_seed(0)
+    module, make, _ = CASES["data-dependent"]()
+    report = verify(module.train(), [make(6)], Plan(mesh=Mesh.of(dp=2)))
+    assert report.passed
+    assert any("not captured" in note for note in report.notes)
+    assert any("overlap" in note and "own rows" in note for note in report.notes)
