@@ -58,7 +58,7 @@ def _show(config: Config, plan: Plan, trace: Trace, costs: Sequence[UnitCost], p
         "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout,
     }  # fmt: skip
-    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(costs))
+    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(trace, costs))
     for note in trace.notes:
         print(f"note: {note}")
     for operations in sorted({name for one in costs for name in one.unknown}):
@@ -78,10 +78,10 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
     for bucket in trace.buckets:
         for p in bucket.parameters:
             name = re.sub(r"(?<=\.)\d+(?=\.)", "*", p.name)
-            key = (name, "x".join(map(str, p.shape)), *_rule(plan, p.name).values())
+            key = (name, "x".join(map(str, p.shape)), "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
             found.setdefault(key, []).append(bucket.index)
-    rows = [(*key[:2], len(buckets), _ranges(buckets), *key[2:]) for key, buckets in found.items()]
-    columns = ("parameter", "shape", ">count", "buckets", "rest", "grad", "state", "kind")
+    rows = [(*key[:2], len(buckets), _ranges(buckets), key[2]) for key, buckets in found.items()]
+    columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
     return grid("parameters (R replicated, P partial sum, S sharded over dp)", columns, rows)
 
 
@@ -90,14 +90,15 @@ def _ranges(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _unit_table(costs: Sequence[UnitCost]) -> Any:
+def _unit_table(trace: Trace, costs: Sequence[UnitCost]) -> Any:
+    """A parameter that several units read is in the row of each, and once in the sum."""
     columns = ("unit", "name", ">parameters", ">forward FLOPs", ">backward", ">saved", ">outputs")
     rows = [
         (f"u{one.index}", one.name, count(one.parameters), count(one.forward_flops), count(one.backward_flops), size(one.saved_bytes), size(one.output_bytes))
         for one in costs
     ]  # fmt: skip
     totals = (
-        "", "total", count(sum(one.parameters for one in costs)), count(sum(one.forward_flops for one in costs)),
+        "", "total", count(sum(p.numel for p in trace.parameters)), count(sum(one.forward_flops for one in costs)),
         count(sum(one.backward_flops for one in costs)), size(sum(one.saved_bytes for one in costs)), "",
     )  # fmt: skip
     return grid("units (of one microbatch on one rank)", columns, rows, totals=totals)

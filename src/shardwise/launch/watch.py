@@ -127,7 +127,8 @@ class Watcher:
     @property
     def finished(self) -> bool:
         """Whether every rank has done its work."""
-        return len(self.watched) == self.ranks and all(one.record and one.record.done for one in self.watched.values())
+        records = (read_record(self.run_dir, rank) for rank in range(self.ranks))  # also of those that ended before they were seen
+        return all(record is not None and record.done for record in records)
 
     def report(self) -> list[str]:
         """One line a rank: where it is."""

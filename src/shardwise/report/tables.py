@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,26 +21,33 @@ def make_console(*, stderr: bool = False) -> Console:
     return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDTH)
 
 
-def pairs(title: str, rows: Mapping[str, Any]) -> Table:
+def pairs(title: str, rows: Mapping[str, Any]) -> RenderableType:
     """Two columns, names and values; rows whose value is None are left out."""
-    table = Table(title=title or None, title_justify="left", title_style="bold", show_header=False, box=box.SIMPLE, pad_edge=False)
+    table = Table(show_header=False, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows.items():
         if value is not None:
             table.add_row(name, value if isinstance(value, Text) else Text(str(value)))
-    return table
+    return _titled(title, table)
 
 
-def grid(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, totals: Sequence[Any] | None = None) -> Table:
+def grid(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], *, totals: Sequence[Any] | None = None
+) -> RenderableType:
     """A table; columns whose name begins with ``>`` are aligned to the right.  ``totals`` is a last row, set apart."""
-    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE, pad_edge=False, show_footer=totals is not None)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, show_footer=totals is not None)
     for index, name in enumerate(columns):
         footer = str(totals[index]) if totals is not None else ""
         table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold", footer=footer)
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
-    return table
+    return _titled(title, table)
+
+
+def _titled(title: str, table: Table) -> RenderableType:
+    """A table's own title is no wider than the table."""
+    return Group(Text(title, style="bold"), table, Text())
 
 
 def show(console: Console, *parts: RenderableType) -> None:

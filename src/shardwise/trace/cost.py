@@ -79,7 +79,7 @@ def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu") -> list[U
     if trace.opaque is not None:
         return [_opaque(trace, unit) for unit in trace.units]
     walk = _Walk(trace, rows, parts, device)
-    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # an upper bound, and reported
+    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]  # the largest result
         return [walk.unit(unit) for unit in trace.units]
 
 
@@ -204,12 +204,12 @@ class _Run:
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
         """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the largest."""
-        value, layout, operands = node.meta["val"], node.meta.get("layout"), tensors_in(args)
+        several = isinstance(node.meta["val"], tuple | list)
+        values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
+        operands = tensors_in(args)
         most = operands[-1].numel() if operands else 1
-        if not isinstance(value, tuple | list):
-            value, layout = [value], [layout]
         made: list[Any] = []
-        for one, placed in zip(value, layout, strict=True):
+        for one, placed in zip(values, layouts, strict=True):
             if not isinstance(one, Tensor):
                 made.append(self.walk.size(one, most))
                 continue
@@ -218,7 +218,7 @@ class _Run:
                 if any(f.axes for f in factors):
                     shape[d] = shape[d] * local_rows(self.walk.env) // self.walk.env.rows
             made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
-        return made if value is node.meta["val"] else made[0]
+        return made if several else made[0]
 
     def backward(self, outputs: Sequence[Tensor], wanted: Sequence[Tensor]) -> int:
         """Run backward; returns the FLOPs of weight gradients, each as many as its op's in forward."""
@@ -300,9 +300,9 @@ def _captured(unit: Unit) -> dict[str, Any]:
 
 def _depends_on_data(node: fx.Node) -> bool:
     """Whether the result's size does."""
-    value = node.meta.get("val")
-    sized = torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()) and isinstance(value, Tensor)
-    return sized and any(isinstance(s, torch.SymInt) and not s.node.has_hint() for s in value.shape)
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for v in tensors_in(node.meta["val"]) for s in v.shape)
 
 
 def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:

@@ -172,7 +172,7 @@ class _Walker:
             self.bind(old, self.read(old.args[0]))
         elif target in _IDENTITIES:
             self.bind(old, self.read(old.args[0]), old.args[0])
-        elif target is aten.batch_norm.default and old.args[5] and isinstance(old.args[3], fx.Node):
+        elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
         elif schema is not None and schema.is_mutable:
             self.mutate(old)
@@ -211,14 +211,15 @@ class _Walker:
         self.value[old] = [(o, not enabled) for o in outputs]
 
     def batch_norm(self, old: fx.Node) -> None:
-        x, weight, bias, mean, var, _, momentum, eps = old.args[:8]
-        args = (*self.map((x, weight, bias, mean, var)), momentum, eps)
-        node = self.call(ops.batch_norm, args, old)
-        y, mean_, var_ = (self.call(operator.getitem, (node, i), v) for i, v in enumerate((old, mean, var)))
-        node.meta["val"] = (old.meta["val"], mean.meta["val"], var.meta["val"])
+        """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running statistics."""
+        x, weight, bias, *running, _, momentum, eps = old.args[:8]
+        written = [r for r in running if isinstance(r, fx.Node)]
+        node = self.call(ops.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
+        node.meta["val"] = tuple(v.meta["val"] for v in (old, *written))
+        y, *new = (self.call(operator.getitem, (node, i), v) for i, v in enumerate((old, *written)))
         self.bind(old, y)
-        self.write(mean, mean_)
-        self.write(var, var_)
+        for goal, value in zip(written, new, strict=True):
+            self.write(goal, value)
 
     def mutate(self, old: fx.Node) -> None:
         schema = old.target._schema

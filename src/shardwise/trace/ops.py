@@ -218,20 +218,23 @@ def scatter(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """BatchNorm in training, functional: (y, new running mean, new running variance)."""
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    """BatchNorm in training, functional: (y, new running mean, new running variance), or (y,) without running statistics."""
+    if mean is None or var is None:
+        return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
     mean, var = mean.clone(), var.clone()
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
 
 def sync_batch_norm(
-    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, var: Tensor, momentum: float, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """BatchNorm over the rows of all ranks: ``x`` is V on dim 0, the statistics I, weight and bias R."""
+    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float,
+    eps: float, per_row: int = 1,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """BatchNorm over the rows of all ranks: ``x`` is V on dim 0, ``per_row`` elements of it a row, the statistics I, weight and bias R."""
     if env.parts == 1:
         return batch_norm(x, weight, bias, mean, var, momentum, eps)
-    result: tuple[Tensor, Tensor, Tensor] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, per_row)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -239,24 +242,28 @@ class _SyncBatchNorm(torch.autograd.Function):
     """One gather of (mean, variance) in forward, one stacked all-reduce in backward; statistics combined as by Chan et al. (1979)."""
 
     @staticmethod
-    def forward(ctx: Any, env: Env, x: Tensor, weight: Any, bias: Any, running_mean: Tensor, running_var: Tensor, momentum: float, eps: float) -> Any:
+    def forward(
+        ctx: Any, env: Env, x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, per_row: int
+    ) -> Any:
         dims = [0, *range(2, x.dim())]
-        spatial = math.prod(x.shape[2:])
-        wide = x.to(running_mean.dtype)
+        each = math.prod(x.shape[2:]) * per_row
+        wide = x.to(torch.promote_types(x.dtype, torch.float32) if running_mean is None else running_mean.dtype)
         local = torch.zeros((2, x.shape[1]), dtype=wide.dtype, device=x.device)
         if x.shape[0]:
             v, m = torch.var_mean(wide, dims, correction=0)
             local[0], local[1] = m, v
         every = torch.empty((env.parts, *local.shape), dtype=local.dtype, device=x.device)
         env.comm.all_gather(every.view(-1), local.view(-1), env.axes, lane="compute", what="BatchNorm statistics").wait()
-        counts = torch.tensor([(b - a) * spatial for a, b in map(env.range, range(env.parts))], dtype=local.dtype)
+        counts = torch.tensor([(b - a) * each for a, b in map(env.range, range(env.parts))], dtype=local.dtype)
         counts = counts.to(x.device)[:, None]
-        total = env.rows * spatial
+        total = env.rows * each
         mean = (every[:, 0] * counts).sum(0) / total
         var = ((every[:, 1] + (every[:, 0] - mean) ** 2) * counts).sum(0) / total
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
         ctx.env, ctx.total, ctx.has_bias = env, total, bias is not None
+        if running_mean is None:
+            return (y,)
         unbiased = var * (total / max(total - 1, 1))
         new_mean = torch.lerp(running_mean, mean, momentum)
         new_var = torch.lerp(running_var, unbiased, momentum)
@@ -276,7 +283,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
         dw = None if weight is None else sums[1].to(weight.dtype)
         db = sums[0].to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return None, dx.to(x.dtype), dw, db, None, None, None, None
+        return None, dx.to(x.dtype), dw, db, None, None, None, None, None
 
 
 def cross_entropy(

@@ -31,10 +31,8 @@ def concrete(size: Any) -> int:
 
 def expression(size: Any) -> Any:
     """A size as an int or a sympy expression: equal ones are equal for every number of rows."""
-    if isinstance(size, torch.SymInt):
-        expr = size.node.expr
-        return int(expr) if expr.is_Integer else expr
-    return int(size)
+    expr = size.node.expr if isinstance(size, torch.SymInt) else size
+    return expr if getattr(expr, "free_symbols", None) else int(expr)
 
 
 class Sizes:
@@ -60,12 +58,10 @@ class Sizes:
         return self.multiple(size) == 1
 
     def node(self, size: Any) -> Any:
-        """A size of the whole batch, as a number or as a node."""
-        return self._node(expression(size))
-
-    def _node(self, expr: Any) -> Any:
-        if isinstance(expr, int) or expr.is_Integer:
-            return int(expr)
+        """A size of the whole batch, or an expression of one, as a number or as a node."""
+        expr = expression(size)
+        if isinstance(expr, int):
+            return expr
         if expr == self.symbol:
             return self.rows
         if expr in self.data:
@@ -73,7 +69,7 @@ class Sizes:
         function = _ARITHMETIC.get(type(expr).__name__)
         if function is None:
             raise Uncapturable(f"a size of {expr} cannot be told from the number of rows")
-        return self.fold(function, [self._node(a) for a in expr.args])
+        return self.fold(function, [self.node(a) for a in expr.args])
 
     def fold(self, function: Callable[..., Any], values: Sequence[Any]) -> Any:
         """``function`` over numbers and nodes, from the left."""
@@ -121,9 +117,14 @@ def regrouped(source: Sequence[Any], place: tuple[int, int, int], goal: Sequence
     return None
 
 
-def _quotient(a: Any, b: Any) -> int | None:
-    """a / b if it is a positive integer for every number of rows."""
+def ratio(a: Any, b: Any) -> int | None:
+    """a / b, of expressions, if it is an integer for every number of rows."""
     if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 and a > 0 else None
-    ratio = a / b
-    return int(ratio) if ratio.is_Integer and ratio > 0 else None
+        return a // b if b and a % b == 0 else None
+    found = a / b
+    return int(found) if found.is_Integer else None
+
+
+def _quotient(a: Any, b: Any) -> int | None:
+    found = ratio(a, b)
+    return found if found is not None and found > 0 else None

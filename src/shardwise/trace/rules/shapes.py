@@ -11,7 +11,7 @@ from torch import fx
 from shardwise.core.layout import Layout
 from shardwise.trace.rules.table import Table, aligned, given, op_name, rank_of, tensors, whole_dims
 from shardwise.trace.sharding import Propagation
-from shardwise.trace.sizes import expression, regrouped
+from shardwise.trace.sizes import expression, ratio, regrouped
 
 aten = torch.ops.aten
 RULES = Table()
@@ -185,13 +185,7 @@ RULES.same(whole_dims(lambda n, r: given(n, "dims") or range(r)), "roll")
 
 def _blocks(p: Propagation, size: Any, post: int) -> int | None:
     """How many times all rows, each ``post`` elements, a size or a position is."""
-    if isinstance(size, fx.Node):
-        size = size.meta["val"]
-    expr = expression(size)
-    if isinstance(expr, int) and expr == 0:
-        return 0
-    ratio = expr / (p.rows * post)
-    return int(ratio) if ratio == int(ratio) else None if isinstance(ratio, float) else int(ratio) if ratio.is_Integer else None
+    return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), p.rows * post)
 
 
 @RULES.rule("slice")
@@ -335,6 +329,3 @@ def _arange(p: Propagation, node: fx.Node) -> Any:
     if node.target is aten.arange.default and p.sizes.is_rows(node.meta["val"].shape[0]) and p.axes:
         return p.convert(whole, p.at(p.shape(node), (0, 1, 1)))
     return whole
-
-
-

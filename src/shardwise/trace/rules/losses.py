@@ -1,0 +1,65 @@
+"""Losses: a mean over rows is this rank's sum over everybody's count."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.trace import ops
+from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+from shardwise.trace.sharding import Propagation
+
+aten = torch.ops.aten
+RULES = Table()
+
+_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
+
+
+@RULES.rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
+    x, target = node.args[:2]
+    weight, reduction = given(node, "weight"), given(node, "reduction", _MEAN)
+    plain = op_name(node) == "cross_entropy_loss"
+    rank = rank_of(p, x)
+    if rank < 2:
+        return None
+    labels: list[Any] = ["b", None, *range(2, rank)]
+    theirs = labels if rank_of(p, target) == rank else ["b", *range(2, rank)]
+    operands = [(x, labels), (target, theirs)]
+    if isinstance(weight, fx.Node):
+        operands.append((weight, [None]))
+    values, chosen, partial = p.solve(operands)
+    layout = p.result(p.shape(node), ["b", *range(2, rank)] if reduction == _NONE else [], chosen, partial)
+    weights = values[2] if len(values) > 2 else None
+    ignore = given(node, "ignore_index", -100)
+    smoothing = given(node, "label_smoothing", 0.0) if plain else 0.0
+    if chosen is None or reduction != _MEAN:
+        tail = (weights, reduction, ignore, smoothing) if plain else (weights, reduction, ignore)
+        return p.emit(node, (*values[:2], *tail), {}, layout)
+    counted = node is p.counted
+    if not counted:
+        p.count("all_reduce", "count of targets")
+    return p.emit(node, (p.env, *values[:2], weights, ignore, smoothing, counted, not plain), {}, layout, ops.cross_entropy)
+
+
+@RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",
+            "binary_cross_entropy_with_logits", "poisson_nll_loss")  # fmt: skip
+def _elementwise_loss(p: Propagation, node: fx.Node) -> Any:
+    reduction = given(node, "reduction", _MEAN)
+    operands = tensors(node)
+    sizes = broadcast(p, operands)
+    values, chosen, partial = p.solve(aligned(p, operands, sizes))
+    layout = p.result(p.shape(node), range(len(sizes)) if reduction == _NONE else [], chosen, partial)
+    args, kwargs = p.filled(node, values)
+    if chosen is None or reduction != _MEAN:
+        return p.emit(node, args, kwargs, layout)
+    at = [a.name for a in node.target._schema.arguments].index("reduction")  # type: ignore[union-attr]
+    args, kwargs = list(args), dict(kwargs)
+    if len(args) > at:
+        args[at] = _SUM
+    else:
+        kwargs["reduction"] = _SUM
+    total = p.emit(node, args, kwargs, layout)
+    return p.emit(node, (total, p.sizes.product(sizes)), {}, layout, aten.div.Scalar)

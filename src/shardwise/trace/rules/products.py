@@ -1,0 +1,176 @@
+"""Contractions: matrix products, convolutions, attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.trace import ops
+from shardwise.trace.rules.draws import sample_dim
+from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+from shardwise.trace.sharding import Propagation
+
+aten = torch.ops.aten
+RULES = Table()
+
+
+@RULES.rule("linear")
+def _linear(p: Propagation, node: fx.Node) -> Any:
+    x, w = node.args[:2]
+    bias = given(node, "bias")
+    lead = list(range(rank_of(p, x) - 1))
+    columns = ["n"] if rank_of(p, w) == 2 else []
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*lead, "k"]), (w, [*columns, "k"])]
+    if isinstance(bias, fx.Node):
+        operands.append((bias, columns))
+    return p.labelled(node, operands, [*lead, *columns], () if isinstance(bias, fx.Node) else (0,))
+
+
+@RULES.rule("matmul", "bmm", "mm", "mv", "dot", "vdot", "inner_product")
+def _matmul(p: Propagation, node: fx.Node) -> Any:
+    a, b = node.args[:2]
+    ranks = rank_of(p, a), rank_of(p, b)
+    batch = max(*ranks, 2) - 2
+    sizes = p.expressions(node)[:batch]
+    mine, theirs = (
+        [batch - (r - 2) + d if s == sizes[batch - (r - 2) + d] else None for d, s in enumerate(p.expressions(x)[: max(r - 2, 0)])]
+        for x, r in ((a, ranks[0]), (b, ranks[1]))
+    )
+    rows, columns = (["m"] if ranks[0] > 1 else []), (["n"] if ranks[1] > 1 else [])
+    out = [*range(batch), *rows, *columns]
+    return p.labelled(node, [(a, [*mine, *rows, "k"]), (b, [*theirs, "k", *columns])], out, (0, 1))
+
+
+@RULES.rule("addmm", "baddbmm")
+def _addmm(p: Propagation, node: fx.Node) -> Any:
+    bias, a, b = node.args[:3]
+    lead = list(range(rank_of(p, a) - 2))
+    out = [*lead, "m", "n"]
+    ((_, labels),) = aligned(p, [bias], p.expressions(node))
+    names = [out[d] if d is not None else None for d in labels]
+    return p.labelled(node, [(bias, names), (a, [*lead, "m", "k"]), (b, [*lead, "k", "n"])], out)
+
+
+@RULES.rule("outer", "ger")
+def _outer(p: Propagation, node: fx.Node) -> Any:
+    return p.labelled(node, [(node.args[0], ["m"]), (node.args[1], ["n"])], ["m", "n"], (0, 1))
+
+
+@RULES.rule("einsum")
+def _einsum(p: Propagation, node: fx.Node) -> Any:
+    equation, operands = node.args[0].replace(" ", ""), list(node.args[1])
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    ranks = [rank_of(p, o) for o in operands]
+    wide = max((r - len(t) + 3 for t, r in zip(terms, ranks, strict=True) if "..." in t), default=0)
+    dots = [f".{i}" for i in range(wide)]
+    names = [_letters(t, dots, r) for t, r in zip(terms, ranks, strict=True)]
+    if any(len(set(n)) != len(n) for n in names):
+        return None  # a diagonal
+    if "->" in equation:
+        out = _letters(right, dots, len(right.replace("...", "")) + wide)
+    else:
+        plain = left.replace("...", "").replace(",", "")
+        out = [*dots, *sorted(c for c in set(plain) if plain.count(c) == 1)]
+    sizes = [p.expressions(o) for o in operands]
+    full = {n: s for ns, ss in zip(names, sizes, strict=True) for n, s in zip(ns, ss, strict=True) if s != 1}
+    pairs = [
+        (o, [n if s == full.get(n, 1) else None for n, s in zip(ns, ss, strict=True)])
+        for o, ns, ss in zip(operands, names, sizes, strict=True)
+    ]
+    return p.labelled(node, pairs, out, range(len(pairs)))
+
+
+def _letters(term: str, dots: list[str], rank: int) -> list[str]:
+    """The labels of one operand of an einsum of so many dims, its ellipsis spelled out."""
+    before, _, after = term.partition("...")
+    hidden = rank - len(before) - len(after)
+    return [*before, *dots[len(dots) - hidden :], *after]
+
+
+@RULES.rule("bilinear")
+def _bilinear(p: Propagation, node: fx.Node) -> Any:
+    a, b, w = node.args[:3]
+    bias = given(node, "bias")
+    lead = list(range(rank_of(p, a) - 1))
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(a, [*lead, None]), (b, [*lead, None]), (w, [None] * 3)]
+    if isinstance(bias, fx.Node):
+        operands.append((bias, [None]))
+    return p.labelled(node, operands, [*lead, "n"])
+
+
+@RULES.rule("cdist")
+def _cdist(p: Propagation, node: fx.Node) -> Any:
+    a, b = node.args[:2]
+    lead = broadcast(p, [a, b])[:-2]
+    pairs = []
+    for x, name in ((a, "m"), (b, "n")):
+        own = p.expressions(x)[:-2]
+        shift = len(lead) - len(own)
+        pairs.append((x, [*(d + shift if s == lead[d + shift] else None for d, s in enumerate(own)), name, None]))
+    return p.labelled(node, pairs, [*range(len(lead)), "m", "n"])
+
+
+@RULES.rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _conv(p: Propagation, node: fx.Node) -> Any:
+    operands = tensors(node)
+    spatial = rank_of(p, operands[1]) - 2
+    lead = ["b"] if rank_of(p, operands[0]) == spatial + 2 else []
+    inner: list[Any] = [None] * (spatial + 1)
+    pairs = [(operands[0], [*lead, *inner]), (operands[1], [None] * (spatial + 2))]
+    pairs += [(o, [None]) for o in operands[2:]]
+    return p.labelled(node, pairs, [*lead, *[f"s{i}" for i in range(spatial + 1)]])
+
+
+@RULES.rule("scaled_dot_product_attention")
+def _attention(p: Propagation, node: fx.Node) -> Any:
+    q, k, v = node.args[:3]
+    mask = given(node, "attn_mask")
+    lead = rank_of(p, q) - 2
+    leads = [p.expressions(x)[:lead] for x in (q, k, v)]
+    if any(rank_of(p, x) != lead + 2 for x in (k, v)):
+        return None
+    # A dim that differs is of heads that share keys, or is broadcast: whole.
+    names: list[Any] = [d if len({s[d] for s in leads}) == 1 else None for d in range(lead)]
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*names, None, None]) for x in (q, k, v)]
+    if isinstance(mask, fx.Node):
+        ((_, labels),) = aligned(p, [mask], [*p.expressions(node)[:lead], None, None])
+        operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
+    out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
+    if "ordinal" not in node.meta or p.dropout == "fast":
+        return p.labelled(node, operands, out)
+    return _attention_dropout(p, node, operands, out)
+
+
+def _attention_dropout(p: Propagation, node: fx.Node, operands: list[tuple[fx.Node, Sequence[Any]]], out: list[Any]) -> fx.Node:
+    """Attention spelled out, so that the mask on its probabilities is keyed by sample."""
+    q, k = operands[0][0], operands[1][0]
+    values, chosen, partial = p.solve(operands)
+    if chosen is not None and chosen[1] != 1:  # samples are not in the order of the mask's
+        values, chosen, partial = [p.whole(o) for o, _ in operands], None, False
+    layout = p.result(p.shape(node), out, chosen, partial)
+    sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
+    batch, whole = sample_dim(p, sizes, (out.index(chosen[0]), *chosen[1:]) if chosen else None)
+    mask = values[3] if len(values) > 3 else None
+    args = (p.env, *values[:3], mask, given(node, "dropout_p", 0.0), given(node, "is_causal", False), node.meta["ordinal"], batch, whole)
+    kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
+    return p.emit(node, args, kwargs, layout, ops.attention)
+
+
+@RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(p: Propagation, node: fx.Node) -> Any:
+    """Sequences of one length; packed ones have no batch dim."""
+    x = node.args[0]
+    if rank_of(p, x) != 3 or not isinstance(given(node, "batch_first"), bool):
+        return None
+    batch = 0 if given(node, "batch_first") else 1
+    labels: list[Any] = [None] * 3
+    labels[batch] = "b"
+    state: list[Any] = [None, "b", None]
+    states = set(given(node, "hx")) if op_name(node) == "lstm" else {given(node, "hx")}
+    pairs = [(o, labels if o is x else state if o in states else [None] * rank_of(p, o)) for o in tensors(node)]
+    outputs = [[lab or f"w{i}" for i, lab in enumerate(one)] for one in (labels, state, state)]
+    return p.labelled(node, pairs, outputs[: len(node.meta["val"])], several=True)

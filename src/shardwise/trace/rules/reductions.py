@@ -1,0 +1,150 @@
+"""Reductions, norms, pooling, sorting: a sum over rows is a partial sum, everything else wants its dims whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.trace import ops
+from shardwise.trace.rules.table import (
+    Table, aligned, broadcast, dims_of, given, has_argument, op_name, pointwise, rank_of, tensors, whole_dims,
+)  # fmt: skip
+from shardwise.trace.sharding import Propagation
+
+aten = torch.ops.aten
+RULES = Table()
+
+
+def _kept(rank: int, dims: Sequence[int], keep: bool) -> list[Any]:
+    return [f"r{d}" if d in dims else d for d in range(rank) if keep or d not in dims]
+
+
+@RULES.rule("sum", "mean", "nansum", "count_nonzero")
+def _sum(p: Propagation, node: fx.Node) -> Any:
+    x, name = node.args[0], op_name(node)
+    rank = rank_of(p, x)
+    dims, keep = dims_of(node, rank), bool(given(node, "keepdim", False))
+    out = _kept(rank, dims, keep)
+    place = p.place(x)
+    if name != "mean" or place is None or place[0] not in dims:
+        return p.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
+    kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
+    layout = p.result(p.shape(node), out, place, False)
+    total = p.emit(node, (p.value[x], dims, keep), kwargs, layout, aten.sum.dim_IntList)
+    count = p.sizes.product([x.meta["val"].shape[d] for d in dims])
+    return p.emit(node, (total, count), {}, layout, aten.div.Scalar)
+
+
+def _whole(p: Propagation, node: fx.Node) -> Any:
+    """Reductions that cannot be finished from partial results."""
+    x = node.args[0]
+    rank = rank_of(p, x)
+    dims, keep = dims_of(node, rank, none=_default_dims(node, rank)), bool(given(node, "keepdim", False))
+    labels: list[Any] = [d if d not in dims else None for d in range(rank)]
+    out = _kept(rank, dims, keep)
+    value = node.meta["val"]
+    many = isinstance(value, tuple | list)
+    return p.labelled(node, [(x, labels)], [out] * len(value) if many else out, several=many)
+
+
+def _default_dims(node: fx.Node, rank: int) -> list[int]:
+    last = op_name(node) in ("kthvalue", "mode") and has_argument(node, "dim")
+    return [rank - 1] if last and rank else list(range(rank))
+
+
+RULES.same(
+    _whole,
+    """amax amin argmax argmin logsumexp prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm norm
+    aminmax""",
+)
+
+
+@RULES.rule("max", "min")
+def _max(p: Propagation, node: fx.Node) -> Any:
+    return pointwise(p, node) if len(tensors(node)) == 2 else _whole(p, node)
+
+
+@RULES.rule("cosine_similarity", "pairwise_distance")
+def _between(p: Propagation, node: fx.Node) -> Any:
+    operands = tensors(node)
+    sizes = broadcast(p, operands)
+    dim = (given(node, "dim", 1) if op_name(node) == "cosine_similarity" else -1) % len(sizes)
+    keep = bool(given(node, "keepdim", False))
+    pairs = [(o, [lab if lab != dim else None for lab in labels]) for o, labels in aligned(p, operands, sizes)]
+    return p.labelled(node, pairs, _kept(len(sizes), [dim], keep))
+
+
+# ---- along a dim -----------------------------------------------------------------------------------------------------------
+
+_named = whole_dims(lambda n, r: dims_of(n, r))
+_last = whole_dims(lambda n, r: dims_of(n, r, none=[-1]))
+
+RULES.same(_named, "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin")
+RULES.same(_last, "sort argsort topk fft_fft fft_ifft fft_rfft fft_irfft")
+RULES["msort"] = whole_dims(lambda n, r: [0])
+
+# ---- norms ---------------------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("layer_norm", "rms_norm")
+def _layer_norm(p: Propagation, node: fx.Node) -> Any:
+    x, shape = node.args[:2]
+    rank = rank_of(p, x)
+    labels: list[Any] = [d if d < rank - len(shape) else None for d in range(rank)]
+    operands = [(x, labels), *((o, [None] * rank_of(p, o)) for o in tensors(node)[1:])]
+    return p.labelled(node, operands, [d if d is not None else "w" for d in labels])
+
+
+@RULES.rule("group_norm", "batch_norm")
+def _per_sample_norm(p: Propagation, node: fx.Node) -> Any:
+    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is ``ops.batch_norm``.)"""
+    operands = tensors(node)
+    rank = rank_of(p, node)
+    pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
+    return p.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]])
+
+
+@RULES.rule("instance_norm")
+def _instance_norm(p: Propagation, node: fx.Node) -> Any:
+    """As a group norm of one channel a group, which takes a rank without rows."""
+    operands = tensors(node)
+    if given(node, "running_mean") is not None:
+        return None
+    rank = rank_of(p, node)
+    pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
+    values, chosen, partial = p.solve(pairs)
+    feed = iter(values[1:])
+    weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
+    layout = p.result(p.shape(node), ["b", *[f"w{d}" for d in range(1, rank)]], chosen, partial)
+    args = (values[0], p.shape(node)[1], weight, bias, given(node, "eps"))
+    return p.emit(node, args, {}, layout, aten.group_norm.default)
+
+
+def batch_norm(p: Propagation, node: fx.Node) -> Any:
+    """BatchNorm over the rows of all ranks; what is not sharded along dim 0 is computed by every rank."""
+    operands = tensors(node)
+    place = p.place(operands[0])
+    if place is None or place[0] != 0:
+        return p.replicate(node)
+    rest = iter([p.convert(p.value[o], p.layout(p.value[o]), "R") for o in operands[1:]])
+    others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+    layouts = [p.at(p.shapes(node)[0], place), *(p.at(s, None) for s in p.shapes(node)[1:])]
+    for kind in ("all_gather", "all_reduce in backward"):
+        p.count(kind, "batch_norm")
+    return p.emit(node, (p.env, p.value[operands[0]], *others, place[1] * place[2]), {}, layouts, ops.sync_batch_norm)
+
+
+# ---- pooling and resampling ------------------------------------------------------------------------------------------------
+
+_sample = whole_dims(lambda n, r: range(1, r))
+
+RULES.same(
+    _sample,
+    """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
+    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im""",
+)

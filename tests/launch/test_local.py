@@ -1,0 +1,155 @@
+"""Ranks that are processes of this machine: how they start, and how their errors reach the user.  They need no torch."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardwise.core.errors import ConfigError
+from shardwise.launch.local import RunFailed, last_lines, launch_local, run_folder, under_torchrun
+
+
+def launch(tmp_path: Path, script: str, *, ranks: int = 2, hang_timeout: float = 20.0) -> list[str]:
+    """Run a script as ranks; the log of each."""
+    path = tmp_path / "script.py"
+    path.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{script}\n")
+    with run_folder(tmp_path / "run"):
+        command = ["-m", "shardwise.launch.rank", str(tmp_path / "run"), str(path), "--size", "3"]
+        launch_local(command, ranks, tmp_path / "run", threads=3, hang_timeout=hang_timeout)
+    return [(tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text() for rank in range(ranks)]
+
+
+def test_a_script_runs_on_every_rank_as_it_would_alone(tmp_path: Path) -> None:
+    words = "sys.argv[1:], os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'], __name__, sys.path[0]"
+    before = dict(os.environ)
+    logs = launch(tmp_path, f"print(rank, {words}); print('to stderr', file=sys.stderr)")
+    for rank, log in enumerate(logs):
+        assert log == f"{rank} ['--size', '3'] 2 3 __main__ {tmp_path}\nto stderr\n"
+    assert {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""} == {**before, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+    assert not under_torchrun()
+
+
+def test_an_exception_names_its_rank_and_line(tmp_path: Path) -> None:
+    script = "if rank == 1:\n    raise KeyError('no such field')\ntime.sleep(60)"
+    start = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        launch(tmp_path, script)
+    assert time.monotonic() - start < 25
+    assert failed.value.rank == 1 and failed.value.cause == "other"
+    assert "KeyError: 'no such field'" in str(failed.value) and "script.py:4" in str(failed.value)
+    assert any("raise KeyError" in line for line in failed.value.details)
+
+
+def test_wrong_input_is_told_as_it_is(tmp_path: Path) -> None:
+    script = "from shardwise.core.errors import ConfigError\nraise ConfigError('model.width = 3: legal: 4')"
+    with pytest.raises(RunFailed) as failed:
+        launch(tmp_path, script)
+    assert str(failed.value) == "model.width = 3: legal: 4" and failed.value.cause == "config"
+
+
+def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
+    script = (
+        "from shardwise.runtime.communicator import CommunicationError\n"
+        "if rank == 0:\n    raise CommunicationError('rank 1 is gone', rank=0, operation='all_reduce')\n"
+        "time.sleep(0.2)\nraise ValueError('the cause')"
+    )
+    with pytest.raises(RunFailed, match="rank 1 failed at running .*: ValueError: the cause"):
+        launch(tmp_path, script)
+
+
+def test_a_killed_rank_is_named_and_ends_those_that_do_not_listen(tmp_path: Path) -> None:
+    script = (
+        "if rank == 1:\n    print('last words'); time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60)"
+    )
+    start = time.monotonic()
+    with pytest.raises(RunFailed) as failed:
+        launch(tmp_path, script)
+    assert time.monotonic() - start < 25
+    assert failed.value.rank == 1 and failed.value.cause == "lost"
+    assert "rank 1 was killed (SIGKILL" in str(failed.value) and "running" in str(failed.value)
+    assert any("last words" in line for line in failed.value.details)
+    assert children() == []
+
+
+def test_an_exit_code_is_told(tmp_path: Path) -> None:
+    with pytest.raises(RunFailed, match="rank 0 ended with exit code 5") as failed:
+        launch(tmp_path, "if rank == 0:\n    sys.exit(5)\ntime.sleep(60)")
+    assert failed.value.rank == 0
+
+
+def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(RunFailed, match=r"rank 1 has been stopped \(SIGSTOP\)") as failed:
+        launch(tmp_path, "if rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(60)", hang_timeout=1.0)
+    assert time.monotonic() - start < 25
+    assert failed.value.cause == "hang" and any(line.startswith("rank 0: ") for line in failed.value.details)
+    assert children() == []
+
+
+def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
+    """SIGTERM to the launcher; one rank does not listen to signals."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1':\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"open('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-m", "shardwise", "launch", "--ranks", "2", "--run-dir", str(tmp_path / "run"), str(script)]
+    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for(tmp_path / "here0", tmp_path / "here1")
+    ranks = psutil.Process(launcher.pid).children()
+    assert len(ranks) == 2
+    launcher.send_signal(signal.SIGTERM)
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 130 and "interrupted" in output and "Traceback" not in output
+    assert not any(rank.is_running() for rank in ranks)
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"import os, time\nopen('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "shardwise", "launch", "--ranks", "1", "--run-dir", str(tmp_path / "run"), str(script)]
+    launcher = subprocess.Popen(command)
+    wait_for(tmp_path / "here0")
+    (rank,) = psutil.Process(launcher.pid).children()
+    launcher.kill()
+    launcher.wait()
+    assert psutil.wait_procs([rank], timeout=10)[1] == []
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    with run_folder(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        (tmp_path / "run" / "own.txt").write_text("of the user's")
+        with pytest.raises(ConfigError, match="another run is writing"), run_folder(tmp_path / "run"):
+            pass
+    with run_folder(tmp_path / "run", ["metrics.jsonl"]):
+        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "logs", "monitor", "own.txt"]
+    with pytest.raises(ConfigError, match="cannot write"), run_folder(tmp_path / "run" / "own.txt" / "below"):
+        pass
+
+
+def test_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("".join(f"line {n}\n\n" for n in range(5000)))
+    assert last_lines(tmp_path / "log", 2) == ["line 4998", "line 4999"]
+    assert last_lines(tmp_path / "none") == []
+
+
+def children() -> list[psutil.Process]:
+    """Ranks of this process that still run."""
+    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE and "shardwise" in " ".join(p.cmdline())]
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
