@@ -68,12 +68,16 @@ def look(watcher: Watcher, seconds: float) -> Hang | None:
 
 
 def test_a_rank_that_others_wait_for_hangs(start: Start) -> None:
-    watcher = start("at(3, 7, Op.REDUCE); progress.wait('all_reduce of loss'); sleep()", "at(3, 2, Op.BACKWARD); sleep()", timeout=0.6)
+    watcher = start(
+        "at(3, 7, Op.REDUCE); progress.wait('all_reduce of loss'); sleep()", "at(3, 2, Op.BACKWARD); sleep()", timeout=0.6
+    )
     found = look(watcher, 10)
     assert found is not None and found.culprits == (1,)
     assert "rank 1 hangs at BACKWARD u2 m0 of step 3" in found.message and "train.hang_timeout" in found.message
     report = watcher.report()
-    assert "waits" in report[0] and "all_reduce of loss" in report[0] and report[1].startswith("rank 1: at BACKWARD u2 m0 of step 3")
+    assert (
+        "waits" in report[0] and "all_reduce of loss" in report[0] and report[1].startswith("rank 1: at BACKWARD u2 m0 of step 3")
+    )
 
 
 def test_also_a_busy_one(start: Start) -> None:
@@ -96,7 +100,10 @@ def test_an_idle_rank_that_nobody_waits_for_hangs(start: Start) -> None:
 
 
 def test_the_start_may_take_longer(start: Start) -> None:
-    ranks = ("progress.phase('connecting'); progress.wait('barrier of the start'); sleep()", "progress.phase('building'); sleep()")
+    ranks = (
+        "progress.phase('connecting'); progress.wait('barrier of the start'); sleep()",
+        "progress.phase('building'); sleep()",
+    )
     watcher = start(*ranks, timeout=0.2, start_timeout=2.5)
     assert look(watcher, 1.5) is None
     found = look(watcher, 10)

@@ -80,9 +80,7 @@ def conformance() -> Callable[[str], list[dict[str, dict[str, str]]]]:
             ended = run_processes(cases.parse_mesh(mesh).size, "conformance", mesh)
             for process in ended:
                 assert process.code == 0, process.errors
-            known[mesh] = [
-                {key: found for line in process.lines() for key, found in line.items()} for process in ended
-            ]
+            known[mesh] = [{key: found for line in process.lines() for key, found in line.items()} for process in ended]
         return known[mesh]
 
     return results
@@ -91,9 +89,7 @@ def conformance() -> Callable[[str], list[dict[str, dict[str, str]]]]:
 @pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("backend", ["shared", "gloo"])
-def test_processes(
-    conformance: Callable[[str], list[dict[str, dict[str, str]]]], backend: str, mesh: str, case: str
-) -> None:
+def test_processes(conformance: Callable[[str], list[dict[str, dict[str, str]]]], backend: str, mesh: str, case: str) -> None:
     for rank, results in enumerate(conformance(mesh)):
         problem = results[backend].get(case, "not reached")
         assert not problem, f"rank {rank}: {problem}"
@@ -105,9 +101,7 @@ def test_threads(mesh: str, case: str) -> None:
     run_ranks(cases.parse_mesh(mesh), cases.CASES[case], timeout=20)
 
 
-@pytest.mark.parametrize(
-    "case", ["messages", "messages_both_ways", "many_outstanding", "subgroups_side_by_side"]
-)
+@pytest.mark.parametrize("case", ["messages", "messages_both_ways", "many_outstanding", "subgroups_side_by_side"])
 @pytest.mark.parametrize("rendezvous", [False, True])
 def test_threads_with_delays(case: str, rendezvous: bool) -> None:
     run_ranks(Mesh.of(pp=3, dp=2), cases.CASES[case], timeout=20, delay_seed=7, rendezvous=rendezvous)

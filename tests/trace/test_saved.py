@@ -162,7 +162,7 @@ ATTENTION: dict[str, tuple[Sequence[Tensor], dict[str, Any]]] = {
     "groups": (heads(6, 6, 8, 8, 2), {"enable_gqa": True}),
     "groups and dropout": (heads(6, 6, 8, 8, 2), {"enable_gqa": True, "dropout_p": 0.1}),
     "three dims": (tuple(t.detach()[0].requires_grad_() for t in heads(6, 6, 8, 8)), {}),
-    "strided": (tuple(t.detach().transpose(-1, -2).contiguous().transpose(-1, -2).requires_grad_() for t in heads(6, 6, 8, 8)), {}),
+    "strided": (tuple(t.detach().mT.contiguous().mT.requires_grad_() for t in heads(6, 6, 8, 8)), {}),
     "odd size": (heads(5, 5, 7, 7), {"is_causal": True}),
 }
 

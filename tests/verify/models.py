@@ -87,7 +87,7 @@ class DataDependent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.a, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.a, self.norm, self.head = nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Linear(8, 1)
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

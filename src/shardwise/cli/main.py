@@ -20,7 +20,9 @@ app = typer.Typer(
 
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG.toml] [section.key=value]...", help="A TOML file and overrides, in any order.", show_default=False),
+    typer.Argument(
+        metavar="[CONFIG.toml] [section.key=value]...", help="A TOML file and overrides, in any order.", show_default=False
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
@@ -50,13 +52,19 @@ def verify(
 
 
 @app.command()
-def show(arguments: Arguments = None, json: Json = False) -> None:
+def show(
+    arguments: Arguments = None,
+    json: Json = False,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the program of a step instead of printing it.")
+    ] = None,
+) -> None:
     """The plan, the model's units with their costs, and the program of a step."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .show import run
 
-        run(path, overrides, json)
+        run(path, overrides, json, picture)
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

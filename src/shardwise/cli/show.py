@@ -15,14 +15,15 @@ from shardwise.config import Config
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, subject
+from shardwise.report.picture import svg
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.cost import UnitCost, cost
 from shardwise.trace.trace import Trace
 
 
-def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
-    """Capture the model and print what a step of the plan does; nothing is trained."""
+def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None) -> None:
+    """Capture the model and print what a step of the plan does, or draw it as SVG to ``picture``; nothing is trained."""
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
     compiled = Compiled(found.module, found.plan, found.batches[0], found.loss)
@@ -30,7 +31,11 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.size, "cuda" if torch.cuda.is_available() else "cpu")
     programs = compiled.programs(trace, plan.microbatches)
-    if json:
+    if picture is not None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        picture.write_text(svg(programs[0], f"A step of {plan.mesh.size} ranks, {plan.microbatches} microbatches"))
+        print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
+    elif json:
         print_json(_plain(plan, trace, costs, programs))
     else:
         _show(config, plan, trace, costs, programs)
@@ -40,7 +45,9 @@ def _plain(plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequen
     return {
         "plan": plan.to_toml(),
         "parameters": [
-            {"name": p.name, "shape": p.shape, "bucket": b.index, "units": b.units, **_rule(plan, p.name)} for b in trace.buckets for p in b.parameters
+            {"name": p.name, "shape": p.shape, "bucket": b.index, "units": b.units, **_rule(plan, p.name)}
+            for b in trace.buckets
+            for p in b.parameters
         ],
         "frozen": trace.frozen,
         "units": [{**asdict(one), "backward_flops": one.backward_flops} for one in costs],
@@ -69,7 +76,12 @@ def _show(config: Config, plan: Plan, trace: Trace, costs: Sequence[UnitCost], p
 
 def _rule(plan: Plan, name: str) -> dict[str, str]:
     rule = plan.rule(name)
-    return {"rest": rule.rest, "grad": rule.grad, "state": rule.state, "kind": DATA_PARALLEL_ROWS[rule.rest, rule.grad, rule.state]}
+    return {
+        "rest": rule.rest,
+        "grad": rule.grad,
+        "state": rule.state,
+        "kind": DATA_PARALLEL_ROWS[rule.rest, rule.grad, rule.state],
+    }
 
 
 def _parameter_table(plan: Plan, trace: Trace) -> Any:

@@ -45,7 +45,13 @@ def _processes(config: Config) -> dict[str, Any]:
         (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
         command = ["-m", "shardwise.launch.verifying", str(folder)]
         # Ranks wait for each other while any of them computes what one device does.
-        launch_local(command, config.train.devices, folder, threads=config.train.threads, hang_timeout=max(300.0, config.train.hang_timeout))
+        launch_local(
+            command,
+            config.train.devices,
+            folder,
+            threads=config.train.threads,
+            hang_timeout=max(300.0, config.train.hang_timeout),
+        )
         report: dict[str, Any] = jsonlib.loads((folder / "report.json").read_text(encoding="utf-8"))
         return report
 

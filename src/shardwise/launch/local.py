@@ -61,7 +61,9 @@ def run_folder(run_dir: Path, files: Sequence[str] = ()) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each") from None
+            raise ConfigError(
+                f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each"
+            ) from None
         for old in (*run_dir.glob("logs/rank_*.log"), *run_dir.glob("monitor/rank_*"), *map(run_dir.joinpath, files)):
             old.unlink(missing_ok=True)
         yield

@@ -49,7 +49,7 @@ def train(config: Config, progress: Progress, *, timeout: float = 300.0, on_step
     plan = build_plan(config)
     progress.phase("connecting")
     comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
-    _log_to_stdout(comm.rank)
+    _start_log(comm.rank)
     try:
         run = _build(config, plan, comm, progress)
         log.info("ready after %.1f s: process %d on %s", _age(), os.getpid(), comm.device)
@@ -201,8 +201,8 @@ def _age() -> float:
     return time.time() - psutil.Process().create_time()
 
 
-def _log_to_stdout(rank: int) -> None:
-    handler = logging.StreamHandler(sys.stdout)
+def _start_log(rank: int) -> None:
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)

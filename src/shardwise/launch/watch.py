@@ -71,7 +71,11 @@ class Watched:
         if self.record.done:
             return "has finished"
         state = f"waits {self.quiet:.0f} s for {self.record.waiting_for}, at " if self.waiting else "at "
-        return state + self.record.place + (", stopped (SIGSTOP)" if self.stopped else "" if self.waiting else f" for {self.quiet:.0f} s")
+        return (
+            state
+            + self.record.place
+            + (", stopped (SIGSTOP)" if self.stopped else "" if self.waiting else f" for {self.quiet:.0f} s")
+        )
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,9 @@ class Watcher:
     @property
     def finished(self) -> bool:
         """Whether every rank has done its work."""
-        records = (read_record(self.run_dir, rank) for rank in range(self.ranks))  # also of those that ended before they were seen
+        records = (
+            read_record(self.run_dir, rank) for rank in range(self.ranks)
+        )  # also of those that ended before they were seen
         return all(record is not None and record.done for record in records)
 
     def report(self) -> list[str]:

@@ -53,11 +53,15 @@ def svg(program: Program, title: str = "") -> str:
 def _box(one: Instruction, span: tuple[float, float], y: float) -> list[str]:
     x, w = LEFT + UNIT * span[0], UNIT * (span[1] - span[0]) - 1.5
     label = f"u{one.unit}" if one.unit >= 0 else f"b{one.bucket}" if one.bucket >= 0 else "loss" if one.op is Op.REDUCE else ""
-    text = [f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{HEIGHT}" rx="3" fill="{FILL[one.op]}"><title>{escape(str(one))}</title></rect>']
+    text = [
+        f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{HEIGHT}" rx="3" fill="{FILL[one.op]}"><title>{escape(str(one))}</title></rect>'
+    ]
     if label:
         text.append(f'<text x="{x + w / 2:.1f}" y="{y + 15}" font-size="11" fill="white" text-anchor="middle">{label}</text>')
     if one.microbatch >= 0:
-        text.append(f'<text x="{x + w / 2:.1f}" y="{y + 28}" font-size="10" fill="white" text-anchor="middle">m{one.microbatch}</text>')
+        text.append(
+            f'<text x="{x + w / 2:.1f}" y="{y + 28}" font-size="10" fill="white" text-anchor="middle">m{one.microbatch}</text>'
+        )
     return text
 
 

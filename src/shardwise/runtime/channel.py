@@ -124,9 +124,7 @@ class Channel:
         self._board, self._ranks, self._me = board, ranks, ranks.index(board.rank)
         self._own = board.controls[board.rank]
         self._key = int.from_bytes(blake2b(f"{name} {ranks}".encode(), digest_size=8).digest(), signed=True)
-        self._bases = [0] * len(
-            ranks
-        )  # where the channel is in each member's control segment; 0: not yet known
+        self._bases = [0] * len(ranks)  # where the channel is in each member's control segment; 0: not yet known
         self._bases[self._me] = self._claim()
         self._pieces: deque[Piece] = deque()  # not yet retired
         self._posted = self._worked = self._retired = 0  # pieces, of this rank
@@ -168,9 +166,7 @@ class Channel:
     def _claim(self) -> int:
         count = self._own[COUNT]
         if count == CHANNELS:
-            raise ShardwiseError(
-                f"shared memory: more than {CHANNELS} channels (pairs of group and lane) on one rank"
-            )
+            raise ShardwiseError(f"shared memory: more than {CHANNELS} channels (pairs of group and lane) on one rank")
         base = WORDS + count * CHANNEL_WORDS
         self._own[base + KEY] = self._key
         self._own[COUNT] = count + 1
@@ -244,16 +240,12 @@ class Channel:
             try:
                 segment = self._board.segment(rank, control[entry + FD])
             except OSError as error:
-                raise self._error(
-                    operation.call, f"the memory of rank {rank} cannot be mapped: {error}"
-                ) from error
+                raise self._error(operation.call, f"the memory of rank {rank} cannot be mapped: {error}") from error
             return segment[start : start + nbytes].view(operation.dtype)
 
         for member, rank in enumerate(self._ranks):
             if self._board.controls[rank][self._bases[member] + slot + SIGNATURE] != operation.signature:
-                raise self._error(
-                    operation.call, f"rank {rank} has posted another operation, size or dtype here"
-                )
+                raise self._error(operation.call, f"rank {rank} has posted another operation, size or dtype here")
         operation.work(source, piece.start, piece.stop)
         self._worked += 1
         self._own[self._bases[self._me] + DONE] = self._worked

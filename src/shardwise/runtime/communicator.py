@@ -43,9 +43,7 @@ class CommunicationError(ShardwiseError):
     ``missing`` the ranks that had not arrived, as far as they are known.
     """
 
-    def __init__(
-        self, reason: str, *, rank: int = -1, operation: str = "", what: str = "", missing: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, reason: str, *, rank: int = -1, operation: str = "", what: str = "", missing: Iterable[int] = ()) -> None:
         self.rank, self.operation, self.what, self.missing = rank, operation, what, tuple(missing)
         absent = f" (not arrived: rank {', '.join(map(str, self.missing))})" if self.missing else ""
         place = f"rank {rank}: {operation}: " if operation else ""
@@ -124,9 +122,7 @@ class Communicator(Protocol):
         ``x`` may be its own part of ``out``.
         """
 
-    def reduce_scatter(
-        self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = ""
-    ) -> Handle:
+    def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n times as many
         elements).
 
@@ -137,9 +133,7 @@ class Communicator(Protocol):
         """Send the i-th of n equal parts of ``x`` to member i and put the part from member i in the i-th
         part of ``out``."""
 
-    def broadcast(
-        self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = ""
-    ) -> Handle:
+    def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
         """Replace ``x`` by that of the member with index ``root`` in the group."""
 
     def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "") -> Handle:
@@ -211,35 +205,21 @@ class BaseCommunicator(ABC):
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         call = Call("all_gather", self.group(axes), lane, what)
         self._check(call, x, out, out.numel() == call.group.size * x.numel())
-        return (
-            self._copied(out, x)
-            if call.group.size == 1 or x.numel() == 0
-            else self._all_gather(call, _flat(out), _flat(x))
-        )
+        return self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._all_gather(call, _flat(out), _flat(x))
 
-    def reduce_scatter(
-        self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = ""
-    ) -> Handle:
+    def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         call = Call("reduce_scatter", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
         return (
-            self._copied(out, x)
-            if call.group.size == 1 or x.numel() == 0
-            else self._reduce_scatter(call, _flat(out), _flat(x))
+            self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._reduce_scatter(call, _flat(out), _flat(x))
         )
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         call = Call("all_to_all", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
-        return (
-            self._copied(out, x)
-            if call.group.size == 1 or x.numel() == 0
-            else self._all_to_all(call, _flat(out), _flat(x))
-        )
+        return self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._all_to_all(call, _flat(out), _flat(x))
 
-    def broadcast(
-        self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = ""
-    ) -> Handle:
+    def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
         call = Call("broadcast", self.group(axes), lane, what)
         self._check(call, x)
         if not 0 <= root < call.group.size:
@@ -277,23 +257,17 @@ class BaseCommunicator(ABC):
 
     def _pair(self, kind: str, peer: int, lane: str, what: str) -> Call:
         if not 0 <= peer < self.mesh.size or peer == self.rank:
-            raise ShardwiseError(
-                f"{kind} {what}: rank {self.rank} has no peer {peer} on a mesh of {self.mesh.size} ranks"
-            )
+            raise ShardwiseError(f"{kind} {what}: rank {self.rank} has no peer {peer} on a mesh of {self.mesh.size} ranks")
         ranks = (self.rank, peer) if kind == "send" else (peer, self.rank)
         return Call(kind, Group((), ranks, ranks.index(self.rank)), lane, what)
 
-    def _check(
-        self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False
-    ) -> None:
+    def _check(self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False) -> None:
         """Refuse before anything is posted: some backends poison the whole group on a bad argument."""
         for tensor in (x,) if out is None else (x, out):
             if not tensor.is_contiguous():
                 raise ShardwiseError(f"{call}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
             if tensor.device.type != self.device.type:
-                raise ShardwiseError(
-                    f"{call}: the tensor is on {tensor.device}, the communicator on {self.device}"
-                )
+                raise ShardwiseError(f"{call}: the tensor is on {tensor.device}, the communicator on {self.device}")
         if reducing and x.dtype not in REDUCIBLE:
             raise ShardwiseError(f"{call}: cannot sum {x.dtype}")
         if out is not None and (not sizes_fit or out.dtype != x.dtype):

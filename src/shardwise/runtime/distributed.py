@@ -57,25 +57,21 @@ class DistributedCommunicator(BaseCommunicator):
         on_wait: OnWait | None = None,
         store: Store | None = None,
     ) -> None:
-        """Use the default process group, which must exist.  ``store`` serves to tell which ranks are
-        missing when
-        a wait fails."""
+        """Use the default process group, which must exist.
+
+        ``store`` serves to tell which ranks are missing when a wait fails.
+        """
         if dist.get_world_size() != mesh.size:
-            raise ConfigError(
-                f"mesh: {mesh.size} ranks on {mesh.shape}, but {dist.get_world_size()} processes."
-            )
+            raise ConfigError(f"mesh: {mesh.size} ranks on {mesh.shape}, but {dist.get_world_size()} processes.")
         super().__init__(mesh, dist.get_rank(), device, timeout, on_wait)
         self._store = store
         self._owns_default = False
         self._process_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._posted: dict[tuple[tuple[int, ...], str], int] = {}
         self._patience = timedelta(seconds=timeout)
-        # NCCL serialises what a pair of ranks exchanges in one group: one group per direction, made by all
-        # ranks
-        # here, or a send that waits for its receive would block the receive that its peer waits for.
-        self._directions = (
-            [dist.new_group(timeout=self._patience) for _ in range(2)] if device.type == "cuda" else []
-        )
+        # NCCL serialises what a pair of ranks exchanges in one group.  So there is one group per direction, or
+        # a send that waits for its receive would block the receive that its peer waits for.
+        self._directions = [dist.new_group(timeout=self._patience) for _ in range(2)] if device.type == "cuda" else []
 
     @classmethod
     def from_environment(
@@ -142,17 +138,13 @@ class DistributedCommunicator(BaseCommunicator):
 
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         source = call.group.ranks[root]
-        return self._start(
-            call, lambda group: dist.broadcast(as_bytes(x), source, group=group, async_op=True)
-        )
+        return self._start(call, lambda group: dist.broadcast(as_bytes(x), source, group=group, async_op=True))
 
     def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
         return self._exchange(call, lambda group, tag: dist.isend(as_bytes(x), to_rank, group=group, tag=tag))
 
     def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
-        return self._exchange(
-            call, lambda group, tag: dist.irecv(as_bytes(x), from_rank, group=group, tag=tag)
-        )
+        return self._exchange(call, lambda group, tag: dist.irecv(as_bytes(x), from_rank, group=group, tag=tag))
 
     def _barrier(self, call: Call) -> None:
         self._all_reduce(call, torch.zeros(1, dtype=torch.int32, device=self.device)).wait()
@@ -172,9 +164,7 @@ class DistributedCommunicator(BaseCommunicator):
             raise self._failure(call, position, error) from error
         return _WorkHandle(self, work, call, position, finish)
 
-    def _exchange(
-        self, call: Call, post: Callable[[dist.ProcessGroup | None, int], dist.Work | None]
-    ) -> Handle:
+    def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup | None, int], dist.Work | None]) -> Handle:
         """Messages between two ranks are matched by their number, which is the tag with gloo; NCCL knows no
         tags."""
         position = self._count(call.group.ranks, "message")

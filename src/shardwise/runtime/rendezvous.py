@@ -34,9 +34,7 @@ def rendezvous(purpose: str, timeout: float) -> Rendezvous:
     values = {name: os.environ.get(name, "") for name in VARIABLES}
     for name, value in values.items():
         if not value or (name != "MASTER_ADDR" and not value.isdigit()):
-            raise ConfigError(
-                f"environment variable {name}: {value!r} is not legal; start with torchrun, which sets it."
-            )
+            raise ConfigError(f"environment variable {name}: {value!r} is not legal; start with torchrun, which sets it.")
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     # torchrun's agent hosts the store itself and says so; otherwise it lives in rank 0.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

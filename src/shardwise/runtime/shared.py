@@ -66,16 +66,12 @@ class SharedMemoryCommunicator(BaseCommunicator):
     the same bits.
     """
 
-    def __init__(
-        self, mesh: Mesh, met: Rendezvous, timeout: float = 300.0, on_wait: OnWait | None = None
-    ) -> None:
+    def __init__(self, mesh: Mesh, met: Rendezvous, timeout: float = 300.0, on_wait: OnWait | None = None) -> None:
         """Meet the other ranks.  Raises :class:`ShardwiseError`, on all of them, where they cannot share
         memory."""
         reason = available(mesh)
         if reason is not None or met.size != mesh.size:
-            raise ShardwiseError(
-                reason or f"mesh: {mesh.size} ranks on {mesh.shape}, but {met.size} processes"
-            )
+            raise ShardwiseError(reason or f"mesh: {mesh.size} ranks on {mesh.shape}, but {met.size} processes")
         super().__init__(mesh, met.rank, torch.device("cpu"), timeout, on_wait)
         self._store = met.store  # rank 0 may host it: it must outlive the start of the others
         self._control = Segment(CONTROL_BYTES)
@@ -85,9 +81,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         self.barrier(what="the start")
 
     @classmethod
-    def from_environment(
-        cls, mesh: Mesh, timeout: float = 300.0, on_wait: OnWait | None = None
-    ) -> SharedMemoryCommunicator:
+    def from_environment(cls, mesh: Mesh, timeout: float = 300.0, on_wait: OnWait | None = None) -> SharedMemoryCommunicator:
         """Meet the other processes that torchrun's environment variables name."""
         return cls(mesh, rendezvous("shared", max(timeout, START_TIMEOUT)), timeout, on_wait)
 
@@ -155,9 +149,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             if call.group.index != root:
                 target[start:stop].copy_(source(root, 0))
 
-        return self._post(
-            call, target if call.group.index == root else None, 1, target, work, detail=f"{root}"
-        )
+        return self._post(call, target if call.group.index == root else None, 1, target, work, detail=f"{root}")
 
     def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
         return self._post(call, as_bytes(x), 1, as_bytes(x), _nothing)
@@ -236,20 +228,14 @@ class SharedMemoryCommunicator(BaseCommunicator):
         lost = gone.intersection(late)
         if lost:
             reason = f"rank {', '.join(map(str, sorted(lost)))} is gone"
-            raise CommunicationError(
-                reason, rank=self.rank, operation=str(call), what=call.what, missing=late
-            )
+            raise CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
         if time.monotonic() > deadline:
             reason = f"no end after {self.timeout:g} s"
-            raise CommunicationTimeout(
-                reason, rank=self.rank, operation=str(call), what=call.what, missing=late
-            )
+            raise CommunicationTimeout(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
 
 
 class _SharedHandle:
-    def __init__(
-        self, communicator: SharedMemoryCommunicator, channel: Channel, operation: Operation
-    ) -> None:
+    def __init__(self, communicator: SharedMemoryCommunicator, channel: Channel, operation: Operation) -> None:
         self._communicator, self._channel, self._operation = communicator, channel, operation
 
     def wait(self) -> None:

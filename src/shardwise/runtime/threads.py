@@ -58,9 +58,7 @@ def run_ranks(
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         heard = None if on_wait is None else lambda text: on_wait(rank, text)
-        communicator = ThreadCommunicator(
-            mesh, rank, world, torch.device(device), delay_seed, rendezvous, heard
-        )
+        communicator = ThreadCommunicator(mesh, rank, world, torch.device(device), delay_seed, rendezvous, heard)
         try:
             # One backward at a time per thread: autograd's shared worker threads would run it without this
             # thread's state.
@@ -72,10 +70,7 @@ def run_ranks(
             world.leave(rank)
 
     threads_before = torch.get_num_threads()
-    threads = [
-        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True)
-        for rank in range(mesh.size)
-    ]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
     try:
         for thread in threads:
             thread.start()
@@ -236,9 +231,7 @@ class _World:
         self._failure: tuple[int, BaseException] | None = None
         self._failed_at = 0.0
 
-    def enter(
-        self, key: tuple[Channel, int], call: Call, rank: int, x: Tensor, agreed: str, combine: Combine
-    ) -> _Meeting:
+    def enter(self, key: tuple[Channel, int], call: Call, rank: int, x: Tensor, agreed: str, combine: Combine) -> _Meeting:
         """Bring ``x`` to the operation; the last to come computes the outputs for all."""
         ranks = call.group.ranks
         with self._lock:
@@ -316,9 +309,7 @@ class _World:
 
     def _stop_if_failed(self, call: Call, rank: int) -> None:
         if self._failure is not None:
-            raise CommunicationError(
-                f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what
-            )
+            raise CommunicationError(f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what)
 
 
 def _message(inputs: list[Tensor]) -> list[Tensor]:

@@ -98,6 +98,7 @@ class Captured:
     trainable: dict[str, bool] = field(default_factory=dict)  # by canonical parameter name
     values: dict[str, Tensor] = field(default_factory=dict)  # of buffers and constants, by placeholder
     notes: list[str] = field(default_factory=list)
+    precision: str = "fp32"
 
 
     def value(self, name: str) -> Tensor:
@@ -198,6 +199,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         fields=dict(zip(signature.user_inputs, order, strict=True)),
         rows=rows,
         hint=hint,
+        precision=wrapped.precision,
         trainable={canonical[k]: p.requires_grad for k, p in wrapped.named_parameters(remove_duplicate=False)},
         values={k: program.state_dict[v] if v in program.state_dict else program.constants[v] for k, v in signature.inputs_to_buffers.items()},
     )

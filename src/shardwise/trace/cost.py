@@ -7,6 +7,7 @@ in ``saved.py``.
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ class UnitCost:
     output_bytes: int  # live outputs that the unit made itself
     saved_bytes: int  # made by the unit and kept by autograd
     saved_output_bytes: int  # the part of saved_bytes that output_bytes counts too
-    unknown: tuple[str, ...] = ()  # ops of which these numbers are a guess (as on the meta device), or leave out
+    unknown: tuple[str, ...] = ()  # ops that these numbers guess (as composed on the meta device) or leave out
 
     @property
     def backward_flops(self) -> int:
@@ -188,8 +189,6 @@ class _Run:
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
         before = self.meter.flops
-        if not is_known(target) or _depends_on_data(node):
-            self.unknown.add(str(target))
         try:
             if target in COMPOSED:
                 result = COMPOSED[target](self.walk.device, *args, **kwargs)
@@ -198,6 +197,9 @@ class _Run:
         except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
             self.unknown.add(str(target))
             return self.stand_in(node, args)
+        kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
+        if kept or _depends_on_data(node):
+            self.unknown.add(str(target))
         if base_name(target) in SPLIT and (key := storage(args[1])) in self.parameters:
             self.weight_flops[key] += self.meter.flops - before
         return result
@@ -207,7 +209,7 @@ class _Run:
         several = isinstance(node.meta["val"], tuple | list)
         values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
         operands = tensors_in(args)
-        most = operands[-1].numel() if operands else 1
+        most = max((o.numel() for o in operands), default=1)
         made: list[Any] = []
         for one, placed in zip(values, layouts, strict=True):
             if not isinstance(one, Tensor):
@@ -227,7 +229,8 @@ class _Run:
             with self.meter:
                 grads = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         except (NotImplementedError, RuntimeError) as error:
-            self.unknown.add(f"backward: {str(error).strip().splitlines()[0][:200]}")
+            culprit = re.search(r"\w+::\w+", str(error))
+            self.unknown.add(f"backward of {culprit[0] if culprit else 'the unit'}")
             return 0
         return sum(self.weight_flops[storage(t)] for t, g in zip(wanted, grads, strict=True) if g is not None)
 

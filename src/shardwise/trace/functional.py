@@ -18,12 +18,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.trace import ops
 from shardwise.trace.capture import Captured, Uncapturable
+from shardwise.trace.schema import given, has_argument, op_name
 
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.alias.default, aten.lift_fresh.default}
 _DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
-_NOT_REPLAYED = {"resize_", "set_", "resize_as_", "requires_grad_", "swap_"}
+_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_NOT_REPLAYED = {"resize_", "set_", "resize_as_", "requires_grad_", "swap_", "as_strided_"}
 _RENAMED: dict[str, Callable[..., Any]] = {
     "zero_": aten.zeros_like.default,
     "fill_": aten.full_like.default,
@@ -58,6 +61,11 @@ class _Walker:
         self.source: dict[fx.Node, fx.Node] = {}  # view → what it was taken from
         self.writes: dict[fx.Node, int] = {}  # base → number of writes
         self.seen: dict[fx.Node, int] = {}  # value → writes of its base when it was made
+        self.grad = True  # whether autograd records the ops that are being copied
+        self.unrecorded: set[fx.Node] = set()  # ops copied where it does not
+        self.passed: set[fx.Node] = set()  # outputs of wrapped sub-graphs, each the same as the inner node that is its source
+        self.known: dict[fx.Node, bool] = {}  # of new nodes: whether they have a gradient
+        self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
         self.loss: fx.Node | None = None
 
@@ -71,9 +79,18 @@ class _Walker:
     def read(self, old: fx.Node) -> Any:
         now = self.writes.get(self.base(old), 0)
         if self.seen.get(old, 0) != now and old in self.source:
-            self.value[old] = self.emit(old)
+            if self.same(old):
+                self.value[old] = self.read(self.source[old])
+            else:
+                before, self.grad = self.grad, old not in self.unrecorded
+                self.value[old] = self.emit(old)
+                self.grad = before
             self.seen[old] = now
         return self.value[old]
+
+    def same(self, old: fx.Node) -> bool:
+        """Whether a node only passes its source into or out of a wrapped sub-graph."""
+        return old.op == "placeholder" or old in self.passed
 
     def bind(self, old: fx.Node, new: Any, source: fx.Node | None = None) -> None:
         self.value[old] = new
@@ -81,12 +98,18 @@ class _Walker:
             self.source[old] = source
         self.seen[old] = self.writes.get(self.base(old), 0)
 
-    def write(self, old: fx.Node, new: fx.Node) -> None:
+    def write(self, old: fx.Node, new: fx.Node, hidden: bool = False) -> None:
+        """Let ``old`` and what it is a view of hold ``new``; ``hidden`` says that autograd does not see it."""
+        hidden = hidden or not self.grad
+        if hidden:
+            if self.tracked(self.read(old)):
+                raise Uncapturable("forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient")
+            new = self.detached(new)
         if old in self.source:
             source = self.source[old]
-            if old.op == "call_function" and old.target is operator.getitem:
+            if old.target is operator.getitem and old not in self.passed:
                 source = self.source[source]
-            self.write(source, self.scatter(old, self.read(source), new))
+            self.write(source, self.scatter(old, self.read(source), new), hidden or old.target is aten.detach.default)
         else:
             if self.captured.parameters.get(old.name):
                 raise Uncapturable(f"forward writes to the parameter {self.captured.parameters[old.name]}")
@@ -96,44 +119,92 @@ class _Walker:
 
     def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
         """``base`` with ``new`` where ``view`` looks at it."""
-        target, args = view.target, view.args
-        rest = [self.map(a) for a in args[1:]]
+        target, source = view.target, view.args[0] if view.args else None
+        if self.same(view):
+            return new
+        assert isinstance(source, fx.Node)
+        rest = [self.map(a) for a in view.args[1:]]
         if target is operator.getitem:
-            split = view.args[0]
-            assert isinstance(split, fx.Node)
-            dim = split.args[2] if len(split.args) > 2 else split.kwargs.get("dim", 0)
-            sizes = [v.shape[dim] for v in split.meta["val"]]
-            start = sum(sizes[: view.args[1]])
-            return self.call(aten.slice_scatter.default, (base, new, dim, start, start + sizes[view.args[1]]), split.args[0])
-        if target is aten.slice.Tensor:
-            return self.call(aten.slice_scatter.default, (base, new, *rest), args[0])
-        if target is aten.select.int:
-            return self.call(aten.select_scatter.default, (base, new, *rest), args[0])
+            return self.scatter_part(source, base, new, view.args[1])
+        scattered = {aten.slice.Tensor: aten.slice_scatter, aten.select.int: aten.select_scatter, aten.diagonal.default: aten.diagonal_scatter}
+        if target in scattered:
+            return self.call(scattered[target].default, (base, new, *rest), source)
         if target is aten.transpose.int:
-            return self.call(target, (new, *rest), args[0])
+            return self.call(target, (new, *rest), source)
         if target is aten.permute.default:
-            order = list(args[1])
-            return self.call(target, (new, [order.index(i) for i in range(len(order))]), args[0])
+            order = [d % len(view.args[1]) for d in view.args[1]]
+            return self.call(target, (new, [order.index(i) for i in range(len(order))]), source)
         if target in _SHAPED:
-            return self.call(aten.view_as.default, (new, base), args[0])
-        if target in _WHOLE:
+            return self.call(aten.view_as.default, (new, base), source)
+        if target in _WHOLE or _looks_alike(view.meta["val"], source.meta["val"]):
             return new
         raise Uncapturable(f"in-place write through {target} has no functional form")
+
+    def scatter_part(self, split: fx.Node, base: fx.Node, new: fx.Node, index: Any) -> fx.Node:
+        """``base`` with ``new`` in place of part ``index`` of a split."""
+        like, dim = split.args[0], given(split, "dim", 0)
+        assert isinstance(like, fx.Node)
+        if split.target is aten.unbind.int:
+            return self.call(aten.select_scatter.default, (base, new, dim, index), like)
+        sizes = [v.shape[dim] for v in split.meta["val"]]
+        if op_name(split) not in _SPLITS or not all(isinstance(s, int) for s in sizes):
+            raise Uncapturable(f"in-place write through {split.target} has no functional form")
+        start = sum(sizes[:index])
+        return self.call(aten.slice_scatter.default, (base, new, dim, start, start + sizes[index]), like)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def tracked(self, new: Any) -> bool:
+        """Whether a new node has a gradient."""
+        if not isinstance(new, fx.Node):
+            return False
+        if new not in self.known:
+            stack = [new]
+            while stack:  # graphs are deep: no recursion
+                node = stack[-1]
+                missing = [i for i in node.all_input_nodes if i not in self.known]
+                if missing:
+                    stack.extend(missing)
+                else:
+                    self.known[stack.pop()] = self._tracked(node)
+        return self.known[new]
+
+    def _tracked(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
+        value = node.meta.get("val")
+        if node.target is aten.detach.default or (isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()):
+            return False
+        return any(self.known[i] for i in node.all_input_nodes)
+
+    def detached(self, new: Any) -> Any:
+        """A new node without its gradient."""
+        if not self.tracked(new):
+            return new
+        if new not in self.cut:
+            self.cut[new] = self.call(aten.detach.default, (new,), new)
+        return self.cut[new]
 
     # ---- emitting ------------------------------------------------------------------------------------------------
 
     def map(self, argument: Any) -> Any:
-        return fx.map_arg(argument, self.read)
+        def value(old: fx.Node) -> Any:
+            new = self.read(old)
+            return new if self.grad else self.detached(new)
 
-    def call(self, target: Any, args: tuple[Any, ...], like: Any) -> fx.Node:
-        node = self.new.call_function(target, args)
+        return fx.map_arg(argument, value)
+
+    def call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = self.new.call_function(target, args, kwargs)
         node.meta = {k: like.meta[k] for k in ("val", "nn_module_stack") if k in like.meta}
         return node
 
-    def emit(self, old: fx.Node, target: Any = None) -> fx.Node:
-        node = self.new.create_node(old.op, target or old.target, self.map(old.args), self.map(old.kwargs))
-        node.meta = {k: old.meta[k] for k in ("val", "nn_module_stack") if k in old.meta}
-        return node
+    def emit(self, old: fx.Node) -> fx.Node:
+        return self.call(old.target, self.map(old.args), old, self.map(old.kwargs))
+
+    def draw(self, new: fx.Node) -> None:
+        """Give a random op its ordinal."""
+        new.meta["ordinal"], self.ordinal = self.ordinal, self.ordinal + 1
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
@@ -156,12 +227,14 @@ class _Walker:
             elif old.op == "get_attr":
                 self.value[old] = (getattr(owner, str(old.target)), owner)
             else:
-                self.step(old, owner)
+                self.step(old)
         return None
 
-    def step(self, old: fx.Node, owner: fx.GraphModule) -> None:
+    def step(self, old: fx.Node) -> None:
         target = old.target
         schema = getattr(target, "_schema", None)
+        if not self.grad:
+            self.unrecorded.add(old)
         if isinstance(target, torch._ops.HigherOrderOperator):
             self.inline(old)
         elif target is operator.getitem:
@@ -170,45 +243,42 @@ class _Walker:
             return
         elif target is aten.lift_fresh_copy.default:  # nothing writes to constants any more: no copy is needed
             self.bind(old, self.read(old.args[0]))
-        elif target in _IDENTITIES:
+        elif target in _IDENTITIES or _is_idle(old):
             self.bind(old, self.read(old.args[0]), old.args[0])
         elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
         elif schema is not None and schema.is_mutable:
             self.mutate(old)
-        elif _is_random(old) and not _draws(old):
-            self.bind(old, self.read(old.args[0]), old.args[0])
         else:
             if target is aten.instance_norm.default and isinstance(old.args[3], fx.Node):
                 raise Uncapturable("instance_norm with running statistics")
             node = self.emit(old)
             if _is_random(old):
-                node.meta["ordinal"], self.ordinal = self.ordinal, self.ordinal + 1
+                self.draw(node)
             self.bind(old, node, _aliased(old))
 
     def item(self, old: fx.Node) -> None:
         tuple_, index = old.args
         value = self.read(tuple_)
         if isinstance(value, tuple | list):  # outputs of an inlined sub-graph
-            inner, detach = value[index]
-            new = self.read(inner)
-            if detach and isinstance(inner.meta.get("val"), Tensor) and inner.meta["val"].is_floating_point():
-                new = self.call(aten.detach.default, (new,), inner)
-            self.bind(old, new)
+            self.passed.add(old)
+            self.bind(old, self.read(value[index]), value[index])
         else:
             self.bind(old, self.emit(old), tuple_ if tuple_ in self.source else None)
 
     def inline(self, old: fx.Node) -> None:
         name = old.target.name()
+        enabled = self.grad
         if name == "wrap_with_set_grad_enabled":
             enabled, body, *inputs = old.args
         elif name == "wrap_with_autocast" and old.args[2] is False:
-            (enabled, body), inputs = (True, old.args[4]), list(old.args[5:])
+            body, inputs = old.args[4], list(old.args[5:])
         else:
             raise Uncapturable(f"higher-order op {name}")
         module = self.value[body][0]
-        outputs = self.run(module.graph, module, inputs)
-        self.value[old] = [(o, not enabled) for o in outputs]
+        before, self.grad = self.grad, enabled
+        self.value[old] = list(self.run(module.graph, module, inputs))
+        self.grad = before
 
     def batch_norm(self, old: fx.Node) -> None:
         """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running statistics."""
@@ -217,39 +287,38 @@ class _Walker:
         node = self.call(ops.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
         node.meta["val"] = tuple(v.meta["val"] for v in (old, *written))
         y, *new = (self.call(operator.getitem, (node, i), v) for i, v in enumerate((old, *written)))
+        for value in new:
+            self.known[value] = False
         self.bind(old, y)
         for goal, value in zip(written, new, strict=True):
             self.write(goal, value)
 
     def mutate(self, old: fx.Node) -> None:
-        schema = old.target._schema
+        schema, goal = old.target._schema, old.args[0]
         name = schema.name.removeprefix("aten::")
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-        if written != [0] or name in _NOT_REPLAYED or not name.endswith("_") or not schema.name.startswith("aten::"):
-            raise Uncapturable(f"in-place op {old.target} has no functional form")
-        goal = old.args[0]
-        if _is_random(old) and not _draws(old):
-            self.bind(old, self.read(goal), goal)
-            return
-        target = _RENAMED.get(name)
-        if target is None:
-            packet = getattr(aten, name[:-1], None)
-            target = packet and getattr(packet, _functional_overload(name, old.target._overloadname), None)
+        target = _functional_form(old) if written == [0] and isinstance(goal, fx.Node) and schema.name.startswith("aten::") else None
         if target is None:
             raise Uncapturable(f"in-place op {old.target} has no functional form")
-        args = old.args[:1] if name == "zero_" else old.args
-        new = self.new.call_function(target, self.map(args), self.map(old.kwargs))
-        new.meta = {k: old.meta[k] for k in ("val", "nn_module_stack") if k in old.meta}
+        new = self.call(target, self.map(old.args[:1] if name == "zero_" else old.args), old, self.map(old.kwargs))
         if _is_random(old):
-            new.meta["ordinal"], self.ordinal = self.ordinal, self.ordinal + 1
+            self.draw(new)
         new = self.cast_back(new, goal)
         self.write(goal, new)
-        self.bind(old, new, goal)
+        self.bind(old, self.value[goal], goal)
+        self.passed.add(old)
 
     def cast_back(self, new: fx.Node, goal: fx.Node) -> fx.Node:
         """An in-place op keeps its tensor's dtype, where the functional one may promote."""
         dtype = goal.meta["val"].dtype
-        return new if new.target is aten.copy.default else self.call(aten.to.dtype, (new, dtype), goal)
+        others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
+        if new.target in (aten.copy.default, aten.index_put.default) or all(o == dtype for o in others):
+            return new
+        example = new.target(*_examples(new.args), **_examples(new.kwargs))
+        if example.dtype == dtype:
+            return new
+        new.meta["val"] = example
+        return self.call(aten.to.dtype, (new, dtype), goal)
 
     def finish(self) -> Normal:
         assert self.loss is not None
@@ -277,41 +346,56 @@ _SHAPED = {
     aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
     aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default, aten.view_as.default,
 }  # fmt: skip
-_WHOLE = {aten.alias.default, aten.detach.default, aten.contiguous.default, aten.to.dtype, aten.to.dtype_layout, aten.to.device}
-_SPLITS = {aten.split.Tensor, aten.chunk.default, aten.split_with_sizes.default, aten.split.sizes, aten.unbind.int}
+_WHOLE = {aten.alias.default, aten.detach.default}
+_SPLITS = {"split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "tensor_split"}
 
 
 def _aliased(old: fx.Node) -> fx.Node | None:
-    """The argument whose memory ``old`` shares, if any."""
-    value, first = old.meta.get("val"), old.args[0] if old.args else None
-    if not isinstance(first, fx.Node):
-        return None
-    theirs = first.meta.get("val")
-    mine = value[0] if isinstance(value, tuple | list) and value else value
-    if not isinstance(mine, Tensor) or not isinstance(theirs, Tensor):
-        return None
-    same = StorageWeakRef(mine.untyped_storage()).cdata == StorageWeakRef(theirs.untyped_storage()).cdata
-    return first if same else None
+    """The operand whose memory ``old`` shares, if any."""
+    mine = _storages(old.meta.get("val"))
+    return next((i for i in old.all_input_nodes if mine & _storages(i.meta.get("val"))), None)
 
 
-def _functional_overload(name: str, overload: str) -> str:
-    return {"bernoulli_": "p"}.get(name, overload)
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, Tensor):
+        return {StorageWeakRef(value.untyped_storage()).cdata}
+    return {s for v in value for s in _storages(v)} if isinstance(value, tuple | list) else set()
+
+
+def _looks_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same memory are views of the same elements in the same order."""
+    if a.dtype != b.dtype or a.dim() != b.dim():
+        return False
+    return all(str(x) == str(y) for x, y in zip((*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset())))
+
+
+def _functional_form(old: fx.Node) -> Any:
+    """The op that gives the new value of what an in-place op writes to."""
+    name, overload = op_name(old), old.target._overloadname  # type: ignore[union-attr]
+    if name in _NOT_REPLAYED or not name.endswith("_"):
+        return None
+    if name == "fill_" and overload == "Tensor":
+        return aten.fill.Tensor
+    if name in _RENAMED:
+        return _RENAMED[name]
+    packet = getattr(aten, name[:-1], None)
+    renamed = {("bernoulli_", "float"): "p"}.get((name, overload), overload)
+    return packet and getattr(packet, renamed, None)
+
+
+def _examples(argument: Any) -> Any:
+    return fx.map_arg(argument, lambda n: n.meta["val"])
+
+
+def _is_idle(node: fx.Node) -> bool:
+    """Whether a node is a dropout that changes nothing: outside training."""
+    return op_name(node).rstrip("_") in _DROPOUTS and not given(node, "train", True)
 
 
 def _is_random(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    if node.target is aten.scaled_dot_product_attention.default:
-        return bool(argument(node, 4, "dropout_p", 0.0))
-    return torch.Tag.nondeterministic_seeded in tags
-
-
-def _draws(node: fx.Node) -> bool:
-    """Dropout outside training draws nothing: it is the identity."""
-    if "dropout" in str(node.target):
-        return bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("train", True))
-    return True
-
-
-def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
-    """An argument of a node, given by position or by name."""
-    return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
+    """Whether an op draws random numbers, so called."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if any(has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")):
+        return False
+    return not (op_name(node) in _RECURRENT and given(node, "num_layers") == 1)  # dropout is between layers

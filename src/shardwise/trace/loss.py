@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import ops
-from shardwise.trace.functional import Normal, argument
+from shardwise.trace.functional import Normal
+from shardwise.trace.schema import given, op_name
 from shardwise.trace.sharding import Sharded
 
 aten = torch.ops.aten
@@ -38,15 +39,14 @@ def mean_cross_entropy(normal: Normal) -> fx.Node | None:
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
-    name = getattr(getattr(node.target, "_schema", None), "name", "")
-    mean = name in ("aten::cross_entropy_loss", "aten::nll_loss_nd") and argument(node, 3, "reduction", 1) == 1
+    mean = op_name(node) in ("cross_entropy_loss", "nll_loss_nd") and given(node, "reduction", 1) == 1
     integer = mean and not node.args[1].meta["val"].is_floating_point()
     return node if integer else None
 
 
 def unweighted(node: fx.Node | None) -> bool:
     """Whether the mean is over the count of targets, not over class weights."""
-    return node is not None and argument(node, 2, "weight") is None
+    return node is not None and given(node, "weight") is None
 
 
 def targets_of(sharded: Sharded, loss: fx.Node) -> Targets | None:
@@ -55,7 +55,7 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets | None:
     if not local:
         return None
     node = local[0]
-    target, ignore = (node.args[2], node.args[4]) if node.target is ops.cross_entropy else (node.args[1], argument(node, 4, "ignore_index", -100))
+    target, ignore = (node.args[2], node.args[4]) if node.target is ops.cross_entropy else (node.args[1], given(node, "ignore_index", -100))
     captured = sharded.normal.captured
     needed: list[fx.Node] = []
     stack, seen = [target], set()

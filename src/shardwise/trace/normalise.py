@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace.functional import Normal, argument
+from shardwise.trace.dtypes import name_dtypes
+from shardwise.trace.functional import Normal
+from shardwise.trace.schema import given
 from shardwise.trace.sizes import concrete
 
 aten = torch.ops.aten
@@ -25,11 +27,10 @@ _SHAPE_ONLY = {
 
 def normalise(normal: Normal) -> None:
     """Simplify ``normal.graph`` in place; the values that it computes stay the same."""
+    name_dtypes(normal.graph, wide=normal.captured.precision == "fp64")
     for node in list(normal.graph.nodes):
         if node.op == "call_function" and node.target in _CASTS:
             _simplify_cast(normal.graph, node)
-        elif node.op == "call_function":
-            _pin_dtype(normal.graph, node)
     _fold_masks(normal)
     eliminate_dead(normal.graph)
 
@@ -44,7 +45,7 @@ def eliminate_dead(graph: fx.Graph) -> None:
 def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
     source, value = node.args[0], node.meta["val"]
     if isinstance(source, fx.Node) and source.meta["val"].dtype == value.dtype:
-        if argument(node, 99, "memory_format") is None:
+        if given(node, "memory_format") is None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
     else:
@@ -55,48 +56,21 @@ def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
         graph.erase_node(node)
 
 
-def _pin_dtype(graph: fx.Graph, node: fx.Node) -> None:
-    """Name the dtype that torch took from its default at capture: the graph runs under another one."""
-    schema, value = getattr(node.target, "_schema", None), node.meta.get("val")
-    if schema is None or not isinstance(value, Tensor) or not value.is_floating_point():
-        return
-    operands = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
-    if any(i.meta["val"].is_floating_point() or i.meta["val"].is_complex() for i in operands):
-        return
-    if any(a.name == "dtype" for a in schema.arguments):
-        if argument(node, 99, "dtype") is None and not operands:
-            node.kwargs = {**node.kwargs, "dtype": value.dtype}
-    elif node.target is aten.where.Scalar:
-        with graph.inserting_before(node):
-            options = [graph.call_function(aten.scalar_tensor.default, (a,), {"dtype": value.dtype}) for a in node.args[1:]]
-        for option in options:
-            option.meta = {**node.meta, "val": value.new_empty(())}
-        node.target, node.args = aten.where.self, (node.args[0], *options)
-    elif torch.Tag.pointwise in node.target.tags:
-        for operand in operands:
-            if schema.name == "aten::where" and operand is node.args[0]:
-                continue
-            with graph.inserting_before(node):
-                cast = graph.call_function(aten.to.dtype, (operand, value.dtype))
-            cast.meta = {**operand.meta, "val": operand.meta["val"].to(value.dtype)}
-            node.replace_input_with(operand, cast)
-
-
 def _fold_masks(normal: Normal) -> None:
     static = static_nodes(normal)
     verdicts: dict[fx.Node, str] = {}
     for node in normal.graph.nodes:
         if node.target is not aten.scaled_dot_product_attention.default:
             continue
-        mask = argument(node, 3, "attn_mask")
-        if not isinstance(mask, fx.Node) or mask not in static or argument(node, 5, "is_causal", False):
+        mask = given(node, "attn_mask")
+        if not isinstance(mask, fx.Node) or mask not in static or given(node, "is_causal", False):
             continue
         if mask not in verdicts:
             verdicts[mask] = _verdict(evaluate(normal, mask), normal)
         if verdicts[mask] == "keep":
             continue
         kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
-        dropout = argument(node, 4, "dropout_p", 0.0)
+        dropout = given(node, "dropout_p", 0.0)
         args = [*node.args[:3], None, dropout, verdicts[mask] == "causal"]
         node.args, node.kwargs = tuple(args), kwargs
 

@@ -281,6 +281,8 @@ class _SyncBatchNorm(torch.autograd.Function):
         total = _sum(ctx.env, sums, "BatchNorm gradient") / ctx.total
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
+        if not local_rows(ctx.env):
+            dx = torch.zeros_like(dx)  # a stand-in for no rows at all has had no part in the statistics
         dw = None if weight is None else sums[1].to(weight.dtype)
         db = sums[0].to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return None, dx.to(x.dtype), dw, db, None, None, None, None, None

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.trace.schema import given, has_argument, op_name
 from shardwise.trace.sharding import Propagation, Rule, is_tensor
 
 
@@ -25,27 +26,6 @@ class Table(dict[str, Rule]):
     def same(self, function: Rule, names: str) -> None:
         """Register one rule for several ops, their names separated by blanks."""
         self.update(dict.fromkeys(names.split(), function))
-
-
-def op_name(node: fx.Node) -> str:
-    """The name of an ATen op without its overload, or of a function."""
-    schema = getattr(node.target, "_schema", None)
-    return str(schema.name.removeprefix("aten::")) if schema is not None else getattr(node.target, "__name__", "")
-
-
-def given(node: fx.Node, name: str, default: Any = None) -> Any:
-    """An argument of an ATen op by its name in the op's schema; ``default`` where the call leaves it out or gives None."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    names = [a.name for a in schema.arguments]
-    value = node.kwargs.get(name)
-    if name in names and names.index(name) < len(node.args):
-        value = node.args[names.index(name)]
-    return default if value is None else value
-
-
-def has_argument(node: fx.Node, name: str) -> bool:
-    """Whether this overload of an op has an argument called so."""
-    return any(a.name == name for a in node.target._schema.arguments)  # type: ignore[union-attr]
 
 
 def tensors(node: fx.Node) -> list[fx.Node]:
@@ -108,3 +88,8 @@ def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, new: int = 0) -
         return p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
 
     return apply
+
+
+__all__ = [
+    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "whole_dims",
+]  # fmt: skip

@@ -1,0 +1,148 @@
+"""The commands that need no ranks, and how wrong input is answered."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from shardwise.cli.common import split_arguments
+from shardwise.cli.main import app
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.core.program import Program
+from shardwise.verify import verify as verifier
+
+TINY = [
+    "model.width=16",
+    "model.layers=2",
+    "model.heads=2",
+    "data.sequence_length=16",
+    "data.batch_size=12",
+    "parallel.microbatches=2",
+]
+
+
+def call(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_help_and_wrong_arguments_need_no_torch() -> None:
+    for arguments, code in ((["--help"], 0), (["train", "--help"], 0), (["train", "no_such_file"], 2)):
+        script = f"import sys; sys.argv[1:] = {arguments}\nfrom shardwise.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == code, done.stderr
+        assert "AssertionError" not in done.stderr
+
+
+def test_arguments_come_in_any_order(tmp_path: Path) -> None:
+    config = str(tmp_path / "a.toml")
+    assert split_arguments(["train.steps=3", config, "model.name=gpt"]) == (Path(config), ["train.steps=3", "model.name=gpt"])
+    assert split_arguments([]) == (None, [])
+    with pytest.raises(ConfigError, match="more than one config file"):
+        split_arguments(["a.toml", "b.toml"])
+    with pytest.raises(ConfigError, match="neither a config file nor"):
+        split_arguments(["trian.steps"])
+
+
+@pytest.mark.parametrize("command", ["train", "verify", "show"])
+def test_wrong_config_is_refused_with_what_is_legal(command: str) -> None:
+    wrong = call(command, "train.step=3", "parallel.precision=fp23")
+    assert wrong.exit_code == 2
+    assert 'Did you mean "steps"?' in wrong.stderr and '"fp32", "fp64", "bf16"' in wrong.stderr
+    assert "Traceback" not in wrong.output
+    as_json = call(command, "train.step=3", "--json")
+    assert as_json.exit_code == 2
+    failure = json.loads(as_json.stdout)
+    assert failure["cause"] == "config" and "train.step" in failure["error"]
+
+
+def test_show() -> None:
+    shown = call("show", *TINY, "train.devices=3", "parallel.recompute=full")
+    assert shown.exit_code == 0, shown.output
+    for words in (
+        "dp 3",
+        "recompute",
+        "12 a step, 6 a microbatch, 2 a rank",
+        "blocks.*.mlp.up.weight",
+        "64x16",
+        "R P R (DDP)",
+        "RECOMPUTE u1 m1",
+    ):
+        assert words in shown.stdout, words
+    assert max(len(line) for line in shown.stdout.split("all ranks:")[0].splitlines()) <= 80
+
+
+def test_show_as_json_counts_what_there_is() -> None:
+    shown = call("show", *TINY, "train.devices=2", "--json")
+    assert shown.exit_code == 0, shown.output
+    found = json.loads(shown.stdout)
+    assert Plan.from_toml(found["plan"]).microbatches == 2
+    block = found["units"][1]
+    weights = 16 * 48 + 16 * 16 + 16 * 64 * 2
+    attention = 2 * 2 * 16 * 16 * 16  # a sample's scores and their product with the values
+    assert block["parameters"] == weights + 48 + 16 + 64 + 16 + 4 * 16
+    assert block["forward_flops"] == 3 * (2 * 16 * weights + attention)  # three rows a rank and microbatch
+    assert block["saved_bytes"] > 3 * 16 * 16 * 4
+    names = [one["name"] for one in found["parameters"]]
+    assert len(names) == len(set(names)) == 2 + 2 * 12 + 2 and found["parameters"][0]["kind"] == "DDP"
+    program = Program.from_json(json.dumps(found["programs"][0]))
+    assert sum(str(one.op) == "BACKWARD" for one in program.instructions) == 2 * 4
+
+
+def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed = call("verify", *TINY, "train.devices=3")
+    assert passed.exit_code == 0, passed.output
+    assert "3 ranks (threads), 2 microbatches" in passed.stdout and "same as one device: largest error" in passed.stdout
+    assert "NOT" not in passed.stdout
+
+    real = verifier.compare
+
+    def wrong(ours, truth):  # type: ignore[no-untyped-def]
+        ours[1].gradients["blocks.1.mlp.up.weight"] *= 1 + 1e-6
+        return real(ours, truth)
+
+    monkeypatch.setattr(verifier, "compare", wrong)
+    failed = call("verify", *TINY, "train.devices=2")
+    assert failed.exit_code == 1
+    assert "NOT the same as one device" in failed.stdout and "blocks.1.mlp.up.weight" in failed.stdout
+    as_json = call("verify", *TINY, "train.devices=1", "--json")
+    assert as_json.exit_code == 1
+    report = json.loads(as_json.stdout)
+    assert report["passed"] is False and report["worst"][0]["name"] == "blocks.1.mlp.up.weight"
+    assert report["largest"] == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_verify_with_processes(tmp_path: Path) -> None:
+    done = call("verify", *TINY, "train.devices=2", f"train.run_dir={tmp_path}", "--ranks-as", "processes", "--json")
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    assert report["passed"] and report["ranks_agree"] and 0 < report["largest"] < 1e-10
+    assert call("verify", "--ranks-as", "fibres").exit_code == 2
+
+
+def test_launch_echoes_rank_0(tmp_path: Path) -> None:
+    script = tmp_path / "hello.py"
+    script.write_text("import os, sys\nprint('hello from', os.environ['RANK'], *sys.argv[1:])\n")
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "launch",
+        "--ranks",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+        str(script),
+        "--json",
+        "x=1",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "hello from 0 --json x=1\n"), done.stderr
+    assert (tmp_path / "run" / "logs" / "rank_1.log").read_text() == "hello from 1 --json x=1\n"
+    missing = call("launch", str(tmp_path / "none.py"))
+    assert missing.exit_code == 2 and "there is no such file" in missing.stderr
