@@ -63,8 +63,9 @@ class Trainer:
         self.plan, self.seed = plan, seed
         self._owns_comm = comm is None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh)
-        ready = isinstance(module, Compiled)
-        self.compiled = module if ready else Compiled(module, plan, example, loss, self.comm.device)
+        if not isinstance(module, Compiled):
+            module = Compiled(module, plan, example, loss, self.comm.device)
+        self.compiled: Compiled = module
         self.engine = Engine(self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress)
         self._unseen: tuple[int, Batch, StepResult] | None = None
 

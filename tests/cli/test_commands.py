@@ -33,7 +33,8 @@ def call(*arguments: str) -> Result:
 
 def test_help_and_wrong_arguments_need_no_torch() -> None:
     for arguments, code in ((["--help"], 0), (["train", "--help"], 0), (["train", "no_such_file"], 2)):
-        script = f"import sys; sys.argv[1:] = {arguments}\nfrom shardwise.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+        call = "from shardwise.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+        script = f"import sys; sys.argv[1:] = {arguments}\n{call}"
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
         assert done.returncode == code, done.stderr
         assert "AssertionError" not in done.stderr

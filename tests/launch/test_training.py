@@ -79,8 +79,9 @@ def run(tmp_path: Path, *overrides: str) -> Config:
 def test_the_first_loss_is_that_of_the_plain_model(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(256)) * 8)
     config = run(
-        tmp_path, "model.name=llama", "model.tied=true", "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=8",
-        "data.batch_size=6", f"data.source={tmp_path / 'text.txt'}", "train.steps=3", "train.seed=5", "parallel.microbatches=2",
+        tmp_path, "model.name=llama", "model.tied=true", "model.width=16", "model.layers=1", "model.heads=2",
+        "data.sequence_length=8", "data.batch_size=6", f"data.source={tmp_path / 'text.txt'}", "train.steps=3",
+        "train.seed=5", "parallel.microbatches=2",
     )  # fmt: skip
     plain = record(build_model(config)[0]).materialise_all(5, "cpu")
     with Loader(build_dataset(config)[0], Mesh.of(dp=1), 0, 6, seed=5) as loader:
@@ -107,8 +108,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path: Path) -> 
     step = next(s for s in range(8) if 7 in sample_order(0, 0, 4 * s, 4 * s + 4, 32))
     with pytest.raises(NonFiniteError) as found:
         run(
-            tmp_path, f"model.factory={tmp_path}/explosive.py:net", f"data.factory={tmp_path}/explosive.py:data", "data.batch_size=4",
-            "train.steps=8",
+            tmp_path, f"model.factory={tmp_path}/explosive.py:net", f"data.factory={tmp_path}/explosive.py:data",
+            "data.batch_size=4", "train.steps=8",
         )  # fmt: skip
     assert f"step {step}:" in str(found.value) and "blocks.1" in str(found.value)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == step
@@ -150,7 +151,7 @@ def test_weights_of_a_tied_model_load_into_it(tmp_path: Path) -> None:
     assert set(load_file(tmp_path / "w.safetensors")) == {"a.weight", "mean"}
     model = Tied()
     assert load_model(model, tmp_path / "w.safetensors") == (set(), [])
-    assert model.b.weight is model.a.weight and float(model.b.weight.sum()) == 28 and model.mean.tolist() == [0, 1, 2]
+    assert model.b.weight is model.a.weight and model.b.weight.sum().item() == 28 and model.mean.tolist() == [0, 1, 2]
 
 
 def test_fast_matmul_is_chosen_only_where_it_is_accurate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ def test_bar_on_a_terminal_fits_its_width(tmp_path: Path) -> None:
 
 def test_run_describes_itself(tmp_path: Path) -> None:
     about = {
-        "ranks": 2, "device": "cpu", "threads": 1, "parameters": 1_853_760, "units": 6, "start_seconds": 5.04, "notes": ["batch dim is static"],
+        "ranks": 2, "device": "cpu", "threads": 1, "parameters": 1_853_760, "units": 6, "start_seconds": 5.04,
+        "notes": ["batch dim is static"],
         "float32_matmul": {"precision": "medium", "fast_error": 3e-7, "safe_error": 2e-7},
     }  # fmt: skip
     lines = describe(about)
@@ -88,8 +89,10 @@ def test_run_describes_itself(tmp_path: Path) -> None:
 def test_result_with_a_sample(tmp_path: Path) -> None:
     (tmp_path / "sample.txt").write_text("\n".join(["def f(\x00\x1b[31m):", "x" * 200, *"abcdefghijklmnopqrstuvwxyz"]))
     result = {
-        "steps": 600, "loss_first": 5.5, "loss_last": None, "tokens_per_second": 34120.4, "step_seconds": 0.06, "training_seconds": 61.0,
-        "peak_memory_bytes": 3 << 20, "ranks": 2, "device": "cpu", "run_dir": "runs/train", "weights": "runs/train/weights.safetensors",
+        "steps": 600, "loss_first": 5.5, "loss_last": None, "tokens_per_second": 34120.4, "step_seconds": 0.06,
+        "training_seconds": 61.0,
+        "peak_memory_bytes": 3 << 20, "ranks": 2, "device": "cpu", "run_dir": "runs/train",
+        "weights": "runs/train/weights.safetensors",
         "sample": str(tmp_path / "sample.txt"),
     }  # fmt: skip
     out = console()

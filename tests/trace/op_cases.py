@@ -101,6 +101,10 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "to integer": lambda m, h, b: (h * 10).to(torch.int64) + h,
     "nan_to_num": lambda m, h, b: ((h.detach().clamp(min=0) / 0).nan_to_num(0.1, 0.2, 0.3) * h),
     "fractions": lambda m, h, b: h % 1 + torch.fmod(h, 0.5) + h.round() + h.floor() + h.frac() + h.sign(),
+    "complex": lambda m, h, b: torch.view_as_real(
+        torch.view_as_complex(h.view(-1, 3, 2, 2)) * torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), m.p[:2].detach()))
+    ).flatten(2),
+    "fft": lambda m, h, b: torch.fft.fft(torch.fft.fft(h, dim=-1), dim=1).real,
     "atan2": lambda m, h, b: torch.atan2(h, m.q),
     "zeros_like": lambda m, h, b: h + torch.zeros_like(h) + torch.ones_like(h) + torch.full_like(h, 0.3),
     "clone and detach": lambda m, h, b: h.clone() * h.detach(),
@@ -111,6 +115,7 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "reshape through a transpose": lambda m, h, b: h.transpose(1, 2).reshape(-1, 3),
     "view all": lambda m, h, b: h.reshape(-1),
     "view back and forth": lambda m, h, b: (h.view(-1, 4) @ m.w).view(h.shape[0], 3, 4),
+    "view rows inside a dim": lambda m, h, b: h.transpose(0, 2).reshape(2, -1) * 2,
     "flatten": lambda m, h, b: h.flatten(1) + h.flatten(0, 1).view(h.shape[0], -1),
     "unflatten": lambda m, h, b: h.unflatten(-1, (2, 2)).unflatten(1, (3, 1)),
     "squeeze": lambda m, h, b: h[..., :1].squeeze(-1),
@@ -190,6 +195,8 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "einsum of batches": lambda m, h, b: torch.einsum("bij,bkj,j->bik", h, b["target"], m.p),
     "einsum with ellipsis": lambda m, h, b: torch.einsum("...j,jk->...k", h, m.w),
     "einsum without arrow": lambda m, h, b: torch.einsum("bij,jk", h, m.w),
+    "lstm": lambda m, h, b: _recurrent(torch.lstm, m, h, b),
+    "gru": lambda m, h, b: _recurrent(torch.gru, m, h, b),
     "bilinear": lambda m, h, b: F.bilinear(h[:, 0], b["x"], m.w.expand(2, 4, 4).contiguous()),
     "conv1d": lambda m, h, b: F.conv1d(h, m.kernel, m.table[:6, 0], padding=1),
     "conv1d strided": lambda m, h, b: F.conv1d(h, m.kernel, stride=2, dilation=2, padding="valid"),
@@ -245,11 +252,21 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
         F.interpolate(h, scale_factor=2), F.interpolate(h[:, None], (5, 6), mode="bilinear"),
         F.interpolate(h[:, None], scale_factor=2.0, mode="bicubic", align_corners=True), F.interpolate(h, 7, mode="linear"),
     ],  # fmt: skip
-    "pixel_shuffle": lambda m, h, b: F.pixel_shuffle(h.view(-1, 4, 3, 1), 2) + F.pixel_unshuffle(h.view(-1, 1, 6, 2), 2).view(-1, 1, 6, 2),
+    "pixel_shuffle": lambda m, h, b: F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2) + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2),
     "image patches": lambda m, h, b: F.unfold(h[:, None], (2, 2)),
     "fold": lambda m, h, b: F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)),
     "channel_shuffle": lambda m, h, b: F.channel_shuffle(h.view(-1, 4, 3, 1), 2),
 }
+
+
+def _recurrent(op: Any, m: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
+    gates = 4 if op is torch.lstm else 3
+    weights = [torch.cat([m.w * (i + 1)] * gates) for i in range(2)]
+    biases = [torch.cat([m.p * i] * gates) for i in range(2)]
+    start = torch.zeros(1, h.shape[0], 4)
+    y, *_ = op(h, (start, start) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, True)
+    z, *_ = op(h.transpose(0, 1), (start, start + 1) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, False)
+    return y + z.transpose(0, 1)
 
 
 def _heads(m: Any, h: Tensor) -> list[Tensor]:
@@ -259,14 +276,14 @@ def _heads(m: Any, h: Tensor) -> list[Tensor]:
 MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "sum over rows": lambda m, h, b: h.sum(0).sum() * 0.01,
     "sum of everything": lambda m, h, b: h.sum() * 0.01 * 2 / 3 + h.mean() - h.sum(0).mean(),
-    "mean over rows": lambda m, h, b: h - h.mean(0),
+    "mean over rows": lambda m, h, b: h * 1.1 - h.mean(0),
     "mean over rows, kept": lambda m, h, b: h - h.mean((0, -1), keepdim=True) * m.p,
     "mean used twice": lambda m, h, b: h.mean(0) * h.mean(0) + h.mean(0).exp() * m.q,
     "sum over rows, used": lambda m, h, b: h * h.sum(0).tanh(),
     "sum over rows, kept": lambda m, h, b: h / (1 + h.sum(0, keepdim=True).square()),
     "var over rows": lambda m, h, b: h / (1 + h.var(0)),
     "std of everything": lambda m, h, b: h / h.std(),
-    "var over rows by hand": lambda m, h, b: (h - h.mean(0)) / ((h - h.mean(0)).square().mean(0) + 1).sqrt(),
+    "var over rows by hand": lambda m, h, b: (h * 1.1 - h.mean(0)) / ((h - h.mean(0)).square().mean(0) + 1).sqrt(),
     "max over rows": lambda m, h, b: [*h.max(0), h.max(), h.amin((0, 1)), h.argmax(0).sum()],
     "softmax over rows": lambda m, h, b: h.softmax(0),
     "softmax over the transposed": lambda m, h, b: h.transpose(0, 2).softmax(-1) * m.p[:, None, None],
@@ -295,6 +312,10 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "index_put": lambda m, h, b: torch.zeros(4, 4).index_put((b["label"],), h[:, 0], accumulate=True),
     "batch_norm without running statistics": lambda m, h, b: F.batch_norm(h, None, None, m.q[:, 0], m.q[:, 1], True),
     "balance": lambda m, h, b: (h[:, 0].softmax(-1).mean(0) * F.one_hot(h[:, 0].argmax(-1), 4).to(h.dtype).mean(0)).sum() * 4,
+    "chosen by a mask": lambda m, h, b: [h[b["keep"]] @ m.w, h[b["label"] > 1].sum(0), h.masked_select(b["keep"][..., None]).mean()],
+    "some targets": lambda m, h, b: F.cross_entropy(h[b["keep"]] @ m.w, b["ids"][:, :3][b["keep"]] % 4),
+    "positions of true": lambda m, h, b: h[b["keep"].nonzero()[:, 0]].sum(1),
+    "a number from the data": lambda m, h, b: h.sum() / b["keep"].sum().item() + h * b["target"].max().item(),
     "norm of everything": lambda m, h, b: h / h.norm(),
     "any row": lambda m, h, b: h * b["keep"].any() + b["keep"].all(0)[:, None],
     "masked mean": lambda m, h, b: (h * b["keep"][..., None]).sum() / b["keep"].sum().clamp(min=1) / 4,
@@ -304,7 +325,6 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "reciprocal of a sum": lambda m, h, b: m.p / (1 + h.sum((0, 1)).square()),
     "two axes of rows": lambda m, h, b: (h[:, None, 0] - h[None, :, 1]).square().sum(-1),
     "flattened rows in another dim": lambda m, h, b: h.transpose(0, 1).reshape(-1, 4).softmax(0),
-    "reshape that cuts rows": lambda m, h, b: h.transpose(0, 2).reshape(2, -1),
 }
 
 

@@ -5,30 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import resource
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from measured import Fields, real_costs
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
 from shardwise.models import GPT, Llama
 from shardwise.models.llama import rotary_table
-from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.runtime.threads import run_ranks
 from shardwise.trace import cost as module_under_test
-from shardwise.trace.casts import cast_field, shadow_dtype
 from shardwise.trace.cost import UnitCost, cost
-from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace, trace
 
-Fields = Mapping[str, Tensor]
 VOCABULARY, LENGTH = 61, 12
 
 
@@ -132,95 +126,6 @@ def traced(name: str, precision: str = "fp32") -> Trace:
     return found
 
 
-# ---- real runs -------------------------------------------------------------------------------------------------------
-
-
-class Kept:
-    """A saved tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
-def storages(tensors: Any) -> dict[int, int]:
-    """Bytes of storages by address; empty ones have none."""
-    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.untyped_storage().nbytes()}
-
-
-def flops_of_flash(*shapes: Sequence[int], out_shape: Any = None, **_: Any) -> int:
-    """For torch's counter, which does not know the CPU's kernel; given q, k, v, or the gradient before them."""
-    backward = len(shapes[3:]) > 3 and isinstance(shapes[3], Sequence)
-    (b, h, q, d), k = shapes[1 if backward else 0], shapes[2 if backward else 1][2]
-    return (10 if backward else 4) * b * h * q * k * d
-
-
-def counter() -> FlopCounterMode:
-    ops = torch.ops.aten
-    kernels = (ops._scaled_dot_product_flash_attention_for_cpu, ops._scaled_dot_product_flash_attention_for_cpu_backward)
-    return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kernels, flops_of_flash))
-
-
-def real_costs(
-    module: nn.Module, found: Trace, batch: Fields, rows: int, comm: ThreadCommunicator | None = None
-) -> list[UnitCost]:
-    """Run the units of ``found`` on real tensors, as a rank of ``comm`` would, and measure all but ``forward_bytes``."""
-    parts, index = (1, 0) if comm is None else (comm.mesh.size, comm.rank)
-    env = Env(comm, ("dp",), parts, index, rows, targets=torch.tensor(7) if found.targets else None)
-    low, high = shard_range(rows, parts, index)
-    fields = {n: cast_field(v[low:high], found.precision).clone() for n, v in batch.items()}
-    own = dict(module.named_parameters(remove_duplicate=False))
-    leaves = {}
-    for name in {n for u in found.units for n in u.parameters}:
-        leaf = own[name].detach().to(shadow_dtype(module, name, own[name], found.precision), copy=True)
-        leaves[name] = leaf.requires_grad_(name not in found.frozen)
-    buffers = {n: b.clone() for n, b in module.named_buffers()}
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
-    splits = {n for n, p in own.items() if id(p) in weights}
-    live: dict[str, Tensor] = {}
-    costs = []
-    for unit in found.units:
-        parameters = [leaves[n] for n in unit.parameters]
-        given = [*parameters, *(buffers[n] for n in unit.buffers), *unit.constants]
-        data, inputs = [fields[n] for n in unit.fields], [live[n] for n in unit.inputs]
-        kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-
-        def pack(tensor: Tensor, kept: Any = kept) -> Kept:
-            one = Kept(tensor)
-            kept.add(one)
-            return one
-
-        forward, inner, every = counter(), counter(), counter()
-        with forward, torch.set_grad_enabled(unit.differentiable), saved_tensors_hooks(pack, lambda one: one.tensor):
-            outputs = unit.function(env, *given, *data, *inputs)[: len(unit.outputs)]
-        live.update({n: o.detach().requires_grad_(g) for n, o, g in zip(unit.outputs, outputs, unit.output_grads, strict=True)})
-        made = storages(outputs)
-        good = [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
-        del outputs
-        saved = storages(k.tensor for k in kept)
-        seeds = [torch.ones_like(o) for o in good]
-        sources = zip((*unit.parameters, *unit.inputs), (*parameters, *inputs), strict=True)
-        wanted = {n: t for n, t in sources if t.requires_grad}
-        others = [t for n, t in wanted.items() if n not in splits]
-        with inner:
-            if good and others:
-                torch.autograd.grad(good, others, seeds, retain_graph=True, allow_unused=True)
-        with every:
-            if good:
-                torch.autograd.grad(good, list(wanted.values()), seeds, allow_unused=True)
-        outside = storages(given)
-        of_data = {k: v for k, v in storages(data).items() if k not in outside}
-        of_inputs = {k: v for k, v in storages(inputs).items() if k not in {**outside, **of_data}}
-        outside |= of_data | of_inputs
-        costs.append(UnitCost(
-            unit.index, unit.name, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters),
-            forward.get_total_flops(), inner.get_total_flops(), every.get_total_flops() - inner.get_total_flops(), 0,
-            sum(of_data.values()), sum(of_inputs.values()), sum(v for k, v in of_inputs.items() if k in saved),
-            sum(v for k, v in made.items() if k not in outside), sum(v for k, v in saved.items() if k not in outside),
-            sum(v for k, v in saved.items() if k in made and k not in outside),
-        ))  # fmt: skip
-    return costs
-
-
 def comparable(costs: Sequence[UnitCost]) -> list[UnitCost]:
     """Without what a real run does not show."""
     assert all(c.forward_bytes > 0 for c in costs if c.forward_flops)
@@ -239,10 +144,10 @@ def test_costs_are_those_of_a_real_run(name: str, precision: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["convolutions", "gpt with dropout", "transformers llama with a mask"])
-def test_costs_of_a_rank_are_those_of_a_real_rank(name: str, rows: int = 5) -> None:
+def test_costs_of_a_rank_are_those_of_a_real_rank(name: str) -> None:
     """The last of three ranks, which has two rows, with its collectives and whatever they make it keep."""
     module, batch = subject(name)
-    found = traced(name)
+    found, rows = traced(name), 5
     real = run_ranks(Mesh.of(dp=3), lambda comm: real_costs(module, found, batch, rows, comm), timeout=30)
     assert comparable(cost(found, rows, 3)) == real[-1]
     assert comparable(cost(found, rows)) != real[-1]
@@ -270,6 +175,32 @@ def test_frozen_parameters_cost_no_weight_gradient() -> None:
     assert comparable(ours) == real_costs(module, found, batch, 6)
     assert [c.weight_flops > 0 for c in ours] == [False, False, True, False]
     assert ours[1].saved_bytes < cost(traced("gpt"), 6)[1].saved_bytes
+
+
+class Counting(nn.Module):
+    """Buffers that nothing but their updates reads, one of which follows from a batch field, and one that passes through units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        for name, value in (("average", torch.zeros(6)), ("steps", torch.zeros((), dtype=torch.int64)), ("ones", torch.zeros(()))):
+            self.register_buffer(name, value)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.steps += 1
+        self.ones += (y == 1).sum()
+        for layer in self.layers:
+            with torch.no_grad():
+                self.average.mul_(0.9).add_(x.mean(0) * 0.1)
+            x = layer(x) + self.average
+        return x.square().mean()
+
+
+def test_buffers_that_forward_writes() -> None:
+    module = Counting()
+    found = trace(module, features())
+    assert sum(len(u.updates) for u in found.units) == 3
+    assert comparable(cost(found, 6)) == real_costs(module, found, features(), 6)
 
 
 def test_a_tied_parameter_counts_in_both_units() -> None:

@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from measured import Keeping, storages
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.trace.meter import Meter, storage, tensors_in
+from shardwise.trace.meter import Meter, tensors_in
 from shardwise.trace.saved import COMPOSED, SAME, attention, dropout, is_known, rms_norm
 
 aten = torch.ops.aten
 Op = Callable[..., Any]
 
 
-class Kept:
-    """A saved tensor."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 def kept_sizes(op: Op, operands: Sequence[Any]) -> list[int]:
     """The sizes of the storages that the graph of ``op`` keeps beside its operands', sorted."""
-    kept: weakref.WeakSet[Kept] = weakref.WeakSet()
-
-    def pack(tensor: Tensor) -> Kept:
-        one = Kept(tensor)
-        kept.add(one)
-        return one
-
-    with saved_tensors_hooks(pack, lambda one: one.tensor):
+    keeping = Keeping()
+    with keeping:
         results = [r for r in tensors_in(op(*operands)) if r.requires_grad]
-    own = {storage(o) for o in operands if isinstance(o, Tensor)}
-    sizes = {storage(k.tensor): k.tensor.untyped_storage().nbytes() for k in kept}
+    own = storages(o for o in operands if isinstance(o, Tensor))
     assert results
-    return sorted(s for key, s in sizes.items() if key not in own)
+    return sorted(s for key, s in keeping.storages().items() if key not in own)
 
 
 def meta(tensor: Any) -> Any:

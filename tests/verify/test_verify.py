@@ -102,11 +102,11 @@ def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest
 
     original = interpreter._Step.accumulate
 
-    def careless(self, one, grads):  # type: ignore[no-untyped-def]
+    def careless(self, one, grads, products):  # type: ignore[no-untyped-def]
         everything = tuple(range(len(self.memory.buckets)))
         import dataclasses
 
-        original(self, dataclasses.replace(one, first=tuple(i for i in everything if any(n in grads for n in self.memory.buckets[i].grads))), grads)
+        original(self, dataclasses.replace(one, first=tuple(i for i in everything if any(n in grads for n in self.memory.buckets[i].grads))), grads, products)
 
     monkeypatch.setattr(interpreter._Step, "accumulate", careless)
     assert not _gpt_report(dp=1, microbatches=1)

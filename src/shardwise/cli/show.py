@@ -106,7 +106,10 @@ def _unit_table(trace: Trace, costs: Sequence[UnitCost]) -> Any:
     """A parameter that several units read is in the row of each, and once in the sum."""
     columns = ("unit", "name", ">parameters", ">forward FLOPs", ">backward", ">saved", ">outputs")
     rows = [
-        (f"u{one.index}", one.name, count(one.parameters), count(one.forward_flops), count(one.backward_flops), size(one.saved_bytes), size(one.output_bytes))
+        (
+            f"u{one.index}", one.name, count(one.parameters), count(one.forward_flops), count(one.backward_flops),
+            size(one.saved_bytes), size(one.output_bytes),
+        )
         for one in costs
     ]  # fmt: skip
     totals = (

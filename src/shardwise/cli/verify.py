@@ -77,6 +77,7 @@ def _show(console: Console, report: Mapping[str, Any]) -> None:
     verdict = "same as one device" if report["passed"] else "NOT the same as one device"
     error = "infinite" if math.isinf(largest) else f"{largest:.1e}"
     console.print(Text(
-        f"{verdict}: largest error {error} {relation} {tolerance:.0e}, {report['compared']} comparisons in {report['seconds']:.1f} s",
+        f"{verdict}: largest error {error} {relation} {tolerance:.0e}, {report['compared']} comparisons in "
+        f"{report['seconds']:.1f} s",
         style="green" if report["passed"] else "bold red",
     ))  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from .toml import shown
 from .transformer import transformers_constructor
 
 Constructor = Callable[[], nn.Module]
-LossFunction = Callable[[Any, dict[str, Tensor]], Tensor]
+LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
 Decode = Callable[[Iterable[int]], str]
 
 
@@ -99,9 +99,7 @@ def _factory_constructor(model: ModelConfig, aligned: bool) -> Constructor:
     def construct() -> nn.Module:
         made = call("model.factory", reference, arguments)
         if not isinstance(made, nn.Module):
-            raise ConfigError(
-                f"model.factory = {shown(reference)}: it returned {_kind(made)}; legal: an nn.Module"
-            )
+            raise ConfigError(f"model.factory = {shown(reference)}: it returned {_kind(made)}; legal: an nn.Module")
         if aligned and any(base.__name__ == "PreTrainedModel" for base in type(made).__mro__):
             # It would learn to predict the token after the next one, and nobody would notice.
             raise ConfigError(

@@ -163,7 +163,7 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
 def _ended(code: int) -> str:
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name if -code in iter(signal.Signals) else f"signal {-code}"
+    name = signal.Signals(-code).name if -code in {int(known) for known in signal.Signals} else f"signal {-code}"
     return f"was killed ({name}{', by the system if memory ran out' if code == -signal.SIGKILL else ''})"
 
 

@@ -19,8 +19,9 @@ from typing import Literal
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction
 
-RECORD = struct.Struct("<Qqi???d96s200s")  # the fields of Record, but for the rank
-TORN_READS = 20  # times that a record is read again because it changed meanwhile
+RECORD = struct.Struct("<Qqi???d96s200sQ")  # the fields of Record but for the rank, and once more the number of writes
+TORN_READS = 20  # times that a record is read again because it is being written
+TORN_WAIT = 0.5e-3  # seconds in between
 
 Kind = Literal["config", "shardwise", "communication", "other"]
 
@@ -104,7 +105,7 @@ class Progress:
         self._writes += 1
         RECORD.pack_into(
             self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient, self._done,
-            time.time(), self._doing, self._waiting_for,
+            time.time(), self._doing, self._waiting_for, self._writes,
         )  # fmt: skip
 
 
@@ -119,22 +120,21 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 
 def read_record(run_dir: Path, rank: int) -> Record | None:
-    """The record of a rank, or None while it has none."""
+    """The record of a rank, or None while it has none (or its writer has been interrupted for long, half-way)."""
     path = record_path(run_dir, rank)
-    before = b""
     for _ in range(TORN_READS):
         try:
-            now = path.read_bytes()
+            found = path.read_bytes()
         except OSError:
             return None
-        if len(now) != RECORD.size:
+        if len(found) != RECORD.size:
             return None
-        if now == before:
-            break
-        before = now
-    *numbers, doing, waiting_for = RECORD.unpack(before)
-    texts = (text.rstrip(b"\0").decode(errors="replace") for text in (doing, waiting_for))
-    return Record(rank, *numbers, *texts) if numbers[0] else None
+        *numbers, doing, waiting_for, writes = RECORD.unpack(found)
+        if writes and writes == numbers[0]:  # a write begins with zeros and ends with the last field
+            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (doing, waiting_for))
+            return Record(rank, *numbers, *texts)
+        time.sleep(TORN_WAIT)
+    return None
 
 
 @dataclass(frozen=True)

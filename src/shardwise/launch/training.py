@@ -198,7 +198,7 @@ def _tokens_per_row(example: Mapping[str, Tensor]) -> int:
 
 def _age() -> float:
     """Seconds since this process began."""
-    return time.time() - psutil.Process().create_time()
+    return time.time() - float(psutil.Process().create_time())
 
 
 def _start_log(rank: int) -> None:

@@ -98,12 +98,12 @@ class Display:
 
     @property
     def _speed(self) -> float:
-        return statistics.median(one["tokens_per_second"] for one in self._recent)
+        return float(statistics.median(one["tokens_per_second"] for one in self._recent))
 
     @property
     def _left(self) -> float:
         """Seconds to the last step."""
-        return statistics.median(one["step_seconds"] for one in self._recent) * (self._steps - self.steps_done)
+        return float(statistics.median(one["step_seconds"] for one in self._recent)) * (self._steps - self.steps_done)
 
     def _line(self, last: Metrics) -> str:
         digits = len(str(self._steps))
@@ -147,7 +147,7 @@ class _Bar:
 
 
 def show_result(console: Console, result: Metrics, seconds: float) -> None:
-    """The result of a run (``result.json``) as a table, and the text that the model wrote.  ``seconds`` is the whole run's time."""
+    """The result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
     speed = result["tokens_per_second"]
     rows = {

@@ -16,6 +16,7 @@ from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
+from shardwise.trace.products import accumulate as accumulate_product
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 
@@ -76,7 +77,7 @@ class _Step:
     microbatches: int
     given: StepInput
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], tuple[list[Tensor], list[Tensor]]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     handles: dict[int, tuple[Lane, Handle]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
@@ -161,11 +162,14 @@ class _Step:
         again = one.op is Op.RECOMPUTE
         keep = self.saves(one, unit)
         arguments = self.arguments(unit, m, env)
+        function = unit.training_function if keep and unit.training_function is not None else unit.function
         with torch.set_grad_enabled(keep):
-            outputs = unit.function(env, *arguments)
+            outputs = function(env, *arguments)
+        own = len(unit.outputs) + len(unit.updates)
+        outputs, operands = outputs[:own], outputs[own:]
         if keep:
             good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-            self.saved[unit.index, m] = (good, arguments)
+            self.saved[unit.index, m] = (good, operands)
         if again:
             return
         if self.owner.inspect is not None:
@@ -184,25 +188,26 @@ class _Step:
 
     def backward(self, one: Instruction) -> None:
         unit, m = self.trace.units[one.unit], one.microbatch
-        outputs, arguments = self.saved.pop((unit.index, m))
-        seeds, kept = [], []
+        outputs, operands = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-        for name, value in zip(names, outputs, strict=True):
-            seed = self.seed(name, m, value)
-            if seed is not None:
-                seeds.append(seed)
-                kept.append(value)
-        if not value_requires(kept):
-            raise AssertionError(f"unit {unit.name} has no differentiable output")
+        seeds = [(value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None]
+        direct = set(unit.products)
         parameters = [n for n in unit.parameters if self.memory.leaves[n].requires_grad]
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        wanted = [self.memory.leaves[n] for n in parameters] + [self.live[n, m] for n in live]
-        grads = torch.autograd.grad(kept, wanted, seeds, allow_unused=True)
-        del outputs, arguments, kept
+        inputs, probes = operands[::2], operands[1::2]
+        wanted = [*(self.memory.leaves[n] for n in parameters), *(self.live[n, m] for n in live), *probes]
+        kept, given = zip(*seeds, strict=True)
+        grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
+        del outputs, operands, kept, seeds
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])
-        self.accumulate(one, dict(zip(parameters, grads, strict=False)))
-        for name, grad in zip(live, grads[len(parameters) :], strict=True):
+        own, rest = grads[: len(parameters)], grads[len(parameters) :]
+        products: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n in direct}
+        for name, dy, x in zip(unit.products, rest[len(live) :], inputs, strict=bool(unit.products)):
+            if dy is not None:
+                products[name].append((dy, x.detach()))
+        self.accumulate(one, dict(zip(parameters, own, strict=True)), products)
+        for name, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:
                 before = self.pending.get((name, m))
                 self.pending[name, m] = grad if before is None else before + grad
@@ -214,19 +219,27 @@ class _Step:
             return self.weight(m).to(value.dtype)
         return self.pending.pop((name, m), None)
 
-    def accumulate(self, one: Instruction, grads: Mapping[str, Tensor | None]) -> None:
-        """Add to the gradient buffers; their first writer of the step overwrites what the last step left there."""
+    def accumulate(
+        self, one: Instruction, grads: Mapping[str, Tensor | None], products: Mapping[str, list[tuple[Tensor, Tensor]]]
+    ) -> None:
+        """Add to the gradient buffers; their first writer of the step overwrites what the last step left there.
+
+        ``products`` are (dY, X) of linears: their dYᵀX is multiplied straight into the buffer.
+        """
         for index, memory in enumerate(self.memory.buckets):
             first = index in one.first
-            for entry in memory.layout.entries if first else [e for e in memory.layout.entries if e.name in grads]:
-                goal, grad = memory.grads[entry.name], grads.get(entry.name)
-                if grad is None:
-                    if first:
-                        goal.zero_()
-                elif first:
-                    goal.copy_(grad)
-                else:
-                    goal.add_(grad)
+            for name, goal in memory.grads.items():
+                if not first and name not in grads:
+                    continue
+                written, grad = not first, grads.get(name)
+                if grad is not None:
+                    goal.add_(grad) if written else goal.copy_(grad)
+                    written = True
+                for dy, x in products.get(name, ()):
+                    accumulate_product(goal, dy, x, written)
+                    written = True
+                if not written:
+                    goal.zero_()
 
     # ---- weights, reductions, the step -------------------------------------------------------------------------------
 
@@ -281,8 +294,3 @@ class _Step:
         for name, value in self.updates.items():
             buffer = self.memory.buffers[name]
             buffer.copy_(torch.where(self.memory.halted != 0, buffer, value))
-
-
-def value_requires(values: list[Tensor]) -> bool:
-    """Whether any of the values has a gradient to pass on."""
-    return any(v.requires_grad for v in values)

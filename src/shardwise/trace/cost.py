@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
@@ -79,8 +79,8 @@ def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu") -> list[U
         raise ConfigError(f"cost: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
     if trace.opaque is not None:
         return [_opaque(trace, unit) for unit in trace.units]
-    walk = _Walk(trace, rows, parts, device)
-    with fx_config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]  # the largest result
+    walk, config = _Walk(trace, rows, parts, device), cast(Any, fx_config)
+    with config.patch(meta_nonzero_assume_all_nonzero=True):  # the largest result, where the size depends on data
         return [walk.unit(unit) for unit in trace.units]
 
 
@@ -102,7 +102,8 @@ class _Walk:
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
         self.env = Env(_Silent(), ("dp",), parts, parts - 1, rows, targets=counted)
         self.device, self.frozen = device, set(trace.frozen)
-        self.tensors: dict[tuple[str, str], Tensor] = {}  # parameters, buffers and fields by (kind, name)
+        self.captured = _captured(trace)
+        self.leaves: dict[tuple[str, str], Tensor] = {}
         self.live: dict[str, Tensor] = {}
 
     def unit(self, unit: Unit) -> UnitCost:
@@ -113,14 +114,13 @@ class _Walk:
         saved = _storages(k.tensor for k in run.kept)
         forward_flops, forward_bytes = run.meter.flops, run.meter.bytes
         weight = run.backward(good, [t for t in (*parameters, *inputs) if t.requires_grad]) if good else 0
-        given = _storages([*parameters, *buffers, *constants])
-        field_sizes = _without(_storages(batch), given)
-        input_sizes = _without(_storages(inputs), given, field_sizes)
-        out, inside = (_without(s, given, field_sizes, input_sizes) for s in (out, saved))
+        given = _storages([*self.leaves.values(), *constants])
+        input_sizes = _without(_storages(inputs), given)
+        out, inside = (_without(s, given, input_sizes) for s in (out, saved))
         return UnitCost(
             unit.index, unit.name, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters),
             forward_flops, run.meter.flops - forward_flops - weight, weight, forward_bytes,
-            sum(field_sizes.values()), sum(input_sizes.values()), sum(s for k, s in input_sizes.items() if k in saved),
+            sum(_storages(batch).values()), sum(input_sizes.values()), sum(s for k, s in input_sizes.items() if k in saved),
             sum(out.values()), sum(inside.values()), sum(s for k, s in inside.items() if k in out),
             tuple(sorted(run.unknown)),
         )  # fmt: skip
@@ -133,21 +133,22 @@ class _Walk:
         return [o for o, g in zip(outputs, unit.output_grads, strict=True) if g], _storages(outputs)
 
     def arguments(self, unit: Unit) -> tuple[list[Tensor], ...]:
-        values = _captured(unit)
-        names = {"p": unit.parameters, "b": unit.buffers, "c": (), "f": unit.fields}
-        made: dict[str, list[Tensor]] = {}
-        for kind, own in names.items():
-            for i, name in enumerate(own):
-                if (kind, name) not in self.tensors:
-                    self.tensors[kind, name] = self.leaf(kind, name, values[f"{kind}{i}"])
-            made[kind] = [self.tensors[kind, name] for name in own]
+        """Parameters, buffers, constants, batch fields and live inputs."""
+        parameters, buffers, batch = (
+            [self.leaf(kind, name) for name in names]
+            for kind, names in (("p", unit.parameters), ("b", unit.buffers), ("f", unit.fields))
+        )
         constants = [torch.empty_like(c, device=META) for c in unit.constants]
-        return made["p"], made["b"], constants, made["f"], [self.live[n] for n in unit.inputs]
+        return parameters, buffers, constants, batch, [self.live[n] for n in unit.inputs]
 
-    def leaf(self, kind: str, name: str, value: Tensor) -> Tensor:
+    def leaf(self, kind: str, name: str) -> Tensor:
         """A parameter, a buffer, or this rank's rows of a batch field."""
-        shape = [local_rows(self.env) if kind == "f" and d == 0 else int(s) for d, s in enumerate(value.shape)]
-        return torch.empty(shape, dtype=value.dtype, device=META, requires_grad=kind == "p" and name not in self.frozen)
+        if (kind, name) not in self.leaves:
+            value = self.captured[kind, name]
+            shape = [local_rows(self.env) if kind == "f" and d == 0 else int(s) for d, s in enumerate(value.shape)]
+            grad = kind == "p" and name not in self.frozen
+            self.leaves[kind, name] = torch.empty(shape, dtype=value.dtype, device=META, requires_grad=grad)
+        return self.leaves[kind, name]
 
     def size(self, size: Any, most: int) -> int:
         """A size in the captured graph, for the rows at hand; ``most`` where it depends on data."""
@@ -276,28 +277,34 @@ class _Silent:
 # ---- values of the capture -------------------------------------------------------------------------------------------
 
 
-def _captured(unit: Unit) -> dict[str, Any]:
-    """The captured (fake) tensor behind each placeholder of a unit's graph.
+def _captured(trace: Trace) -> dict[tuple[str, str], Any]:
+    """The captured (fake) tensors of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name).
 
-    Found by walking that graph beside the one that it was cut from; a buffer that only its own update reads is like the update.
+    A unit's placeholders carry none: each graph is walked beside the whole one that it was cut from, whose placeholders do and
+    end with the fields.  A buffer of which only updates are read is like its update.
     """
-    assert unit.graph is not None
-    whole = next(iter(unit.values.values())).graph
-    loss = _outputs(whole)[0]
-    mine = _outputs(unit.graph)
-    pairs = list(zip(mine, (loss if n == "loss" else unit.values[n] for n in unit.outputs), strict=False))
-    updated = zip(unit.updates, mine[len(unit.outputs) :], strict=True)
-    found: dict[str, Any] = {f"b{unit.buffers.index(n)}": u.meta["val"] for n, u in updated if n in unit.buffers}
-    seen = set()
-    while pairs:
-        here, there = pairs.pop()
-        if here in seen:
-            continue
-        seen.add(here)
-        if here.op == "placeholder":
-            found[here.name] = there.meta.get("val")
-        else:
-            pairs.extend(zip(here.all_input_nodes, there.all_input_nodes, strict=True))
+    whole = next(node.graph for unit in trace.units for node in unit.values.values())
+    places = [n for n in whole.nodes if n.op == "placeholder"]
+    found: dict[tuple[str, str], Any] = {
+        ("f", name): place.meta["val"] for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)
+    }
+    for unit in trace.units:
+        assert unit.graph is not None
+        names = {f"{k}{i}": (k, n) for k, own in (("p", unit.parameters), ("b", unit.buffers)) for i, n in enumerate(own)}
+        mine = _outputs(unit.graph)
+        updates = zip(unit.updates, mine[len(unit.outputs) :], strict=True)
+        found.update((("b", n), u.meta["val"]) for n, u in updates if "val" in u.meta)
+        origins = (_outputs(whole)[0] if n == "loss" else unit.values[n] for n in unit.outputs)
+        pairs = list(zip(mine, origins, strict=False))
+        seen: set[fx.Node] = set()
+        while pairs:
+            here, there = pairs.pop()
+            if here.op == "placeholder":
+                if here.name in names:
+                    found[names[here.name]] = there.meta["val"]
+            elif here not in seen:
+                pairs.extend(zip(here.all_input_nodes, there.all_input_nodes, strict=True))
+            seen.add(here)
     return found
 
 

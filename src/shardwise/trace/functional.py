@@ -101,6 +101,9 @@ class _Walker:
     def write(self, old: fx.Node, new: fx.Node, hidden: bool = False) -> None:
         """Let ``old`` and what it is a view of hold ``new``; ``hidden`` says that autograd does not see it."""
         hidden = hidden or not self.grad
+        parameter = self.captured.parameters.get(self.base(old).name)
+        if parameter:
+            raise Uncapturable(f"forward writes to the parameter {parameter}")
         if hidden:
             if self.tracked(self.read(old)):
                 raise Uncapturable("forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient")
@@ -111,8 +114,6 @@ class _Walker:
                 source = self.source[source]
             self.write(source, self.scatter(old, self.read(source), new), hidden or old.target is aten.detach.default)
         else:
-            if self.captured.parameters.get(old.name):
-                raise Uncapturable(f"forward writes to the parameter {self.captured.parameters[old.name]}")
             self.writes[old] = self.writes.get(old, 0) + 1
         self.value[old] = new
         self.seen[old] = self.writes.get(self.base(old), 0)
@@ -300,7 +301,10 @@ class _Walker:
         target = _functional_form(old) if written == [0] and isinstance(goal, fx.Node) and schema.name.startswith("aten::") else None
         if target is None:
             raise Uncapturable(f"in-place op {old.target} has no functional form")
-        new = self.call(target, self.map(old.args[:1] if name == "zero_" else old.args), old, self.map(old.kwargs))
+        if name == "copy_":
+            new = self.copied(old, goal)
+        else:
+            new = self.call(target, self.map(old.args[:1] if name == "zero_" else old.args), old, self.map(old.kwargs))
         if _is_random(old):
             self.draw(new)
         new = self.cast_back(new, goal)
@@ -308,11 +312,23 @@ class _Walker:
         self.bind(old, self.value[goal], goal)
         self.passed.add(old)
 
+    def copied(self, old: fx.Node, goal: fx.Node) -> fx.Node:
+        """What ``goal.copy_(source)`` leaves in goal: the source in goal's shape and dtype."""
+        (new,), source = self.map(old.args[1:2]), old.args[1]
+        assert isinstance(source, fx.Node)
+        value, like = source.meta["val"], goal.meta["val"]
+        if value.dtype != like.dtype:
+            new = self.call(aten.to.dtype, (new, like.dtype), source)
+            new.meta["val"] = value.to(like.dtype)
+        if value.dim() != like.dim() or any(str(a) != str(b) for a, b in zip(value.shape, like.shape, strict=True)):
+            new = self.call(aten.expand_as.default, (new, self.map(goal)), goal)
+        return new
+
     def cast_back(self, new: fx.Node, goal: fx.Node) -> fx.Node:
         """An in-place op keeps its tensor's dtype, where the functional one may promote."""
         dtype = goal.meta["val"].dtype
         others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
-        if new.target in (aten.copy.default, aten.index_put.default) or all(o == dtype for o in others):
+        if new.target is aten.index_put.default or all(o == dtype for o in others):
             return new
         example = new.target(*_examples(new.args), **_examples(new.kwargs))
         if example.dtype == dtype:
@@ -378,7 +394,7 @@ def _functional_form(old: fx.Node) -> Any:
         return aten.fill.Tensor
     if name in _RENAMED:
         return _RENAMED[name]
-    packet = getattr(aten, name[:-1], None)
+    packet = getattr(aten, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)  # __ior__ is in-place __or__
     renamed = {("bernoulli_", "float"): "p"}.get((name, overload), overload)
     return packet and getattr(packet, renamed, None)
 

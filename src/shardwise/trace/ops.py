@@ -9,7 +9,7 @@ Every function takes an :class:`Env` first: the graph is shared by ranks, microb
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,6 +212,18 @@ def scatter(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
         return _gather_rows(env, g, dim, pre, post)
 
     return _move(env, x, there, back)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def never_empty(op: Callable[..., Tensor], dim: int, x: Tensor, *args: Any, **options: Any) -> Tensor:
+    """``op(x, …)``, which keeps ``dim``, where the op's kernel wants at least one row in it."""
+    if x.shape[dim]:
+        return op(x, *args, **options)
+    shape = list(x.shape)
+    shape[dim] = 1
+    return op(torch.cat([x, x.new_zeros(shape)], dim), *args, **options).narrow(dim, 0, 0)
 
 
 # ---- ops that mix rows -----------------------------------------------------------------------------------------------

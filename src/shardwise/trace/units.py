@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import ops
+from shardwise.trace.products import expose
 from shardwise.trace.sharding import Sharded
 
 _INTEGER_OPS = {ops.rows, ops.local_rows}
@@ -46,6 +47,8 @@ class Unit:
     ordinal: int = 0  # of the unit's first random op
     collectives: bool = False
     values: dict[str, Any] = field(default_factory=dict)  # example (fake) tensor of each live tensor
+    training_function: Callable[..., tuple[Tensor, ...]] | None = None  # `function` with the operands of `products` as last outputs
+    products: tuple[str, ...] = ()  # the weight of each linear whose gradient is multiplied outside backward (`trace/products.py`)
 
     @property
     def differentiable(self) -> bool:
@@ -58,9 +61,11 @@ def split(sharded: Sharded) -> list[Unit]:
     graph = sharded.graph
     useful = _with_gradient(graph)
     assigned, names = _assign(graph, sharded)
-    order = sorted(set(assigned.values()))
     loss, *updates = next(n for n in graph.nodes if n.op == "output").args[0]
-    builder = _Builder(sharded, assigned, useful, loss, dict(zip(updates, sharded.normal.updates, strict=True)))
+    first = _read_first(graph, sharded, assigned)
+    assigned |= dict.fromkeys(first, -1)
+    order = sorted(set(assigned.values()))
+    builder = _Builder(sharded, assigned, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
     shared: dict[str, Callable[..., Any]] = {}
     return [builder.unit(i, key, names[key], shared) for i, key in enumerate(order)]
 
@@ -75,6 +80,58 @@ def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
         if node not in found and node.meta.get("grad"):
             found.add(node)
             stack.extend(node.all_input_nodes)
+    return found
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node reads, sizes that follow from tensors (``item``) replaced by these."""
+    return _through(node, lambda n: n.all_input_nodes)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node, sizes that follow from it replaced by what reads these."""
+    return _through(node, lambda n: list(n.users))
+
+
+def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}  # in the order of the arguments, so that equal blocks have equal code
+    for n in edges(node):
+        if n.op == "call_function" and "layout" not in n.meta:
+            found |= dict.fromkeys(_through(n, edges))
+        else:
+            found[n] = None
+    return list(found)
+
+
+def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> list[fx.Node]:
+    """Buffers that forward writes and whose value before that matters to the loss, or to several units.
+
+    They become outputs of unit "inputs", which is never run again: a later unit, and a unit that is recomputed, read what the buffer
+    held when the microbatch began.  (BatchNorm's running statistics only matter to themselves.)
+    """
+    captured, written = sharded.normal.captured, set(sharded.normal.updates)
+    matters = _reaching_loss(graph)
+    places = [n for n in graph.nodes if n.op == "placeholder" and captured.buffers.get(n.name) in written]
+    return [n for n in places if n in matters or len({unit[r] for r in _readers(n) if r in unit}) > 1]
+
+
+def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [next(n for n in graph.nodes if n.op == "output").args[0][0]]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        source = node.args[0] if node.target is operator.getitem else None
+        running = RUNNING_AT.get(source.target) if isinstance(source, fx.Node) else None
+        if running is not None and node.args[1] == 0:  # y does not depend on the running statistics
+            found.add(source)
+            stack.extend(a for i, a in enumerate(source.args) if isinstance(a, fx.Node) and i not in running)
+        else:
+            stack.extend(node.all_input_nodes)
+            if running is not None:
+                stack.extend(source.all_input_nodes)
     return found
 
 
@@ -105,7 +162,7 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
         if node.target is operator.getitem:  # a tuple never crosses a cut
             unit[node] = unit[node.args[0]]
             continue
-        below = max((unit[i] for i in node.all_input_nodes if i in unit), default=0)
+        below = max((unit[i] for i in _sources(node) if i in unit), default=0)
         key = block_of(node.meta.get("path", ""))
         if key in blocks:
             unit[node] = max(below, blocks[key])
@@ -114,7 +171,7 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
     for node in reversed(calls):
         if node in free and node.target is not operator.getitem:
             items = [u for u in node.users if u.target is operator.getitem]
-            users = {unit[u] for n in (node, *items) for u in n.users if u in unit}
+            users = {unit[u] for n in (node, *items) for u in _readers(n) if u in unit}
             unit.update(dict.fromkeys((node, *items), users.pop() if len(users) == 1 else -1))
     names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
     return unit, names
@@ -147,70 +204,58 @@ def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
 
 class _Builder:
     def __init__(
-        self, sharded: Sharded, assigned: dict[fx.Node, int], useful: set[fx.Node], loss: fx.Node, updates: dict[fx.Node, str]
+        self, sharded: Sharded, assigned: dict[fx.Node, int], useful: set[fx.Node], loss: fx.Node, updates: list[tuple[fx.Node, str]]
     ) -> None:
         self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
         self.captured = sharded.normal.captured
 
     def unit(self, index: int, key: int, name: str, shared: dict[str, Callable[..., Any]]) -> Unit:
-        mine = [n for n in self.sharded.graph.nodes if self.assigned.get(n) == key]
-        inside = set(mine)
-        outside = self._outside(mine, inside)
+        own = [n for n in self.sharded.graph.nodes if self.assigned.get(n) == key]
+        mine = [n for n in own if n.op != "placeholder"]
         kinds: dict[str, list[fx.Node]] = {"parameters": [], "buffers": [], "constants": [], "fields": [], "inputs": []}
-        for node in outside:
-            kinds[self._kind(node)].append(node)
-        outputs = [n for n in mine if n not in self.updates and (n is self.loss or any(self._later(u, key) for u in n.users))]
-        updated = [n for n in mine if n in self.updates]
-        graph, ordinal = self._graph(mine, kinds, [*outputs, *updated])
+        for node in dict.fromkeys((*(n for n in own if n.op == "placeholder"), *self._outside(mine))):
+            kinds[self._kind(node, key)].append(node)
+        outputs = [n for n in own if n is self.loss or any(self.assigned.get(r, key) > key for r in _readers(n))]
+        updated = [(n, buffer) for n, buffer in self.updates if self.assigned.get(n) == key]
+        graph, ordinal = self._graph(mine, kinds, [*outputs, *(n for n, _ in updated)])
         code = graph.python_code("self").src
         if code not in shared:
             module = fx.GraphModule(torch.nn.Module(), graph)
             shared[code] = module.forward
         captured = self.captured
+        parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
+        exposed, products = expose(graph, [captured.trainable[n] for n in parameters])
+        key_code = exposed.python_code("self").src
+        if key_code not in shared:
+            shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
         return Unit(
-            index, name, shared[code], code, graph,
-            tuple(captured.parameters[n.name] for n in kinds["parameters"]),
+            index, name, shared[code], code, graph, parameters,
             tuple(captured.buffers[n.name] for n in kinds["buffers"]),
             tuple(captured.constants[n.name] for n in kinds["constants"]),
             tuple(captured.fields[n.name] for n in kinds["fields"]),
             tuple(n.name for n in kinds["inputs"]),
             tuple("loss" if n is self.loss else n.name for n in outputs),
-            tuple(self.updates[n] for n in updated),
+            tuple(buffer for _, buffer in updated),
             tuple(n in self.useful for n in kinds["inputs"]),
             tuple(n in self.useful for n in outputs),
             ordinal,
             any(n.target in _COMMUNICATING for n in mine),
             {n.name: n for n in (*kinds["inputs"], *outputs)},
+            shared[key_code], tuple(parameters[i] for i in products),
         )  # fmt: skip
 
-    def _later(self, user: fx.Node, key: int) -> bool:
-        return user.op != "output" and self.assigned.get(user, key) > key
-
-    def _kind(self, node: fx.Node) -> str:
-        if node.op != "placeholder":
+    def _kind(self, node: fx.Node, key: int) -> str:
+        if node.op != "placeholder" or self.assigned.get(node, key) != key:
             return "inputs"
         for kind in ("parameters", "buffers", "constants", "fields"):
             if node.name in getattr(self.captured, kind):
                 return kind
         raise AssertionError(f"placeholder {node.name} is nothing known")
 
-    def _outside(self, mine: Iterable[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
+    def _outside(self, mine: Iterable[fx.Node]) -> list[fx.Node]:
         """What the unit reads from outside, without the sizes, which every unit computes for itself."""
-        seen: dict[fx.Node, None] = {}
-
-        def visit(node: fx.Node) -> None:
-            if node in inside or node.name == "env":
-                return
-            if node.op == "call_function" and "layout" not in node.meta:
-                for i in node.all_input_nodes:
-                    visit(i)
-            else:
-                seen[node] = None
-
-        for node in mine:
-            for i in node.all_input_nodes:
-                visit(i)
-        return list(seen)
+        inside = set(mine)
+        return list(dict.fromkeys(n for one in mine for n in _sources(one) if n not in inside and n.name != "env"))
 
     def _graph(self, mine: list[fx.Node], kinds: dict[str, list[fx.Node]], outputs: list[fx.Node]) -> tuple[fx.Graph, int]:
         """The unit's graph, its names independent of where in the model it stands."""
@@ -244,6 +289,7 @@ class _Builder:
 ORDINAL_AT = {
     ops.dropout: 3, ops.feature_dropout: 3, ops.attention: 7, ops.random_like: 2, ops.random_of: 2, ops.bernoulli: 2,
 }  # fmt: skip
+RUNNING_AT = {ops.batch_norm: (3, 4), ops.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {
     ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, ops.cross_entropy,
 }  # fmt: skip

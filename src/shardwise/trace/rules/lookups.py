@@ -74,9 +74,9 @@ def _index_select(p: Propagation, node: fx.Node) -> Any:
 def _index(p: Propagation, node: fx.Node) -> Any:
     x, indices = node.args[:2]
     present = [(d, i) for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in present):
-        return None  # how many elements are taken depends on data
     put = op_name(node).endswith("put")
+    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in present):
+        return _masked_put(p, node) if put else None  # how many elements are taken depends on data
     block = broadcast(p, [i for _, i in present])
     indexed = {d for d, _ in present}
     own: list[Any] = [("x", d) if d not in indexed else None for d in range(rank_of(p, x))]
@@ -101,6 +101,20 @@ def _index(p: Propagation, node: fx.Node) -> Any:
     ((_, labels),) = aligned(p, [values], sizes)
     operands.append((values, [result[lab] if lab is not None else None for lab in labels]))
     return _emit_index(p, node, operands, [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)], mine)
+
+
+def _masked_put(p: Propagation, node: fx.Node) -> Any:
+    """``x[mask] = number`` is elementwise, with the mask's dims in front."""
+    x, (mask, *others), value = node.args[:3]
+    if others or mask is None or p.shape(value) not in ((), (1,)) or given(node, "accumulate", False):
+        return None
+    labels = list(range(rank_of(p, x)))
+    pairs = [(mask, labels[: rank_of(p, mask)]), (value, [None] * rank_of(p, value)), (x, labels)]
+    (where, number, source), chosen, partial = p.solve(pairs)
+    layout = p.result(p.shape(node), labels, chosen, partial)
+    for d in labels[rank_of(p, mask) :]:
+        where = p.emit(mask, (where, d), {}, p.result((*p.shape(mask), *[1] * d)[: d + 1], labels[: d + 1], chosen, False), aten.unsqueeze.default)
+    return p.emit(node, (where, number, source), {}, layout, aten.where.self)
 
 
 def _result_sizes(p: Propagation, x: fx.Node, indexed: set[int], block: Sequence[Any], at: int) -> list[Any]:

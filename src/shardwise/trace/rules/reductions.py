@@ -83,7 +83,8 @@ _named = whole_dims(lambda n, r: dims_of(n, r))
 _last = whole_dims(lambda n, r: dims_of(n, r, none=[-1]))
 
 RULES.same(_named, "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin")
-RULES.same(_last, "sort argsort topk fft_fft fft_ifft fft_rfft fft_irfft")
+RULES.same(_last, "sort argsort topk")
+RULES.same(whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True), "fft_fft fft_ifft fft_rfft fft_irfft")
 RULES["msort"] = whole_dims(lambda n, r: [0])
 
 # ---- norms ---------------------------------------------------------------------------------------------------------------
@@ -146,5 +147,6 @@ RULES.same(
     """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
     adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
     upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-    pixel_shuffle pixel_unshuffle channel_shuffle im2col col2im""",
+    channel_shuffle im2col col2im""",
 )
+RULES.same(whole_dims(lambda n, r: range(1, r), never_empty=True), "pixel_shuffle pixel_unshuffle")

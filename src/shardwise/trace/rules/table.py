@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.trace import ops
 from shardwise.trace.schema import given, has_argument, op_name
 from shardwise.trace.sharding import Propagation, Rule, is_tensor
 
@@ -74,17 +75,25 @@ def pointwise(p: Propagation, node: fx.Node, linear: Any = ()) -> Any:
     return p.labelled(node, aligned(p, tensors(node), sizes), range(len(sizes)), linear)
 
 
-def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, new: int = 0) -> Rule:
-    """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass, ``new`` dims come last."""
+def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: bool = False) -> Rule:
+    """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass.
+
+    ``never_empty``: its kernel does not take a tensor without rows, which a rank may have.
+    """
 
     def apply(p: Propagation, node: fx.Node) -> Any:
         x = tensors(node)[0]
         rank = rank_of(p, x)
         gone = {d % rank for d in dims(node, rank)} if rank else set()
         labels: list[Any] = [d if d not in gone else None for d in range(rank)]
-        out = [*(d if d not in gone else "whole" for d in range(rank)), *["new"] * new]
+        out = [d if d not in gone else "whole" for d in range(rank)]
         value = node.meta["val"]
         several = isinstance(value, tuple | list)
+        if never_empty:
+            (local,), chosen, partial = p.solve([(x, labels)])
+            layout = p.result(p.shape(node), out, chosen, partial)
+            rest, options = p.arguments(node.args[1:]), p.arguments(node.kwargs)
+            return p.emit(node, (node.target, chosen[0] if chosen else 0, local, *rest), options, layout, ops.never_empty)
         return p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
 
     return apply

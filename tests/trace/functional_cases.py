@@ -1,0 +1,328 @@
+"""Forwards that write in place: to activations, views, buffers, with and without autograd looking.
+
+Each takes ``m`` (the model), ``h`` (an activation, (rows, 3, 4), that depends on a parameter) and ``x`` (a batch field, (rows, 4)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Forward = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+class Machine(nn.Module):
+    """Two blocks around a forward that writes."""
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = forward
+        self.blocks = nn.ModuleList([nn.Linear(4, 12), nn.Linear(12, 12), nn.Linear(4, 3)])
+        self.w = nn.Parameter(torch.randn(4, 4))
+        self.frozen = nn.Parameter(torch.randn(4), requires_grad=False)
+        self.norm = nn.BatchNorm1d(3, momentum=0.2)
+        self.register_buffer("state", torch.linspace(-1, 1, 4))
+        self.register_buffer("counter", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("memory", torch.randn(5, 4))
+        self.register_buffer("passing", torch.ones(4), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.blocks[1](torch.tanh(self.blocks[0](x))).view(-1, 3, 4)
+        y = self.body(self, h, x)
+        return self.blocks[2](y.reshape(-1, 4)).square().mean() + y.mean()
+
+
+CASES: dict[str, Forward] = {}
+
+
+def case(function: Forward) -> Forward:
+    CASES[function.__name__] = function
+    return function
+
+
+@case
+def add_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h += 1
+    h.mul_(x[:, None]).sub_(m.w[0])
+    return h
+
+
+@case
+def activations_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = F.relu(h * 1, inplace=True)
+    h = F.leaky_relu_(h - 0.1) * 2
+    return (F.silu(h, inplace=True) + 1).clamp_(-1, 1)
+
+
+@case
+def select_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    h[:, 0] = 0
+    h[:, 1] = x @ m.w
+    h[..., 2] += 1
+    return h
+
+
+@case
+def slice_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h * 1
+    h[:, 1:, ::2] = h[:, :2, ::2] * 2
+    h[:, :, -1:].mul_(m.w[0, 0])
+    return h
+
+
+@case
+def rows_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    h[0] = h[-1] * 2
+    h[-1:] += 1
+    return h
+
+
+@case
+def view_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    flat = h.view(h.shape[0], 12)
+    flat[:, 3] = 1
+    h.transpose(1, 2)[:, 0].mul_(2)
+    h.permute(2, 0, 1)[1] -= 1
+    h.unsqueeze(1)[:, 0, 0] += x
+    return h + flat.view_as(h)
+
+
+@case
+def nested_views(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    v = h[:, 1:]
+    w = v.transpose(1, 2)[:, :2]
+    before = v.sum()
+    w += 1
+    w[:, 0].mul_(m.w[1, 1])
+    return h * v.sum() * 0.01 + before * w.mean()
+
+
+@case
+def unbind_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    y = torch.stack([x, x.cos(), x * 2], 1)
+    a, b, c = y.unbind(1)
+    b *= 2
+    c.copy_(a)
+    left, right = y.split([1, 3], -1)
+    left.zero_()
+    right += 0.5
+    first, _ = y.chunk(2, 2)
+    first.sub_(1)
+    return h * y + b[:, None]
+
+
+@case
+def read_after_write(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone()
+    v = h[:, 0]
+    before = v * 1
+    h.mul_(3)
+    return h * v[:, None] + before[:, None]
+
+
+@case
+def diagonal_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    square = h[:, :, :3].clone()
+    square.diagonal(0, 1, 2).fill_(0.5)
+    square.diagonal(0, 1, 2).add_(m.w[0, 0])
+    return F.pad(square, (0, 1))
+
+
+@case
+def masked_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h.clone().masked_fill_(x[:, None] > 0.5, 0.1)
+    h[x[:, :3] > 0] = 0.3
+    h[h < -1] = -1
+    return h
+
+
+@case
+def indexed_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    rows, columns = torch.arange(h.shape[0]), (x[:, 0] > 0).long()
+    h = h.clone()
+    h[rows, columns] = x
+    h[:, [0, 2]] += 1
+    table = torch.zeros(h.shape[0], 5)
+    table[rows, columns + 1] = h[:, 0, 0]
+    table.scatter_(1, columns[:, None], 2.0)
+    return h * table.sum(-1)[:, None, None]
+
+
+@case
+def fill_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    room = torch.empty(h.shape[0], 3, 4).fill_(0.5)
+    room[:, 0].fill_(m.w[0, 0])
+    room[:, 1:2].zero_()
+    room[:, 2].copy_(x)
+    return h * room
+
+
+@case
+def narrow_(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """An in-place op keeps the dtype: this one overflows."""
+    counts = torch.zeros(3, 4, dtype=torch.int32)
+    counts += torch.full((4,), 2**31 + 7)
+    flags = x > 0
+    flags |= x < -1
+    flags[:, 0] = True
+    return h * (counts == 7 - 2**31) * flags[:, None]
+
+
+@case
+def through_detach(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    free = x * 2
+    free.detach().mul_(3)
+    other = free.detach()
+    other.copy_(x @ m.w)
+    return h * free[:, None] + other[:, None]
+
+
+@case
+def no_grad_block(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = h.abs().mean(-1, keepdim=True)
+        scale += 1
+        half = scale[:, 1:]
+    half.mul_(2)
+    return h / scale + m.w.detach() @ m.w[0]
+
+
+@case
+def no_grad_inside_out(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        a = h * 2
+        with torch.enable_grad():
+            b = h * a
+        c = b * 2
+    return b + c * m.w[0]
+
+
+@case
+def returned_from_no_grad(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    y = x * 1
+    with torch.no_grad():
+        v = y[:, :2]
+        v += 1
+    y *= 2
+    return h * y[:, None] + v.sum(-1)[:, None, None]
+
+
+@case
+def counter(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.counter += 1
+    return h / m.counter
+
+
+@case
+def average(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.state.mul_(0.9).add_(h.mean((0, 1)), alpha=0.1)
+    return h - m.state
+
+
+@case
+def average_read_before(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    y = h - m.state
+    m.state.copy_(0.5 * m.state + 0.5 * h.detach().mean((0, 1)))
+    m.state[0] = 0
+    return y
+
+
+@case
+def average_with_gradient(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.passing.mul_(0.5)
+    m.passing += h.mean((0, 1))
+    return h * m.passing
+
+
+@case
+def codebook(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Vector quantisation with codes that follow the mean of what they are chosen for (van den Oord et al. 2017)."""
+    flat = h.reshape(-1, 4)
+    distance = flat.square().sum(-1, keepdim=True) - 2 * flat @ m.memory.T + m.memory.square().sum(-1)
+    chosen = distance.argmin(-1)
+    with torch.no_grad():
+        hot = F.one_hot(chosen, 5).to(flat.dtype)
+        count = hot.sum(0).clamp(min=1)
+        m.memory.lerp_((hot.T @ flat) / count[:, None], 0.1)
+    codes = m.memory[chosen].view_as(h)
+    return h + (codes - h).detach() + (h - codes.detach()).square().mean() * m.w[0, 0]
+
+
+@case
+def queue(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """A memory bank that forgets its oldest entries (He et al. 2020)."""
+    scores = h[:, 0] @ m.memory.clone().T
+    m.memory.copy_(torch.cat([h[:, 0].mean(0, keepdim=True).detach(), m.memory[:-1]]))
+    return h * scores.softmax(-1).sum(-1)[:, None, None] + scores.mean()
+
+
+@case
+def batch_norm_twice(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return m.norm(torch.relu(m.norm(h)))
+
+
+@case
+def frozen(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h * m.frozen + (m.w @ m.frozen).square().mean()
+
+
+ONE_STEP = {"average_with_gradient"}  # plain PyTorch cannot take a second: the buffer holds on to a graph that is gone
+
+REFUSED: dict[str, tuple[Forward, str]] = {}
+
+
+def refused(reason: str) -> Callable[[Forward], Forward]:
+    def register(function: Forward) -> Forward:
+        REFUSED[function.__name__] = (function, reason)
+        return function
+
+    return register
+
+
+@refused("fake tensor")
+def data_of_an_activation(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h * 1
+    h.data.mul_(2)
+    return h
+
+
+@refused("unseen by autograd")
+def no_grad_write(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h * 1
+    with torch.no_grad():
+        h[:, 0] = 0
+    return h
+
+
+@refused("parameter w")
+def write_to_a_parameter(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.w.clamp_(-1, 1)
+    return h @ m.w
+
+
+@refused("lies in memory")
+def strided(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h.as_strided((h.shape[0], 4), (12, 1)) @ m.w
+
+
+@refused("draws random numbers")
+def permutation(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    return h[:, torch.randperm(3)]
+
+
+@refused("functional form")
+def expanded(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    y = h.clone()
+    y.view(-1, 2, 6).unfold(2, 3, 3)[:, 0, 0, 0] = 1
+    return y

@@ -1,0 +1,209 @@
+"""Whole models at tiny sizes: our own, the shapes that training takes elsewhere, and those of transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.models import GPT, Llama
+
+ROWS, LENGTH, WORDS = 7, 12, 31
+
+
+@dataclass
+class Model:
+    """A module in fp32, a batch for it, and a loss function if the module has none."""
+
+    module: nn.Module
+    batch: dict[str, Tensor]
+    loss: Callable[[Any, Any], Tensor] | None = None
+
+
+# ---- our own ------------------------------------------------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Stage(nn.Module):
+    """Two convolutions around a shortcut, BatchNorm after each (He et al. 2015)."""
+
+    def __init__(self, wide: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out, momentum=0.3)
+        self.short = nn.Sequential(nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out, affine=False)) if stride > 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)), inplace=True)
+        y = self.norm2(self.conv2(y))
+        y += x if self.short is None else self.short(x)
+        return F.relu_(y)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.stages = nn.ModuleList([Stage(4, 4, 1), Stage(4, 6, 2), Stage(6, 6, 1)])
+        self.drop, self.head = nn.Dropout2d(0.2), nn.Linear(6, 3)
+
+    def forward(self, image: Tensor) -> Tensor:
+        x = self.stem(image)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(self.drop(x).mean((2, 3)))
+
+
+class Pairs(nn.Module):
+    """Two encoders and in-batch negatives both ways (Radford et al. 2021), and a second view of one side (Chen et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.words = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.Embedding(WORDS, 6, padding_idx=0)
+        self.image = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, tokens: Tensor, x: Tensor) -> dict[str, Tensor]:
+        seen = (tokens != 0).unsqueeze(-1)
+        pooled = (self.words(tokens) * seen).sum(1) / seen.sum(1).clamp(min=1)
+        a, b = F.normalize(self.text(pooled), dim=-1), F.normalize(self.image(x), dim=-1)
+        scores = self.scale.exp() * a @ b.T
+        labels = torch.arange(scores.shape[0], device=scores.device)
+        loss = (F.cross_entropy(scores, labels) + F.cross_entropy(scores.T, labels)) / 2
+        views = F.normalize(torch.cat([self.image(x), self.image(x * 1.1)]), dim=-1)
+        n = views.shape[0]
+        similar = (views @ views.T * 2).masked_fill(torch.eye(n, dtype=torch.bool, device=x.device), -1e9)
+        twin = (torch.arange(n, device=x.device) + n // 2) % n
+        return {"loss": loss + 0.3 * F.cross_entropy(similar, twin) + 0.01 * self.scale.square()}
+
+
+class Tagger(nn.Module):
+    """A recurrent tagger: LSTM, tied embedding, masked targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 6)
+        self.lstm = nn.LSTM(6, 6, batch_first=True, bidirectional=False)
+        self.out = nn.Linear(6, WORDS, bias=False)
+        self.out.weight = self.words.weight
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        y, _ = self.lstm(self.words(tokens))
+        return F.cross_entropy(self.out(y).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def accuracy_loss(output: Tensor, fields: Any) -> Tensor:
+    return F.cross_entropy(output, fields["label"])
+
+
+def squared_loss(output: Tensor, fields: Any) -> Tensor:
+    return F.mse_loss(output, fields["y"])
+
+
+def tokens(seed: int = 0, rows: int = ROWS) -> dict[str, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, WORDS, (rows, LENGTH), generator=g)
+    labels = torch.randint(1, WORDS, (rows, LENGTH), generator=g)
+    for row in range(rows):  # unequal over ranks and microbatches
+        labels[row, : row * LENGTH // rows] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def images(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+
+
+def classes(rows: int = ROWS, count: int = 3) -> Tensor:
+    return torch.randint(0, count, (rows,), generator=torch.Generator().manual_seed(4))
+
+
+def padded(batch: dict[str, Tensor], ones: bool = False) -> dict[str, Tensor]:
+    mask = torch.ones_like(batch["input_ids"])
+    if not ones:
+        mask[1, LENGTH // 2 :] = 0
+        mask[4, 3:] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def own(name: str) -> Model:
+    torch.manual_seed(5)
+    batch = tokens()
+    x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(6))
+    sizes: dict[str, Any] = {"vocabulary": WORDS, "width": 16, "layers": 2, "heads": 4, "context": LENGTH}
+    if name == "gpt":
+        return Model(GPT(**sizes, dropout=0.1), batch)
+    if name == "llama":
+        return Model(Llama(**sizes, kv_heads=2), batch)
+    if name == "mlp":
+        return Model(MLP(), {"x": x, "y": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))}, squared_loss)
+    if name == "convnet":
+        return Model(ConvNet(), {"image": images(), "label": classes()}, accuracy_loss)
+    if name == "pairs":
+        return Model(Pairs(), {"tokens": batch["input_ids"] * (batch["labels"] != -100), "x": x})
+    assert name == "tagger"
+    return Model(Tagger(), {"tokens": batch["input_ids"], "labels": batch["labels"]})
+
+
+# ---- transformers --------------------------------------------------------------------------------------------------------------
+
+
+def hugging(name: str) -> Model:
+    import transformers as t
+
+    torch.manual_seed(8)
+    common: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {**common, "vocab_size": WORDS, "max_position_embeddings": 32}
+    grouped = {**text, "num_key_value_heads": 2}
+    kind, _, variant = name.partition(" ")
+    batch = tokens()
+    if kind == "llama":
+        model = t.LlamaForCausalLM(t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0))
+    elif kind == "gpt2":
+        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32))
+    elif kind == "bert":
+        model = t.BertForMaskedLM(t.BertConfig(**text))
+    elif kind == "mixtral":
+        model = t.MixtralForCausalLM(t.MixtralConfig(**grouped, num_local_experts=4, output_router_logits=variant == "balanced"))
+    elif kind == "qwen3":
+        model = t.Qwen3ForCausalLM(t.Qwen3Config(**grouped, head_dim=8, tie_word_embeddings=True))
+    elif kind == "vit":
+        model = t.ViTForImageClassification(t.ViTConfig(**common, image_size=8, patch_size=4, num_labels=3))
+        batch = {"pixel_values": images(), "labels": classes()}
+    else:
+        assert kind == "resnet"
+        config = t.ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 2], layer_type="basic", num_labels=3)
+        model = t.ResNetForImageClassification(config)
+        batch = {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(3)), "labels": classes()}
+    if variant in ("padded", "ones"):
+        batch = padded(batch, variant == "ones")
+    return Model(model, batch)
+
+
+OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger")
+TRANSFORMERS = (
+    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
+    "qwen3", "qwen3 padded", "vit", "resnet",
+)  # fmt: skip
+
+
+def make(name: str) -> Model:
+    """A model by ``own gpt`` or by a name of TRANSFORMERS."""
+    return own(name.removeprefix("own ")) if name.startswith("own ") else hugging(name)
+
+
+NAMES = (*(f"own {n}" for n in OWN), *TRANSFORMERS)
