@@ -57,7 +57,7 @@ def expose(graph: fx.Graph, trainable: list[bool]) -> tuple[fx.Graph, tuple[int,
         weight = node.args[1] if node.target is aten.linear.default else None
         if node.op == "output":
             new.output((*fx.map_arg(node.args[0], lambda a: copies[a]), *operands))
-        elif weight in weights and trainable[weights[weight]]:
+        elif weight in weights and trainable[weights[weight]] and weight.meta["val"].dim() == 2:
             x, w, *rest = fx.map_arg((*node.args, *node.kwargs.values()), lambda a: copies[a])
             one = new.call_function(probe, (x, w))
             copies[node] = new.call_function(linear, (x, w, rest[0] if rest else None, one))

@@ -45,13 +45,29 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
 
 
 @RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",
-            "binary_cross_entropy_with_logits", "poisson_nll_loss")  # fmt: skip
+            "binary_cross_entropy_with_logits", "poisson_nll_loss", "margin_ranking_loss", "hinge_embedding_loss")  # fmt: skip
 def _elementwise_loss(p: Propagation, node: fx.Node) -> Any:
-    reduction = given(node, "reduction", _MEAN)
     operands = tensors(node)
     sizes = broadcast(p, operands)
-    values, chosen, partial = p.solve(aligned(p, operands, sizes))
-    layout = p.result(p.shape(node), range(len(sizes)) if reduction == _NONE else [], chosen, partial)
+    return _reduced(p, node, aligned(p, operands, sizes), list(range(len(sizes))), sizes)
+
+
+@RULES.rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
+def _row_loss(p: Propagation, node: fx.Node) -> Any:
+    """One number a row."""
+    operands = tensors(node)
+    weight = given(node, "weight")
+    if rank_of(p, operands[0]) != 2:
+        return None
+    pairs = [(o, [None] if o is weight else ["b", *[None] * (rank_of(p, o) - 1)]) for o in operands]
+    return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1])
+
+
+def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]) -> fx.Node:
+    """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
+    reduction = given(node, "reduction", _MEAN)
+    values, chosen, partial = p.solve(pairs)
+    layout = p.result(p.shape(node), labels if reduction == _NONE else [], chosen, partial)
     args, kwargs = p.filled(node, values)
     if chosen is None or reduction != _MEAN:
         return p.emit(node, args, kwargs, layout)

@@ -55,6 +55,14 @@ def _default_dims(node: fx.Node, rank: int) -> list[int]:
     return [rank - 1] if last and rank else list(range(rank))
 
 
+@RULES.rule("histc")
+def _histc(p: Propagation, node: fx.Node) -> Any:
+    if given(node, "min", 0) == given(node, "max", 0):
+        return None  # between the least and the largest of all
+    x = node.args[0]
+    return p.labelled(node, [(x, range(rank_of(p, x)))], ["bins"])
+
+
 RULES.same(
     _whole,
     """amax amin argmax argmin logsumexp prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm norm
