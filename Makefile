@@ -2,7 +2,7 @@
 .PHONY: train test test-all lint format benchmark clean
 
 SHARDWISE := .venv/bin/shardwise
-PYTEST := .venv/bin/python -m pytest
+PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses=4 --dist=worksteal
 
 train:
 	@scripts/install.sh run

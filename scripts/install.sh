@@ -19,7 +19,7 @@ stamp=.venv/.installed-$kind
 want=$(cat pyproject.toml constraints.txt scripts/install.sh | cksum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then exit 0; fi
 if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then "$python" -m venv --clear .venv; fi
-pip="env PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --constraint constraints.txt"
+pip="env PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --quiet --constraint constraints.txt"
 
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 echo "installing into .venv (torch $torch, about a minute)"

@@ -17,6 +17,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.interpreter import StepResult
+from shardwise.runtime.progress import Progress
 from shardwise.trace.capture import LossFunction
 
 
@@ -42,7 +43,8 @@ class Trainer:
         clip_norm: the gradient norm to clip to.
         seed: key of dropout and other random ops, and of the loader's order.
         comm: this rank's communicator; by default the one that torchrun's environment asks for.
-        progress: called with (position, instruction) before each instruction.
+        progress: called with (position, instruction) before each instruction; by default a rank that `shardwise launch` started
+            tells its launcher, which names it if it hangs.
 
     Raises :class:`shardwise.core.errors.ConfigError` before anything runs where model, batch and plan do not fit.
     """
@@ -62,7 +64,11 @@ class Trainer:
     ) -> None:
         self.plan, self.seed = plan, seed
         self._owns_comm = comm is None
-        self.comm: Communicator = comm if comm is not None else connect(plan.mesh)
+        self._record = Progress.from_environment() if progress is None and comm is None else None
+        if self._record is not None:
+            progress = self._record.instruction
+        on_wait = self._record.wait if self._record is not None else None
+        self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         if not isinstance(module, Compiled):
             module = Compiled(module, plan, example, loss, self.comm.device)
         self.compiled: Compiled = module
@@ -76,13 +82,14 @@ class Trainer:
         replicated = [f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)" for (op, path), n in general.replicated.items()]
         return [*general.notes, *replicated]
 
-    def loader(self, dataset: Any, batch_size: int, *, seed: int | None = None) -> Loader:
+    def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
         """Endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors); ranks of one tp or pp group get the same.
 
-        ``batch_size`` is that of the whole step, over all ranks and microbatches.
+        ``batch_size`` is that of the whole step, over all ranks and microbatches; by default the example's number of rows.
         """
+        size = next(iter(self.compiled.example.values())).shape[0] if batch_size is None else batch_size
         return Loader(
-            dataset, self.plan.mesh, self.comm.rank, batch_size, self.plan.microbatches, self.seed if seed is None else seed
+            dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, self.seed if seed is None else seed
         )
 
     def step(self, batch: Batch) -> StepResult:
@@ -92,7 +99,11 @@ class Trainer:
         nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where the host does not wait.
         """
         at = self.engine.step_index
+        if self._record is not None:
+            self._record.begin(at)
         result = self.engine.step(batch.fields, batch.rows)
+        if self._record is not None:
+            self._record.phase(f"after step {at}")  # what the script does between steps may take long
         due = self._unseen
         self._unseen = (at, batch, result)
         if self.comm.device.type == "cpu":

@@ -101,6 +101,32 @@ def test_a_rank_in_trouble_ends_the_run(tmp_path: Path, trouble: str, message: s
     assert len(metrics) in (2, 3)  # written one step late
 
 
+SCRIPT = """
+import os, sys, torch
+sys.path.insert(0, {folder!r})
+from troubled import Points, troubled
+from shardwise import Mesh, OptimizerChoice, Plan, Trainer
+
+points = Points()
+example = {{name: torch.stack([points[i][name] for i in range(4)]) for name in points[0]}}
+with Trainer(troubled("hang", {sample}), OptimizerChoice("sgd", lr=1e-3), Plan(mesh=Mesh.of(dp=2)), example) as trainer:
+    loader = trainer.loader(points)
+    for _ in range(1000):
+        trainer.step(next(loader))
+"""
+
+
+def test_a_hung_rank_of_a_users_script_is_named(tmp_path: Path) -> None:
+    sample = max(sample_order(0, 0, 14, 16, 16))
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(folder=str(Path(TROUBLED).parent), sample=sample))
+    start = time.monotonic()
+    done = shardwise("launch", "--ranks=2", "--hang-timeout=3", f"--run-dir={tmp_path / 'run'}", str(script))
+    assert time.monotonic() - start < 60
+    assert done.returncode == 1
+    assert "rank 1 hangs at FORWARD u0 m0 over dp of step 3" in done.stderr, done.stderr
+
+
 def test_a_factory_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import torch\n\nfrom no_such_package import Net\n\n\ndef make(): ...\n")
     done = shardwise(

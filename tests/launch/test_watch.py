@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.monitor import record_path
+from shardwise.runtime.progress import record_path
 from shardwise.launch.watch import Hang, Watcher
 
 RUN = "run-of-this-test"
@@ -20,7 +20,7 @@ RANK = """
 import sys, time
 from pathlib import Path
 from shardwise.core.instruction import Instruction, Op
-from shardwise.launch.monitor import Progress
+from shardwise.runtime.progress import Progress
 progress = Progress(Path(sys.argv[1]))
 def at(step, position, op=Op.FORWARD):
     progress.begin(step)

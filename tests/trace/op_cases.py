@@ -142,6 +142,8 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "cat three views, uneven": lambda m, h, b: torch.cat([torch.cat([h, h * m.p]), h.sin()]),
     "stack": lambda m, h, b: torch.stack([h, b["target"]], -2),
     "stack in front": lambda m, h, b: torch.stack([h, h.cos()]).flatten(0, 1) @ m.w,
+    "views apart again": lambda m, h, b: torch.cat([h, h @ m.w]).chunk(2)[1] * h,
+    "one of two views": lambda m, h, b: torch.cat([h, h @ m.w])[: h.shape[0]] + torch.cat([h, h @ m.w])[h.shape[0] :] * 2,
     "repeat": lambda m, h, b: h.repeat(1, 2, 1) + m.p.repeat(1),
     "repeat rows": lambda m, h, b: h.repeat(2, 1, 1),
     "repeat new dims": lambda m, h, b: h.repeat(2, 1, 1, 1),
@@ -303,7 +305,6 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "in-batch negatives": lambda m, h, b: F.cross_entropy(F.normalize(h[:, 0], dim=-1) @ F.normalize(h[:, 1], dim=-1).T / 0.3, rows_of(h)),
     "negatives both ways": lambda m, h, b: _clip(h[:, 0], h[:, 1] @ m.w),
     "two views": lambda m, h, b: _two_views(torch.cat([h[:, 0], h[:, 1] @ m.w])),
-    "views apart again": lambda m, h, b: torch.cat([h, h @ m.w]).chunk(2)[1] * h,
     "index by another row": lambda m, h, b: h[(rows_of(h) + 1) % h.shape[0]] * m.p,
     "index with data": lambda m, h, b: h[b["label"] % h.shape[0]],
     "index_add": lambda m, h, b: torch.zeros(4, 3, 4).index_add(0, b["label"], h),
@@ -415,4 +416,45 @@ LOSSES: dict[str, Op] = {
     "hinge embedding": lambda m, h, b: F.hinge_embedding_loss(h, b["target"].sign() * 2 - 1),
     "multi margin": lambda m, h, b: F.multi_margin_loss(h[:, 0], b["label"]),
     "multilabel": lambda m, h, b: F.multilabel_soft_margin_loss(h[:, 0], b["target"][:, 0]),
+}
+
+
+def _first(h: Tensor) -> Tensor:
+    return h.mean(0, keepdim=True)
+
+
+RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the layout
+    "dropout": lambda m, h, b: F.dropout(h, 0.3) + F.dropout(h.detach(), 0.6),
+    "dropout of nothing and everything": lambda m, h, b: F.dropout(h, 0.0) + F.dropout(h, 1.0) + F.dropout(h, 0.5),
+    "dropout outside training": lambda m, h, b: F.dropout(h, 0.5, training=False) + F.dropout(h, 0.5),
+    "dropout in place": lambda m, h, b: F.dropout(h * 1, 0.4, inplace=True) + F.alpha_dropout(h * 2, 0.5, True, inplace=True),
+    "dropout of flat rows": lambda m, h, b: F.dropout(h.reshape(-1, 4), 0.5) @ m.w,
+    "dropout of transposed rows": lambda m, h, b: F.dropout(h.transpose(0, 1), 0.5) * m.q[:, None],
+    "dropout of two views": lambda m, h, b: F.dropout(torch.cat([h, h @ m.w]), 0.5),
+    "dropout of parameters": lambda m, h, b: h @ F.dropout(m.w, 0.5),
+    "dropout of a mean": lambda m, h, b: h * F.dropout(_first(h), 0.5) + h.mean(0) * m.q,
+    "dropout of a sum": lambda m, h, b: F.dropout(h.sum(0), 0.5).tanh(),
+    "channel dropout": lambda m, h, b: F.dropout2d(h[..., None], 0.5) + F.dropout1d(h, 0.5)[..., None] + F.dropout3d(h[:, :, :, None, None], 0.5)[..., 0],
+    "alpha dropout": lambda m, h, b: F.alpha_dropout(h, 0.3, True) + F.feature_alpha_dropout(h, 0.3, True) + F.alpha_dropout(h, 0.3),
+    "attention dropout": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), dropout_p=0.4),
+    "attention dropout, causal": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), dropout_p=0.4, is_causal=True, scale=0.5),
+    "attention dropout, mask": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), (b["keep"] | (torch.arange(3) == 0))[:, None, None], 0.4),
+    "attention dropout, bias": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), m.q[:, :3], 0.4),
+    "attention dropout, groups": lambda m, h, b: F.scaled_dot_product_attention(
+        h.view(-1, 3, 4, 1).transpose(1, 2), *[(h[..., :2] * s).view(-1, 3, 2, 1).transpose(1, 2) for s in (m.p[0], m.p[1])],
+        dropout_p=0.3, enable_gqa=True,
+    ),
+    "multi-head attention": lambda m, h, b: F.multi_head_attention_forward(
+        h.transpose(0, 1), h.transpose(0, 1), h.transpose(0, 1), 4, 2, torch.cat([m.w, m.w * 2, m.w.T]), None, None, None, False, 0.3, m.w, m.p,
+        training=True, need_weights=False,
+    )[0],
+    "noise": lambda m, h, b: h + torch.randn_like(h) * m.p + torch.rand_like(h),
+    "noise of the batch's size": lambda m, h, b: h + torch.randn(h.shape) + torch.rand(h.shape[0], 1, 4) + torch.randn(h.shape[0] * 3, 4).view(-1, 3, 4),
+    "noise without rows": lambda m, h, b: h * torch.rand(3, 4) + torch.randint(0, 5, (4,)),
+    "random integers": lambda m, h, b: h * torch.randint(2, 5, (h.shape[0], 3, 1)) + m.table[torch.randint(7, (h.shape[0], 3))],
+    "bernoulli": lambda m, h, b: h * torch.bernoulli(h.sigmoid().detach()) + h * torch.bernoulli(torch.full_like(h, 0.2)),
+    "in place": lambda m, h, b: h * torch.empty_like(h).uniform_(1, 2) + torch.zeros(h.shape).normal_(0.5, 0.1) + torch.empty(h.shape).bernoulli_(0.3),
+    "keep by rows": lambda m, h, b: h * (torch.rand(h.shape[0], 1, 1) > 0.4) / 0.6,
+    "reparameterised": lambda m, h, b: h[:, 0] + (h[:, 1] * 0.5).exp() * torch.randn_like(h[:, 1]),
+    "masked tokens": lambda m, h, b: F.embedding(torch.where(torch.rand(b["ids"].shape) < 0.3, 1, b["ids"]), m.table),
 }

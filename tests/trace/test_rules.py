@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Subject, parity
-from op_cases import LOCAL, LOSSES, MIXING, PARAMETERS, Op, Probe, batch
+from harness import Subject, parity, sharded_run
+from op_cases import LOCAL, LOSSES, MIXING, PARAMETERS, RANDOM, Op, Probe, batch
+from torch import fx
 
+from shardwise.trace import ops, rules
+from shardwise.trace.rules.table import pointwise
+from shardwise.trace.sharding import Propagation
 from shardwise.trace.trace import Trace
 
 STATIC = {"take_along_dim", "distances", "some rows", "views apart again", "parameter of the batch's size"}  # export fixes their rows
@@ -56,11 +60,55 @@ def test_all_targets_ignored_is_not_a_number() -> None:
     parity(Subject(Probe(lambda m, h, b: torch.nn.functional.cross_entropy(h[:, 0], b["label"])), fields), dp=(1, 2))
 
 
-def test_a_planted_error_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rule that forgets that a mean is over the rows of all ranks."""
-    from shardwise.trace import rules
+@pytest.mark.parametrize("name", RANDOM)
+def test_random(name: str) -> None:
+    """Against the oracle, which draws by the sample's index too; microbatches must not change the numbers."""
+    subject = Subject(Probe(RANDOM[name]), batch())
+    parity(subject, dp=3, rows=(7, 1), keyed=True)
+    trace = parity(subject, dp=2, rows=(5,), microbatches=2, keyed=True)
+    assert trace.rows is None
+    assert not trace.replicated
 
-    wrong = {**rules.RULES, "mean": rules.RULES["softmax"]}
-    monkeypatch.setattr(rules, "RULES", wrong)
-    with pytest.raises(AssertionError, match="off by|disagree"):
-        parity(Subject(Probe(lambda m, h, b: h - h.mean(-1, keepdim=True).exp().mean(1, keepdim=True)), batch()), dp=2)
+
+def test_random_numbers_are_not_all_the_same() -> None:
+    """What the comparison with the oracle cannot see: masks differ by row, step and op, and keep what they should."""
+    subject = Subject(Probe(RANDOM["dropout"]), batch())
+    first, again = sharded_run(subject, 2), sharded_run(subject, 2)
+    other = sharded_run(subject, 2, seed=1)
+    assert first.losses == again.losses
+    assert abs(first.losses[0] - other.losses[0]) > 1e-6
+    stepped = sharded_run(subject, 2, steps=2).losses
+    assert stepped[0] == first.losses[0]
+    assert abs(stepped[1] - stepped[0]) > 1e-6
+
+
+def test_fused_attention_is_kept_where_its_masks_may_differ() -> None:
+    subject = Subject(Probe(RANDOM["attention dropout, causal"]), batch(), dropout="fast")
+    targets = [str(n.target) for u in subject.trace.units for n in (u.graph.nodes if u.graph else ())]
+    assert "aten.scaled_dot_product_attention.default" in targets
+    exact = Subject(Probe(RANDOM["attention dropout, causal"]), batch())
+    targets = [str(n.target) for u in exact.trace.units for n in (u.graph.nodes if u.graph else ())]
+    assert "aten.scaled_dot_product_attention.default" not in targets
+
+
+def softmax_of_own_rows(p: Propagation, node: fx.Node) -> object:
+    return pointwise(p, node)
+
+
+def test_a_planted_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "RULES", {**rules.RULES, "softmax": softmax_of_own_rows})
+    with pytest.raises(AssertionError, match="is off by"):
+        parity(Subject(Probe(MIXING["softmax over rows"]), batch()), dp=2)
+    parity(Subject(Probe(LOCAL["softmax"]), batch()), dp=2)
+
+
+def replicate_without_reduction(env: ops.Env, x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def test_a_forgotten_reduction_of_gradients_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An I operand of an op over sharded rows has a partial gradient."""
+    parity(Subject(Probe(MIXING["replicated then sharded"]), batch()), dp=2)
+    monkeypatch.setattr(ops, "replicate", replicate_without_reduction)
+    with pytest.raises(AssertionError, match="is off by"):
+        parity(Subject(Probe(MIXING["replicated then sharded"]), batch()), dp=2)

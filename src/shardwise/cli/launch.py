@@ -14,7 +14,7 @@ from shardwise.launch.monitor import log_path
 from shardwise.report.tables import print_json
 
 
-def run(script: Path, arguments: Sequence[str], ranks: int | None, threads: int | None, run_dir: Path, json: bool) -> None:
+def run(script: Path, arguments: Sequence[str], ranks: int | None, threads: int | None, run_dir: Path, json: bool, hang_timeout: float) -> None:
     """Run the script; what rank 0 prints goes to the terminal, what every rank prints to its log."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such file; legal: a Python script")
@@ -29,7 +29,8 @@ def run(script: Path, arguments: Sequence[str], ranks: int | None, threads: int 
         echo = _Echo(log_path(run_dir, 0))
         command = ["-m", "shardwise.launch.rank", str(run_dir), str(script), *arguments]
         launch_local(
-            command, ranks, run_dir, threads=threads or max(1, hardware.cores // ranks), tick=None if json else echo.update
+            command, ranks, run_dir, threads=threads or max(1, hardware.cores // ranks), tick=None if json else echo.update,
+            hang_timeout=hang_timeout,
         )
     if json:
         print_json({"ranks": ranks, "seconds": time.monotonic() - start, "run_dir": str(run_dir)})

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from shardwise.config import Config, load_config
 from shardwise.launch.local import launch_local, run_folder, under_torchrun
-from shardwise.launch.monitor import Progress, record_path
+from shardwise.runtime.progress import Progress, record_path
 from shardwise.report.display import Display, show_result
 from shardwise.report.tables import make_console, print_json
 

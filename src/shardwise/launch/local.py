@@ -19,7 +19,9 @@ from typing import Any
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 
-from .monitor import Kind, first_cause, log_path, read_errors, read_record
+from shardwise.runtime.progress import read_record
+
+from .monitor import Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
 POLL = 0.1  # seconds between two looks at the ranks

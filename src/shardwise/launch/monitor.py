@@ -1,140 +1,23 @@
-"""What a rank is doing, told to whoever watches: a small record in a file that both map into memory.
-
-Each rank owns one record and writes it before every instruction and around every blocking wait; a write is one
-``struct.pack_into``.  Errors go into a file of their own, so that the parent can tell the first cause from what followed
-from it.
-"""
+"""How a rank ended, told to the parent: errors go into a file of their own, so that the first cause can be told from what followed."""
 
 from __future__ import annotations
 
 import json
-import mmap
-import struct
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.instruction import Instruction
-
-RECORD = struct.Struct("<Qqi???d96s200sQ")  # the fields of Record but for the rank, and once more the number of writes
-TORN_READS = 20  # times that a record is read again because it is being written
-TORN_WAIT = 0.5e-3  # seconds in between
+from shardwise.runtime.progress import record_path
 
 Kind = Literal["config", "shardwise", "communication", "other"]
-
-
-@dataclass(frozen=True)
-class Record:
-    """The state of one rank.
-
-    ``waiting``: it is blocked in a communication, ``waiting_for``; ``patient``: it is in a phase that may take long (the start,
-    saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the epoch; ``step`` is -1
-    outside of steps.
-    """
-
-    rank: int
-    writes: int
-    step: int
-    position: int
-    waiting: bool
-    patient: bool
-    done: bool
-    time: float
-    doing: str
-    waiting_for: str
-
-    @property
-    def place(self) -> str:
-        """``BACKWARD u3 m1 of step 17``."""
-        return f"{self.doing} of step {self.step}" if self.step >= 0 else self.doing
-
-    @property
-    def at(self) -> tuple[int, int]:
-        """Where in the run it is, for comparing ranks."""
-        return self.step, self.position
-
-
-class Progress:
-    """A rank's side of its record.  Methods are called by one thread at a time and cost about a microsecond."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w+b") as file:
-            file.truncate(RECORD.size)
-            self._memory = mmap.mmap(file.fileno(), RECORD.size)
-        self._texts: dict[int, tuple[Instruction, bytes]] = {}  # by identity: hashing an instruction takes longer
-        self._writes, self._step, self._position = 0, -1, -1
-        self._patient = self._done = False
-        self._doing = self._waiting_for = b""
-        self.phase("starting")
-
-    def phase(self, text: str, *, patient: bool = True) -> None:
-        """Work outside of a step; ``patient``: it may take long."""
-        self._step, self._position, self._patient = -1, -1, patient
-        self._doing, self._waiting_for = text.encode(), b""
-        self._write()
-
-    def begin(self, step: int) -> None:
-        """A step begins, with reading its batch."""
-        self._step, self._position, self._patient = step, -1, False
-        self._doing, self._waiting_for = b"reading the batch", b""
-        self._write()
-
-    def instruction(self, position: int, one: Instruction) -> None:
-        """An instruction of the step begins."""
-        known = self._texts.get(id(one))
-        if known is None:
-            known = self._texts[id(one)] = (one, str(replace(one, waits=())).encode())
-        self._position, self._doing = position, known[1]
-        self._write()
-
-    def wait(self, what: str | None) -> None:
-        """A blocking wait for ``what`` begins, or (None) ends."""
-        self._waiting_for = what.encode() if what else b""
-        self._write()
-
-    def finish(self) -> None:
-        """The rank has done all its work."""
-        self._done = True
-        self.phase("finished")
-
-    def _write(self) -> None:
-        self._writes += 1
-        RECORD.pack_into(
-            self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient, self._done,
-            time.time(), self._doing, self._waiting_for, self._writes,
-        )  # fmt: skip
-
-
-def record_path(run_dir: Path, rank: int) -> Path:
-    """Where rank ``rank`` keeps its record."""
-    return run_dir / "monitor" / f"rank_{rank}"
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
     """Where what rank ``rank`` prints goes."""
     return run_dir / "logs" / f"rank_{rank}.log"
-
-
-def read_record(run_dir: Path, rank: int) -> Record | None:
-    """The record of a rank, or None while it has none (or its writer has been interrupted for long, half-way)."""
-    path = record_path(run_dir, rank)
-    for _ in range(TORN_READS):
-        try:
-            found = path.read_bytes()
-        except OSError:
-            return None
-        if len(found) != RECORD.size:
-            return None
-        *numbers, doing, waiting_for, writes = RECORD.unpack(found)
-        if writes and writes == numbers[0]:  # a write begins with zeros and ends with the last field
-            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (doing, waiting_for))
-            return Record(rank, *numbers, *texts)
-        time.sleep(TORN_WAIT)
-    return None
 
 
 @dataclass(frozen=True)

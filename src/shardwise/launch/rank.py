@@ -20,7 +20,9 @@ from typing import NoReturn
 
 from shardwise.core.errors import ShardwiseError
 
-from .monitor import Progress, RankError, log_path, read_record, record_path
+from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
+
+from .monitor import RankError, log_path
 
 FOLLOW_DELAY = 0.5  # seconds by which a rank that lost its peers ends later, so that whoever was first can say why
 PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
@@ -101,6 +103,7 @@ def main() -> None:
     run_dir, script, *arguments = sys.argv[1:]
     with rank_process(Path(run_dir)) as progress:
         progress.phase(f"running {script}")
+        os.environ[RUN_DIR] = run_dir  # a Trainer in the script goes on with the record
         sys.argv = [script, *arguments]
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         runpy.run_path(script, run_name="__main__")

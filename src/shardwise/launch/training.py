@@ -26,7 +26,7 @@ from shardwise.trace.initial import record
 from shardwise.trainer import NonFiniteError, Trainer
 
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
-from .monitor import Progress
+from shardwise.runtime.progress import Progress
 from .results import Metrics, MetricsWriter, OnStep, sample_text, save_weights, write_json
 
 EXAMPLE_ROWS = 2

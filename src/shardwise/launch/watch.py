@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from .monitor import Record, read_record
+from shardwise.runtime.progress import Record, read_record
 
 START_TIMEOUT = 300.0  # seconds for phases that may take long: imports, capture, saving
 LONGEST_LOOK = 1.0  # seconds counted at most between two looks: if we were stopped ourselves, so were perhaps the ranks

@@ -20,6 +20,8 @@ from torch import Tensor
 from shardwise.core.layout import shard_range
 from shardwise.trace import random as keyed
 
+ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
+
 
 @dataclass
 class Env:
@@ -347,6 +349,22 @@ def dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] 
 def feature_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
     """Dropout of whole channels (dim 1)."""
     return dropout(env, x, p, ordinal, batch, whole, (*x.shape[:2], *[1] * (x.dim() - 2)))
+
+
+def alpha_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None) -> Tensor:
+    """Dropout to SELU's limit, then the affine map that keeps mean and variance (Klambauer et al. 2017)."""
+    if p in (0, 1):
+        return dropout(env, x, p, ordinal, batch, whole, shape)
+    row = _row_start(env, whole)
+    keep = keyed.keyed_mask(p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device)
+    scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    kept = keep.to(x.dtype)
+    return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
+
+
+def feature_alpha_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
+    """Alpha dropout of whole channels (dim 1)."""
+    return alpha_dropout(env, x, p, ordinal, batch, whole, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
 def attention(

@@ -288,7 +288,8 @@ class _Builder:
 
 
 ORDINAL_AT = {
-    ops.dropout: 3, ops.feature_dropout: 3, ops.attention: 7, ops.random_like: 2, ops.random_of: 2, ops.bernoulli: 2,
+    ops.dropout: 3, ops.feature_dropout: 3, ops.alpha_dropout: 3, ops.feature_alpha_dropout: 3, ops.attention: 7, ops.random_like: 2,
+    ops.random_of: 2, ops.bernoulli: 2,
 }  # fmt: skip
 RUNNING_AT = {ops.batch_norm: (3, 4), ops.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {

@@ -12,7 +12,7 @@ from shardwise.core.layout import Layout
 from shardwise.trace import ops
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.moves import Place
-from shardwise.trace.rules.table import Table, given, op_name, pointwise, rank_of
+from shardwise.trace.rules.table import Table, given, op_name, rank_of
 from shardwise.trace.sharding import Propagation
 
 aten = torch.ops.aten
@@ -44,20 +44,21 @@ def _operand(p: Propagation, x: fx.Node) -> tuple[fx.Node, Layout, Place | None]
     return value, p.result(p.shape(x), range(rank_of(p, x)), chosen, partial), place
 
 
-@RULES.rule("dropout", "feature_dropout")
+_DROPOUTS = {"dropout": ops.dropout, "feature_dropout": ops.feature_dropout, "alpha_dropout": ops.alpha_dropout,
+             "feature_alpha_dropout": ops.feature_alpha_dropout}  # fmt: skip
+
+
+@RULES.rule(*_DROPOUTS)
 def _dropout(p: Propagation, node: fx.Node) -> Any:
-    if p.dropout == "fast":
-        return pointwise(p, node)
     x = node.args[0]
     value, layout, place = _operand(p, x)
-    target = ops.dropout if op_name(node) == "dropout" else ops.feature_dropout
     sizes = node.meta["val"].shape
-    if target is ops.feature_dropout:
+    if op_name(node).startswith("feature"):
         sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
         if place is not None and place[0] > 1:
             value, layout, place = p.whole(x), Layout.replicated(p.shape(x)), None
     key = (node.meta["ordinal"], *sample_dim(p, sizes, place))
-    return p.emit(node, (p.env, value, given(node, "p"), *key), {}, layout, target)
+    return p.emit(node, (p.env, value, given(node, "p"), *key), {}, layout, _DROPOUTS[op_name(node)])
 
 
 _KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal", "rand": "uniform",

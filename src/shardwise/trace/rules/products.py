@@ -140,7 +140,8 @@ def _attention(p: Propagation, node: fx.Node) -> Any:
         ((_, labels),) = aligned(p, [mask], [*p.expressions(node)[:lead], None, None])
         operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
     out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
-    if "ordinal" not in node.meta or p.dropout == "fast":
+    fast = p.dropout == "fast" and any(p.place(o) is not None for o, _ in operands)
+    if "ordinal" not in node.meta or fast:
         return p.labelled(node, operands, out)
     return _attention_dropout(p, node, operands, out)
 
