@@ -7,7 +7,7 @@ the models; ``-m full`` runs the whole product.
 from __future__ import annotations
 
 import itertools
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def covering(index: int) -> list[tuple[int, int, str]]:
     return [(dp, 1 + (dp + index) % 3, RECOMPUTE[(dp + index // 3) % 2]) for dp in (1, 2, 3, 4)]
 
 
-@lru_cache(maxsize=2)
+@cache
 def subject(name: str) -> Subject:
     model = make(name)
     return Subject(model.module, model.batch, model.loss)
@@ -81,7 +81,7 @@ def test_activations_stay_where_they_are(name: str) -> None:
     trace = subject(name).trace
     assert not trace.replicated
     if name.startswith("mixtral"):
-        assert moved(trace) <= {"aten.sort.default", "aten.index.Tensor", "aten.histc.default"}  # tokens sorted by expert
+        assert moved(trace) <= {"aten.sort.default", "aten.index.Tensor", "aten.mul.Tensor"}  # tokens sorted by expert; balance
     elif name in ("own convnet", "resnet"):
         assert moved(trace) == {"batch_norm"}
     else:
@@ -136,9 +136,10 @@ def test_microbatches_of_unequal_masks_are_one_batch() -> None:
     whole, parts = sharded_run(one, 1), sharded_run(one, 2, 3)
     found = errors(parts, whole)
     assert max(found.values()) <= 1e-10
-    one.batch["labels"][0, 1:] = 5
-    assert abs(sharded_run(one, 1).losses[0] - whole.losses[0]) > 1e-6
-    subject.cache_clear()
+    labels = one.batch["labels"].clone()
+    labels[0, 1:] = 5
+    other = Subject(one.module, {**one.batch, "labels": labels}, compiled=one.compiled)
+    assert abs(sharded_run(other, 1).losses[0] - whole.losses[0]) > 1e-6
 
 
 def test_an_uneven_last_batch() -> None:

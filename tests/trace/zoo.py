@@ -75,7 +75,7 @@ class Pairs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.text, self.words = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.Embedding(WORDS, 6, padding_idx=0)
-        self.image = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
+        self.image = nn.Sequential(nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
         self.scale = nn.Parameter(torch.tensor(1.0))
 
     def forward(self, tokens: Tensor, x: Tensor) -> dict[str, Tensor]:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from shardwise.config import Config, load_config
 from shardwise.launch.local import launch_local, run_folder, under_torchrun
-from shardwise.runtime.progress import Progress, record_path
 from shardwise.report.display import Display, show_result
 from shardwise.report.tables import make_console, print_json
+from shardwise.runtime.progress import Progress, record_path
 
 WRITTEN = ("metrics.jsonl", "about.json", "plan.toml", "program.txt", "result.json", "sample.txt", "weights.safetensors")
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together

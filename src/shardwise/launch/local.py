@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-
 from shardwise.runtime.progress import read_record
 
 from .monitor import Kind, first_cause, log_path, read_errors

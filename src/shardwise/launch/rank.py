@@ -19,7 +19,6 @@ from types import FrameType
 from typing import NoReturn
 
 from shardwise.core.errors import ShardwiseError
-
 from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
 
 from .monitor import RankError, log_path

@@ -22,11 +22,11 @@ from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect
+from shardwise.runtime.progress import Progress
 from shardwise.trace.initial import record
 from shardwise.trainer import NonFiniteError, Trainer
 
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
-from shardwise.runtime.progress import Progress
 from .results import Metrics, MetricsWriter, OnStep, sample_text, save_weights, write_json
 
 EXAMPLE_ROWS = 2

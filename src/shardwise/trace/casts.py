@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.trace.intercept import Proceed
+from shardwise.trace.torch_private import BatchNormBase
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +55,7 @@ def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str
 
 def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
     owner = module.get_submodule(name.rpartition(".")[0])
-    return isinstance(owner, nn.modules.batchnorm._NormBase)
+    return isinstance(owner, BatchNormBase)
 
 
 def cast_field(value: Tensor, precision: str) -> Tensor:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.trace import random as keyed
 from shardwise.trace.intercept import Proceed
+from shardwise.trace.torch_private import TorchDispatchMode, schema
 
 _ALPHA = 1.7580993408473766  # the negative of SELU's limit at minus infinity: what alpha dropout sets elements to
 
@@ -255,8 +255,8 @@ class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a random op will draw: attention without dropout, or anything outside training, does not."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    for argument in func._schema.arguments:
+    given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
+    for argument in schema(func).arguments:
         value = given.get(argument.name, argument.default_value)
         if argument.name in ("dropout_p", "dropout") and not value:
             return False

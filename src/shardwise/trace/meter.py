@@ -9,9 +9,8 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # The documented way to see every operation, though its module's name has an underscore.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from shardwise.trace.saved import STATISTICS
+from shardwise.trace.torch_private import TorchDispatchMode, schema
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +59,7 @@ _LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 def _moved(func: Any, name: str, arguments: Any, results: Any) -> int:
     """Bytes of the operands and results of a kernel; none for views; of a table that is looked up in, what was found."""
     inputs, outputs = tensors_in(arguments), tensors_in(results)
-    view = not func._schema.is_mutable and {storage(o) for o in outputs} <= {storage(i) for i in inputs}
+    view = not schema(func).is_mutable and {storage(o) for o in outputs} <= {storage(i) for i in inputs}
     if view or name.startswith(("empty", "new_empty")):
         return 0
     written = sum(map(_size, outputs))

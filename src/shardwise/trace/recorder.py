@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 # The documented way to see every operation, though its module's name has an underscore.
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from shardwise.core.errors import ShardwiseError
 from shardwise.trace.recording import (
     CPU,
@@ -33,6 +31,7 @@ from shardwise.trace.recording import (
     seedable,
     written,
 )
+from shardwise.trace.torch_private import TorchDispatchMode, schema
 
 
 class Recorder(TorchDispatchMode):
@@ -73,7 +72,7 @@ class Recorder(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         record = self.record
         kwargs.pop("pin_memory", None)
-        if any(argument.name == "device" for argument in func._schema.arguments):
+        if any(argument.name == "device" for argument in schema(func).arguments):
             tensors = [value for value in flat((args, list(kwargs.values()))) if isinstance(value, Tensor)]
             if not tensors or kwargs.get("device") is not None:
                 kwargs["device"] = CPU

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.trace.torch_private import schema
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
@@ -230,9 +231,9 @@ def seedable(func: Any) -> Any:
         in_place = LIKE[packet(func)]
         return lambda *args, generator, **kwargs: in_place(torch.empty_like(*args, **kwargs), generator=generator)
     overloads = [func, *(getattr(packet(func), name) for name in packet(func).overloads())]
-    wanted = [argument.name for argument in func._schema.arguments if argument.name != "generator"]
+    wanted = [argument.name for argument in schema(func).arguments if argument.name != "generator"]
     for overload in overloads:
-        names = [argument.name for argument in overload._schema.arguments]
+        names = [argument.name for argument in schema(overload).arguments]
         if "generator" in names and [name for name in names if name != "generator"] == wanted:
             return overload
     return None
@@ -242,9 +243,9 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that a function writes to, by its schema."""
     if func is TRUNCATED_NORMAL:
         return [args[0]]
-    schema = func._schema.arguments
-    named = {argument.name: value for argument, value in zip(schema, args, strict=False)} | dict(kwargs)
-    written = [a.name for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    declared = schema(func).arguments
+    named = {argument.name: value for argument, value in zip(declared, args, strict=False)} | dict(kwargs)
+    written = [a.name for a in declared if a.alias_info is not None and a.alias_info.is_write]
     return flat([named[name] for name in written if named.get(name) is not None])
 
 

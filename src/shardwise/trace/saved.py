@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.trace.torch_private import OpOverload, schema
+
 aten = torch.ops.aten
 
 DEVICES = ("cpu", "cuda")
@@ -55,10 +57,10 @@ SAME = frozenset(name for names in _FAMILIES.values() for name in names.split())
 
 def is_known(target: Callable[..., Any]) -> bool:
     """Whether what ``target`` keeps is known: our own functions, ops with a derivative, and composite ones in the table."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return True
     composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
-    return not composite or target in COMPOSED or target._schema.name.removeprefix("aten::") in SAME
+    return not composite or target in COMPOSED or schema(target).name.removeprefix("aten::") in SAME
 
 
 # ---- composed ops ----------------------------------------------------------------------------------------------------

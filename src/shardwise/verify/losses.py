@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.trace.intercept import Proceed
+from shardwise.trace.torch_private import version
 
 _SAME = frozenset(
     (
@@ -33,7 +34,7 @@ class MeanCrossEntropy:
     def targets(self, loss: Tensor) -> int | None:
         """The number of targets that ``loss`` is the mean over; None if it is anything but a mean cross-entropy."""
         found = self._results.get(id(loss))
-        return None if found is None or loss._version != found[1] else found[2]  # `loss += other` is another loss
+        return None if found is None or version(loss) != found[1] else found[2]  # `loss += other` is another loss
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         result = proceed(func, args, kwargs)
@@ -43,11 +44,11 @@ class MeanCrossEntropy:
             bound.apply_defaults()
             if bound.arguments["reduction"] == "mean":
                 count = _count(bound.arguments["input"], bound.arguments["target"], bound.arguments["ignore_index"])
-                self._results[id(result)] = (result, result._version, count)  # holding the tensor keeps its id its own
+                self._results[id(result)] = (result, version(result), count)  # holding the tensor keeps its id its own
         elif isinstance(result, Tensor) and args and getattr(func, "__name__", "") in _SAME:
             targets = self.targets(args[0])
             if targets is not None:
-                self._results[id(result)] = (result, result._version, targets)
+                self._results[id(result)] = (result, version(result), targets)
         return result
 
 

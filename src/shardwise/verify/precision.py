@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.trace.intercept import Proceed
+from shardwise.trace.torch_private import BatchNormBase
 
 _MATMULS = frozenset(
     (
@@ -76,5 +77,5 @@ def _cast(
 
 def batch_norm_parameters(module: nn.Module) -> set[int]:
     """The identities of the parameters of BatchNorm layers (of SyncBatchNorm and InstanceNorm too): they stay fp32."""
-    kind = nn.modules.batchnorm._NormBase
+    kind = BatchNormBase
     return {id(p) for m in module.modules() if isinstance(m, kind) for p in m.parameters(recurse=False)}

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.trace.torch_private import TorchDispatchMode, schema
 
 _WIDE = {
     torch.float32: torch.float64,
@@ -59,7 +60,7 @@ class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable or func is torch.ops.aten.view.dtype:
+        if schema(func).is_mutable or func is torch.ops.aten.view.dtype:
             return func(*args, **kwargs)
         changed = False
 
@@ -85,7 +86,7 @@ class Promote64(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _again(func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call ``func`` so that it gives doubles: by its dtype argument, or from doubles in place of integers."""
-        if any(a.name == "dtype" for a in func._schema.arguments) and kwargs.get("dtype") is None:
+        if any(a.name == "dtype" for a in schema(func).arguments) and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float64})
 
         def double(value: Any) -> Any:

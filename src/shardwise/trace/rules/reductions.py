@@ -10,7 +10,17 @@ from torch import fx
 
 from shardwise.trace import ops
 from shardwise.trace.rules.table import (
-    Table, aligned, broadcast, dims_of, given, has_argument, op_name, pointwise, rank_of, tensors, whole_dims,
+    Table,
+    aligned,
+    broadcast,
+    dims_of,
+    given,
+    has_argument,
+    op_name,
+    pointwise,
+    rank_of,
+    tensors,
+    whole_dims,
 )  # fmt: skip
 from shardwise.trace.sharding import Propagation
 
