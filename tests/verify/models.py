@@ -82,6 +82,22 @@ class Contrastive(nn.Module):
         return F.cross_entropy(scores, labels)
 
 
+class Static(nn.Module):
+    """The number of rows becomes a Python number: one graph for each size of a microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        rows = int(x.shape[0])
+        scale = [1.0] * rows
+        for layer in self.layers:
+            x = F.gelu(layer(x)) * torch.tensor(scale)[:, None]
+        return F.cross_entropy(self.head(x), (y > 0).long())
+
+
 class DataDependent(nn.Module):
     """Control flow that depends on values: cannot be captured."""
 
@@ -141,6 +157,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: (MLP(), _regression, None),
     "conv": lambda: (ConvNet(), _images, image_loss),
     "contrastive": lambda: (Contrastive(), lambda rows: {"a": torch.randn(rows, 6), "b": torch.randn(rows, 6)}, None),
+    "static": lambda: (Static(), _regression, None),
     "data-dependent": lambda: (DataDependent(), lambda rows: {"x": torch.randn(rows, 6), "y": torch.randn(rows)}, None),
     "llama": lambda: (_transformers("llama"), tokens, None),
     "llama-padded": lambda: (_transformers("llama"), lambda rows: tokens(rows, "padded"), None),

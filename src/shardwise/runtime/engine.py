@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
+from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.buffers import BucketMemory
@@ -68,24 +69,21 @@ class Engine:
 
         All ranks call it together.  Returns device tensors; nothing is read on the host.
         """
-        trace, microbatches = self.choose(fields, rows)
-        program = self.compiled.programs(trace, microbatches)[0]
+        traces = self.choose(fields, rows)
+        program = self.compiled.programs(traces[0], len(traces))[0]
         given = StepInput(fields, rows, self.step_index, self.optimizer.learning_rate(self.step_index))
-        result = self.interpreter.run(trace, program, microbatches, given)
+        result = self.interpreter.run(traces, program, given)
         self.step_index += 1
         return result
 
-    def choose(self, fields: Mapping[str, Tensor], rows: int) -> tuple[Trace, int]:
-        """The trace for this batch and its number of microbatches, the same on all ranks."""
+    def choose(self, fields: Mapping[str, Tensor], rows: int) -> list[Trace]:
+        """The trace of each microbatch of this batch, the same on all ranks."""
         self.check(fields, rows)
         compiled = self.compiled
-        microbatches = min(compiled.plan.microbatches, rows)
         ones = self.all_ones(fields) if compiled.masks else ()
-        per_microbatch = rows // microbatches
-        trace = compiled.trace(ones, per_microbatch)
-        if trace.rows is not None and rows % microbatches:
-            raise ConfigError(f"{rows} rows do not divide into {microbatches} equal microbatches, which this model's static batch dim needs")
-        return trace, microbatches
+        microbatches = min(compiled.plan.microbatches, rows)
+        sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]
+        return [compiled.trace(ones, size) for size in sizes]
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
         expected = self.compiled.example
@@ -115,8 +113,8 @@ class Engine:
 
         Runs the step again on the same batch with a look at each unit's results; nothing changes, since the step is skipped again.
         """
-        trace, microbatches = self.choose(fields, rows)
-        program = self.compiled.programs(trace, microbatches)[0]
+        traces = self.choose(fields, rows)
+        program = self.compiled.programs(traces[0], len(traces))[0]
         never = len(program.instructions)
         first = [never]
 
@@ -127,7 +125,7 @@ class Engine:
 
         self.interpreter.inspect = inspect
         try:
-            self.interpreter.run(trace, program, microbatches, StepInput(fields, rows, step, 0.0))
+            self.interpreter.run(traces, program, StepInput(fields, rows, step, 0.0))
         finally:
             self.interpreter.inspect = None
         mine = torch.zeros(never + 1, dtype=torch.int64, device=self.comm.device)
@@ -137,7 +135,7 @@ class Engine:
         if at == never:
             return "none", "gradient norm"
         one = program.instructions[at]
-        return trace.units[one.unit].name, "forward's output" if one.op is Op.FORWARD else "backward's gradient"
+        return traces[0].units[one.unit].name, "forward's output" if one.op is Op.FORWARD else "backward's gradient"
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

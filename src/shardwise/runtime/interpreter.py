@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,9 +63,9 @@ class Interpreter:
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
     keep_gradients: dict[str, Tensor] | None = None  # filled with each step's gradients, before clipping
 
-    def run(self, trace: Trace, program: Program, microbatches: int, given: StepInput) -> StepResult:
-        """Execute ``program`` on one batch."""
-        return _Step(self, trace, microbatches, given).run(program)
+    def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
+        """Execute ``program`` on one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
+        return _Step(self, traces, given).run(program)
 
 
 @dataclass
@@ -73,8 +73,7 @@ class _Step:
     """The values of one step: live tensors, saved graphs and pending gradients by unit and microbatch."""
 
     owner: Interpreter
-    trace: Trace
-    microbatches: int
+    traces: Sequence[Trace]
     given: StepInput
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = field(default_factory=dict)
@@ -86,10 +85,11 @@ class _Step:
 
     def __post_init__(self) -> None:
         comm = self.owner.comm
+        self.microbatches = len(self.traces)
         self.memory = self.owner.memory
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
-        self.fields = {k: cast_field(v, self.trace.precision).to(comm.device) for k, v in self.given.fields.items()}
+        self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
         self.loss = torch.zeros((), dtype=self.wide, device=comm.device)
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         self.coefficient: Tensor | None = None
@@ -106,7 +106,7 @@ class _Step:
 
     @property
     def wide(self) -> torch.dtype:
-        return torch.float64 if self.trace.precision == "fp64" else torch.float32
+        return torch.float64 if self.traces[0].precision == "fp64" else torch.float32
 
     def run(self, program: Program) -> StepResult:
         owner = self.owner
@@ -156,7 +156,7 @@ class _Step:
         ]
 
     def forward(self, one: Instruction) -> None:
-        unit, m = self.trace.units[one.unit], one.microbatch
+        unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         env = self.env(m)
         env.ordinal = unit.ordinal
         again = one.op is Op.RECOMPUTE
@@ -187,7 +187,7 @@ class _Step:
         return unit.differentiable and any(b.kind == "saved" for b in one.writes)
 
     def backward(self, one: Instruction) -> None:
-        unit, m = self.trace.units[one.unit], one.microbatch
+        unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         outputs, operands = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
         seeds = [(value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None]
@@ -255,12 +255,14 @@ class _Step:
         return self.weights[m]
 
     def count(self, one: Instruction) -> None:
-        targets = self.trace.targets
-        assert targets is not None
-        envs = [self.env(m) for m in range(self.microbatches)]
-        counted = [targets.count(e, *(self.rows_of(n, m, e) for n in targets.fields), *targets.constants) for m, e in enumerate(envs)]
-        self.counts = torch.stack(counted)
+        self.counts = torch.stack([self.counted(m) for m in range(self.microbatches)])
         self.collective(one, self.counts, "targets of the microbatches")
+
+    def counted(self, m: int) -> Tensor:
+        """Valid targets in this rank's rows of a microbatch."""
+        targets, env = self.traces[m].targets, self.env(m)
+        assert targets is not None
+        return targets.count(env, *(self.rows_of(n, m, env) for n in targets.fields), *targets.constants)
 
     def reduce(self, one: Instruction) -> None:
         if one.bucket < 0:

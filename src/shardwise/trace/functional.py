@@ -232,6 +232,9 @@ class _Walker:
         return None
 
     def step(self, old: fx.Node) -> None:
+        if old.target is aten.narrow.default and all(isinstance(a, int) for a in old.args[2:4]):
+            start, length = old.args[2:4]
+            old.target, old.args = aten.slice.Tensor, (*old.args[:2], start, (start + length) or None)
         target = old.target
         schema = getattr(target, "_schema", None)
         if not self.grad:

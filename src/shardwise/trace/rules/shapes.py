@@ -219,6 +219,13 @@ def _slice_blocks(p: Propagation, node: fx.Node, x: fx.Node, place: tuple[int, i
     return p.emit(node, (p.value[x], dim, *bounds), {}, p.at(p.shape(node), (dim, last - first, post)))
 
 
+@RULES.rule("narrow")
+def _narrow(p: Propagation, node: fx.Node) -> Any:
+    x = node.args[0]
+    labels: list[Any] = [d if d != given(node, "dim") % rank_of(p, x) else None for d in range(rank_of(p, x))]
+    return p.labelled(node, [(x, labels)], [d if d is not None else "cut" for d in labels], (0,))
+
+
 @RULES.rule("slice_scatter")
 def _slice_scatter(p: Propagation, node: fx.Node) -> Any:
     x, source = tensors(node)
