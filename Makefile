@@ -18,15 +18,15 @@ test-all:
 
 lint:
 	@scripts/install.sh dev
-	.venv/bin/ruff check src tests benchmarks
-	.venv/bin/ruff format --check src tests benchmarks
+	.venv/bin/ruff check src tests benchmarks examples
+	.venv/bin/ruff format --check src tests benchmarks examples
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 
 format:
 	@scripts/install.sh dev
-	.venv/bin/ruff format src tests benchmarks
-	.venv/bin/ruff check --fix src tests benchmarks
+	.venv/bin/ruff format src tests benchmarks examples
+	.venv/bin/ruff check --fix src tests benchmarks examples
 
 benchmark:
 	@scripts/install.sh dev

@@ -15,8 +15,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from alternate import Contender, alternate
 from torch import Tensor
+
+from alternate import Contender, alternate
 
 VOCABULARY, SEQUENCE, BATCH = 8192, 256, 4
 
@@ -67,7 +68,11 @@ def ours(rank: int, ranks: int, port: int, *, precision: str, rows: int, backend
     batch = make_batch(rows, rank)
     plan = Plan(mesh=Mesh.of(dp=ranks), precision=precision)  # type: ignore[arg-type]
     trainer = Trainer(
-        make_model(), OptimizerChoice("adamw", lr=1e-4), plan, batch, comm=connect(plan.mesh, backend=backend)  # type: ignore[arg-type]
+        make_model(),
+        OptimizerChoice("adamw", lr=1e-4),
+        plan,
+        batch,
+        comm=connect(plan.mesh, backend=backend),  # type: ignore[arg-type]
     )
     given = Batch(batch, rows * ranks, (rank * rows,), (rows,))
     return lambda: trainer.step(given).loss.item()

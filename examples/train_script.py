@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -14,7 +15,7 @@ class Words(torch.utils.data.Dataset):
     """Windows of this file's own bytes."""
 
     def __init__(self, length: int = 64) -> None:
-        self.text = torch.tensor(list(open(__file__, "rb").read()))
+        self.text = torch.tensor(list(Path(__file__).read_bytes()))
         self.length = length
 
     def __len__(self) -> int:

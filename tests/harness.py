@@ -61,9 +61,7 @@ class Subject:
         if key not in self.compiled:
             plan = Plan(Mesh.of(dp=dp), microbatches, recompute, "fp64", dropout=self.dropout)  # type: ignore[arg-type]
             traces = next((c._traces for c in self.compiled.values()), {})
-            self.compiled[key] = Compiled(
-                self.module, plan, self.batch, self.loss, training=self.training, _traces=traces
-            )
+            self.compiled[key] = Compiled(self.module, plan, self.batch, self.loss, training=self.training, _traces=traces)
         return self.compiled[key]
 
 

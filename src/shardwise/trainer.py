@@ -24,6 +24,8 @@ from shardwise.trace.capture import LossFunction
 class NonFiniteError(ShardwiseError):
     """A step's loss or gradients were not finite; weights and optimizer state are as before that step."""
 
+    cause = "non-finite"
+
     def __init__(self, step: int, unit: str, what: str) -> None:
         self.step, self.unit, self.what = step, unit, what
         super().__init__(f"step {step}: {what} not finite, first in unit {unit}; the weights are as before this step")
@@ -79,7 +81,10 @@ class Trainer:
     def notes(self) -> list[str]:
         """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
         general = self.compiled.general
-        replicated = [f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)" for (op, path), n in general.replicated.items()]
+        replicated = [
+            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
+            for (op, path), n in general.replicated.items()
+        ]
         return [*general.notes, *replicated]
 
     def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
@@ -88,9 +93,7 @@ class Trainer:
         ``batch_size`` is that of the whole step, over all ranks and microbatches; by default the example's number of rows.
         """
         size = next(iter(self.compiled.example.values())).shape[0] if batch_size is None else batch_size
-        return Loader(
-            dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, self.seed if seed is None else seed
-        )
+        return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, self.seed if seed is None else seed)
 
     def step(self, batch: Batch) -> StepResult:
         """Forward, backward and one optimizer step; all ranks call it with their part of the same batch.

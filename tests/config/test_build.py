@@ -116,13 +116,9 @@ def test_default_sizes_are_those_of_the_models() -> None:
         make(load("model.name=llama", "model.width=48", "model.heads=4")),
         Llama(width=48, heads=4, context=128),
     )
-    assert {n: p.shape for n, p in ours.named_parameters()} == {
-        n: p.shape for n, p in plain.named_parameters()
-    }
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
     ours, plain = make(load("model.width=48", "model.heads=4")), GPT(width=48, heads=4, context=128)
-    assert {n: p.shape for n, p in ours.named_parameters()} == {
-        n: p.shape for n, p in plain.named_parameters()
-    }
+    assert {n: p.shape for n, p in ours.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
 
 
 def test_default_data_goes_through_the_default_model() -> None:
@@ -215,16 +211,12 @@ def test_functions_that_fail(code: Path, key: str, function: str, words: list[st
 
 
 def test_functions_that_return_the_wrong_thing(code: Path) -> None:
-    assert "returned an object of type list; legal: an nn.Module" in refusal(
-        make, f"model.factory={code}:data"
-    )
+    assert "returned an object of type list; legal: an nn.Module" in refusal(make, f"model.factory={code}:data")
     message = refusal(build_dataset, f"data.factory={code}:build")
     assert "sample 0 is a Linear; legal: a dict of tensors" in message
     message = refusal(build_dataset, f"data.factory={code}:Net")
     assert "returned an object of type Net; legal: a map-style dataset" in message
-    assert "list_iterator; legal: a map-style dataset" in refusal(
-        build_dataset, f"data.factory={code}:stream"
-    )
+    assert "list_iterator; legal: a map-style dataset" in refusal(build_dataset, f"data.factory={code}:stream")
     assert "sample 0 is a tuple" in refusal(build_dataset, f"data.factory={code}:tuples")
     assert "empty" in refusal(build_dataset, f"data.factory={code}:data", "data.arguments.size=0")
 
@@ -270,9 +262,7 @@ def test_files_that_cannot_be_imported(tmp_path: Path, text: str, words: list[st
         assert all(word in message for word in words), message
         assert "\n" not in message
     path.write_text("def f():\n    import torch\n    return torch.nn.ReLU()\n")
-    assert isinstance(
-        make(load(f"model.factory={path}:f")), torch.nn.ReLU
-    )  # a failed import leaves nothing behind
+    assert isinstance(make(load(f"model.factory={path}:f")), torch.nn.ReLU)  # a failed import leaves nothing behind
 
 
 def test_modules_that_are_not_there() -> None:

@@ -20,9 +20,7 @@ from shardwise.core.errors import ConfigError
 CPU = Hardware(cores=2)
 
 
-def load(
-    *overrides: str, toml: str | None = None, folder: Path | None = None, hardware: Hardware = CPU
-) -> Config:
+def load(*overrides: str, toml: str | None = None, folder: Path | None = None, hardware: Hardware = CPU) -> Config:
     path = None
     if toml is not None:
         assert folder is not None
@@ -94,9 +92,7 @@ def test_a_later_value_makes_good_an_earlier_one(tmp_path: Path) -> None:
     assert len(problems("train.steps=few", toml='[train]\nsteps = "many"', folder=tmp_path)) == 1
 
 
-def test_paths_are_relative_to_where_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_paths_are_relative_to_where_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -420,12 +416,7 @@ def test_resolved_loads_back(
 
 def test_resolved_names_every_key_that_applies() -> None:
     tables = tomllib.loads(load().resolved())
-    left_out = {
-        f"{section}.{f.name}"
-        for section in SECTIONS
-        for f in fields(SECTIONS[section])
-        if f.name not in tables[section]
-    }
+    left_out = {f"{section}.{f.name}" for section in SECTIONS for f in fields(SECTIONS[section]) if f.name not in tables[section]}
     assert left_out == {
         "model.factory",
         "model.transformers",
@@ -473,15 +464,11 @@ def mutate(text: str, dice: random.Random) -> str:
         lines[place] = f"{line.split('=')[0]}= {dice.choice(VALUES)}"
     elif kind == 3:
         header = dice.choice([at for at, line in enumerate(lines) if line in SECTION_HEADERS] or [0])
-        name = dice.choice(
-            list(rules(lines[header].strip("[]") if lines[header] in SECTION_HEADERS else "train"))
-        )
+        name = dice.choice(list(rules(lines[header].strip("[]") if lines[header] in SECTION_HEADERS else "train")))
         lines.insert(header + 1, f"{name} = {dice.choice(VALUES)}")
     elif kind == 4 and line:
         at = dice.randrange(len(line))
-        lines[place] = (
-            line[:at] + dice.choice(string.printable + "äß東\u0085") + line[at + dice.randrange(2) :]
-        )
+        lines[place] = line[:at] + dice.choice(string.printable + "äß東\u0085") + line[at + dice.randrange(2) :]
     elif kind == 5:
         at = dice.randrange(len(line) + 1)
         lines[place] = line[:at] + line[at + 1 :]
@@ -499,11 +486,9 @@ def test_300_damaged_configs(tmp_path: Path) -> None:
         load("model.name=gpt").resolved(),
         load("model.name=llama", "parallel.microbatches=2", "optimizer.schedule=wsd").resolved(),
         load("model.transformers=LlamaForCausalLM", "model.config.hidden_size=64").resolved(),
-        load(
-            "model.factory=a:b", "data.factory=c:d", "model.arguments.x=[1, {y = 2}]", "optimizer.name=sgd"
-        ).resolved(),
+        load("model.factory=a:b", "data.factory=c:d", "model.arguments.x=[1, {y = 2}]", "optimizer.name=sgd").resolved(),
     ]
-    refused = valid = 0
+    refused, valid, unclear = 0, 0, []
     for number in range(300):
         text = dice.choice(whole)
         for _ in range(dice.choice([1, 1, 1, 2, 4])):
@@ -513,9 +498,10 @@ def test_300_damaged_configs(tmp_path: Path) -> None:
             config = load(*overrides, toml=text, folder=tmp_path)
         except ConfigError as error:
             refused += 1
-            assert all("legal:" in line or "not TOML" in line for line in str(error).splitlines()), error
+            unclear += [line for line in str(error).splitlines() if "legal:" not in line and "not TOML" not in line]
         else:
             valid += 1
             assert load(toml=config.resolved(), folder=tmp_path) == config
+    assert not unclear
     assert refused + valid == 300
     assert min(refused, valid) >= 30

@@ -39,22 +39,16 @@ class Builder:
         self.instructions.append(Instruction(op, lane=lane, peer=peer, axes=axes, **lists, **numbers))
         return len(self.instructions) - 1
 
-    def send(
-        self, to: int, waits: Iterable[int] = (), microbatch: int = 0, axis: str = "pp", **more: object
-    ) -> int:
+    def send(self, to: int, waits: Iterable[int] = (), microbatch: int = 0, axis: str = "pp", **more: object) -> int:
         return self.add(Op.SEND, Lane.SEND, waits, peer=(axis, to), microbatch=microbatch, **more)  # type: ignore[arg-type]
 
-    def receive(
-        self, of: int, waits: Iterable[int] = (), microbatch: int = 0, axis: str = "pp", **more: object
-    ) -> int:
+    def receive(self, of: int, waits: Iterable[int] = (), microbatch: int = 0, axis: str = "pp", **more: object) -> int:
         return self.add(Op.RECEIVE, Lane.RECEIVE, waits, peer=(axis, of), microbatch=microbatch, **more)  # type: ignore[arg-type]
 
     def compute(self, *waits: int, **more: object) -> int:
         return self.add(Op.FORWARD, Lane.COMPUTE, waits, **more)  # type: ignore[arg-type]
 
-    def reduce(
-        self, bucket: int, *waits: int, axes: tuple[str, ...] = ("pp",), lane: Lane = Lane.REDUCE
-    ) -> int:
+    def reduce(self, bucket: int, *waits: int, axes: tuple[str, ...] = ("pp",), lane: Lane = Lane.REDUCE) -> int:
         return self.add(Op.REDUCE, lane, waits, axes=axes, bucket=bucket)
 
     def program(self) -> Program:
@@ -96,9 +90,7 @@ def pipeline(stages: int, microbatches: int, units: int) -> list[Program]:
                 arrived = []
                 if m == microbatches - 1:
                     grad = [Buffer("grad", u)]
-                    reductions.append(
-                        b.add(Op.REDUCE, Lane.REDUCE, [last], grad, grad, axes=("dp",), bucket=u)
-                    )
+                    reductions.append(b.add(Op.REDUCE, Lane.REDUCE, [last], grad, grad, axes=("dp",), bucket=u))
             if stage:
                 b.send(-1, [last], m, unit=stage - 1, reads=[Buffer("gradient", 0, m)])
 
@@ -313,17 +305,13 @@ RACES = [
 @pytest.mark.parametrize(("name", "write_first", "write_second"), RACES)
 @pytest.mark.parametrize("ordered", ["no", "wrong way"])
 def test_races_are_found(name: str, write_first: bool, write_second: bool, ordered: str) -> None:
-    with pytest.raises(
-        ProgramError, match=f"{name} race on activation0.m0: .*REDUCE.*does not wait for .*FORWARD"
-    ):
+    with pytest.raises(ProgramError, match=f"{name} race on activation0.m0: .*REDUCE.*does not wait for .*FORWARD"):
         verify(access(write_first, write_second, Lane.REDUCE, ordered))
 
 
 @pytest.mark.parametrize(("name", "write_first", "write_second"), [*RACES, ("reads", False, False)])
 @pytest.mark.parametrize("ordered", ["wait", "path", "lane"])
-def test_ordered_accesses_are_accepted(
-    name: str, write_first: bool, write_second: bool, ordered: str
-) -> None:
+def test_ordered_accesses_are_accepted(name: str, write_first: bool, write_second: bool, ordered: str) -> None:
     verify(access(write_first, write_second, Lane.COMPUTE if ordered == "lane" else Lane.REDUCE, ordered))
 
 
@@ -356,9 +344,7 @@ def test_collectives_in_another_order_are_found() -> None:
     for b, buckets in ((first, (0, 1)), (second, (1, 0))):
         for bucket in buckets:
             b.reduce(bucket)
-    with pytest.raises(
-        ProgramError, match=r"number 0 .* first \[0\] REDUCE b0 .* meets second \[0\] REDUCE b1"
-    ):
+    with pytest.raises(ProgramError, match=r"number 0 .* first \[0\] REDUCE b0 .* meets second \[0\] REDUCE b1"):
         verify(first, second)
 
 
@@ -406,9 +392,7 @@ def test_messages_must_pair_up() -> None:
     with pytest.raises(ProgramError, match=r"first \[0\] SEND m0 to pp\+1 is never received"):
         verify(first, second)
     second.receive(-1, microbatch=1)
-    with pytest.raises(
-        ProgramError, match=r"first \[0\] SEND m0 to pp\+1 arrives at second \[0\] RECEIVE m1"
-    ):
+    with pytest.raises(ProgramError, match=r"first \[0\] SEND m0 to pp\+1 arrives at second \[0\] RECEIVE m1"):
         verify(first, second)
     second.instructions[0] = replace(second.instructions[0], microbatch=0)
     verify(first, second)
@@ -522,9 +506,7 @@ def random_programs(rng: random.Random, mesh: Mesh) -> list[Program]:
     for axes in (("pp",), ("dp",), ("dp", "pp")):
         for lane in (Lane.COMPUTE, Lane.REDUCE, Lane.GATHER):
             if rng.random() < 0.3:
-                ops = [
-                    Instruction(Op.REDUCE, bucket=n, axes=axes, lane=lane) for n in range(rng.randint(1, 2))
-                ]
+                ops = [Instruction(Op.REDUCE, bucket=n, axes=axes, lane=lane) for n in range(rng.randint(1, 2))]
                 for stage in range(stages):
                     streams[stage].append(ops)
     for source in range(stages):
@@ -535,9 +517,7 @@ def random_programs(rng: random.Random, mesh: Mesh) -> list[Program]:
                     (source, Op.SEND, Lane.SEND, step),
                     (target, Op.RECEIVE, Lane.RECEIVE, -step),
                 ):
-                    streams[stage].append(
-                        [Instruction(op, microbatch=m, peer=(axis, offset), lane=lane) for m in range(count)]
-                    )
+                    streams[stage].append([Instruction(op, microbatch=m, peer=(axis, offset), lane=lane) for m in range(count)])
     programs = []
     for stage in range(stages):
         queues = [list(stream) for stream in streams[stage]] + [[Instruction(Op.FORWARD)] for _ in range(2)]

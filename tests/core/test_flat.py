@@ -35,9 +35,7 @@ def test_the_bound_is_reached() -> None:
 
 
 items = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(["decay", "plain", "other"])
-    ),
+    st.tuples(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.sampled_from(["decay", "plain", "other"])),
     max_size=7,
 ).map(lambda found: [(f"p{n}", shape, group) for n, (shape, group) in enumerate(found)])
 
@@ -72,14 +70,10 @@ def test_shards_are_equal_aligned_and_tile_every_tensor(
 
 @settings(max_examples=100, deadline=None)
 @given(items, st.integers(1, 4))
-def test_segments_hold_their_group_and_shards_cut_them(
-    tensors: list[tuple[str, tuple[int, ...], str]], parts: int
-) -> None:
+def test_segments_hold_their_group_and_shards_cut_them(tensors: list[tuple[str, tuple[int, ...], str]], parts: int) -> None:
     buffer = FlatBuffer.pack(tensors, parts, 4)
     group_of = {name: group for name, _, group in tensors}
-    assert [group for group, _, _ in buffer.segments] == list(
-        dict.fromkeys(group_of[entry.name] for entry in buffer.entries)
-    )
+    assert [group for group, _, _ in buffer.segments] == list(dict.fromkeys(group_of[entry.name] for entry in buffer.entries))
     assert all(a[2] <= b[1] for a, b in pairwise(buffer.segments))
     bounds = {group: (start, stop) for group, start, stop in buffer.segments}
     for entry in buffer.entries:
@@ -93,9 +87,7 @@ def test_segments_hold_their_group_and_shards_cut_them(
 
 
 def test_decay_comes_first_then_the_order_of_appearance() -> None:
-    buffer = FlatBuffer.pack(
-        [("b", (3,), "plain"), ("w", (20, 2), "decay"), ("z", (1,), "other"), ("v", (5,), "decay")], 2, 4
-    )
+    buffer = FlatBuffer.pack([("b", (3,), "plain"), ("w", (20, 2), "decay"), ("z", (1,), "other"), ("v", (5,), "decay")], 2, 4)
     assert buffer.entries == (
         FlatEntry("w", (20, 2), 0),
         FlatEntry("v", (5,), 48),

@@ -43,9 +43,7 @@ def test_groups_are_major_first_in_the_order_of_the_names() -> None:
 @settings(max_examples=60, deadline=None)
 @given(meshes, st.data())
 def test_ranks_coordinates_and_groups_agree(mesh: Mesh, data: st.DataObject) -> None:
-    names = data.draw(
-        st.permutations(mesh.names).flatmap(lambda p: st.integers(0, len(p)).map(lambda n: p[:n]))
-    )
+    names = data.draw(st.permutations(mesh.names).flatmap(lambda p: st.integers(0, len(p)).map(lambda n: p[:n])))
     seen: list[int] = []
     for rank in range(mesh.size):
         here = mesh.coordinates(rank)

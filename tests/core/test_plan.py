@@ -10,9 +10,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import LINKS, Axis, Mesh
 from shardwise.core.plan import CHOICES, ParameterRule, Plan
 
-axes = st.builds(
-    Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9), st.sampled_from(LINKS)
-)
+axes = st.builds(Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9), st.sampled_from(LINKS))
 plans = st.builds(
     Plan,
     mesh=st.lists(axes, max_size=4, unique_by=lambda axis: axis.name).map(lambda found: Mesh(tuple(found))),
@@ -33,18 +31,14 @@ def test_toml_holds_every_field() -> None:
     text = Plan().to_toml()
     assert all(field.name in text for field in fields(Plan))
     assert all(f"{field.name} = " in text for kind in (Axis, ParameterRule) for field in fields(kind))
-    changed = Plan(
-        Mesh((Axis("dp", 2, "host"),)), 3, "full", "bf16", "1f1b", (ParameterRule('a"\\\n\x7f*'),), "fast"
-    )
+    changed = Plan(Mesh((Axis("dp", 2, "host"),)), 3, "full", "bf16", "1f1b", (ParameterRule('a"\\\n\x7f*'),), "fast")
     assert Plan.from_toml(changed.to_toml()) == changed
     assert changed != Plan()
 
 
 def test_what_toml_leaves_out_has_its_default() -> None:
     assert Plan.from_toml("") == Plan()
-    plan = Plan.from_toml(
-        'microbatches = 4\n[[mesh]]\nname = "dp"\nsize = 2\n[[parameters]]\npattern = "w*"\n'
-    )
+    plan = Plan.from_toml('microbatches = 4\n[[mesh]]\nname = "dp"\nsize = 2\n[[parameters]]\npattern = "w*"\n')
     assert plan == Plan(Mesh.of(dp=2), microbatches=4, parameters=(ParameterRule("w*"),))
 
 

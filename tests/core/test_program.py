@@ -32,9 +32,7 @@ instructions = st.builds(
 programs = st.builds(
     Program,
     st.text(max_size=5),
-    st.lists(st.tuples(st.sampled_from(["pp", "ep"]), small), max_size=2, unique_by=lambda pair: pair[0]).map(
-        tuple
-    ),
+    st.lists(st.tuples(st.sampled_from(["pp", "ep"]), small), max_size=2, unique_by=lambda pair: pair[0]).map(tuple),
     st.lists(instructions, max_size=4).map(tuple),
 )
 

@@ -36,10 +36,7 @@ def cut(x: np.ndarray, step: Collective, mesh: Mesh, rank: int, dim: int, factor
 
 def execute(steps: Sequence[Collective], arrays: Arrays, mesh: Mesh) -> Arrays:
     for step in steps:
-        shapes = [
-            [size for dim in step.source.local_factors(mesh, rank) for size in dim]
-            for rank in range(mesh.size)
-        ]
+        shapes = [[size for dim in step.source.local_factors(mesh, rank) for size in dim] for rank in range(mesh.size)]
         held = [array.reshape(shape) for array, shape in zip(arrays, shapes, strict=True)]
         at = position(step.source, step.dim, step.factor)
         arrays = []
@@ -112,9 +109,7 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, may_be_partial: f
     held: dict[tuple[int, int], list[str]] = {}
     partial = set()
     for name in draw(st.permutations(mesh.names)):
-        where = draw(
-            st.sampled_from([None, *(["partial"] if name in may_be_partial else []), *places, *places])
-        )
+        where = draw(st.sampled_from([None, *(["partial"] if name in may_be_partial else []), *places, *places]))
         if where == "partial":
             partial.add(name)
         elif isinstance(where, tuple):
@@ -142,9 +137,7 @@ def test_transitions_give_exactly_the_destination(case: tuple[Mesh, Layout, Layo
     steps = transition(src, dst, mesh if with_mesh else None)
     assert run(src, dst, mesh, steps), [str(step) for step in steps]
     for step in steps:
-        assert [[f.size for f in dim] for dim in step.source.dims] == [
-            [f.size for f in d] for d in step.result.dims
-        ]
+        assert [[f.size for f in dim] for dim in step.source.dims] == [[f.size for f in d] for d in step.result.dims]
         assert volume(step, mesh, 4) >= 0
 
 
@@ -208,9 +201,7 @@ def test_axes_in_place_stay_and_axes_move_in_their_order() -> None:
     mesh = Mesh.of(a=2, b=2, c=3)
 
     def moves(src: dict[int, str], dst: dict[int, str]) -> list[str]:
-        pair = [
-            Layout.sharded((4, 5, 6), {dim: tuple(axes) for dim, axes in held.items()}) for held in (src, dst)
-        ]
+        pair = [Layout.sharded((4, 5, 6), {dim: tuple(axes) for dim, axes in held.items()}) for held in (src, dst)]
         steps = transition(*pair, mesh)
         assert run(*pair, mesh, steps)
         return [f"{step.kind}:{''.join(step.axes)}" for step in steps]
@@ -254,9 +245,7 @@ def test_places_of_an_exchange() -> None:
         ((Factor(3, ("b",)), Factor(4)), (Factor(3), Factor(4, ("b",))), ["all_to_all:b"], ["all_to_all:b"]),
     ],
 )
-def test_factored_dims(
-    src: tuple[Factor, ...], dst: tuple[Factor, ...], with_mesh: list[str], without: list[str] | None
-) -> None:
+def test_factored_dims(src: tuple[Factor, ...], dst: tuple[Factor, ...], with_mesh: list[str], without: list[str] | None) -> None:
     pair = Layout((src,)), Layout((dst,))
     assert kinds(*pair) == with_mesh
     assert kinds(*pair, mesh=None) == (with_mesh if without is None else without)

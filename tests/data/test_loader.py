@@ -35,9 +35,7 @@ class Numbers:
         return {"x": torch.tensor([index, 10 * index]), "y": index}
 
 
-def batches(
-    count: int, size: int, mesh: Mesh, rank: int, batch_size: int, microbatches: int, seed: int = 5
-) -> list[Batch]:
+def batches(count: int, size: int, mesh: Mesh, rank: int, batch_size: int, microbatches: int, seed: int = 5) -> list[Batch]:
     with Loader(Numbers(size), mesh, rank, batch_size, microbatches, seed) as loader:
         return list(islice(loader, count))
 
@@ -65,9 +63,7 @@ def test_one_rank_follows_the_order() -> None:
     st.integers(1, 4),
     st.integers(1, 2),
 )
-def test_any_mesh_gives_the_same_batches(
-    size: int, batch_size: int, microbatches: int, dp: int, tp: int
-) -> None:
+def test_any_mesh_gives_the_same_batches(size: int, batch_size: int, microbatches: int, dp: int, tp: int) -> None:
     mesh = Mesh.of(pp=1, dp=dp, tp=tp)
     steps = 4
     alone = batches(steps, size, ONE, 0, batch_size, 1)
@@ -85,10 +81,7 @@ def test_any_mesh_gives_the_same_batches(
             assert rows_of(batch) == expected
             assert batch.rows == len(whole)
         places = sorted(
-            row
-            for rank, mine in enumerate(ranks)
-            if mesh.coordinates(rank)["tp"] == 0
-            for row in rows_of(mine[step])
+            row for rank, mine in enumerate(ranks) if mesh.coordinates(rank)["tp"] == 0 for row in rows_of(mine[step])
         )
         assert places == sorted(whole)
 
@@ -135,9 +128,7 @@ def test_state_is_that_of_the_batches_handed_out() -> None:
 
 
 def test_seed_changes_the_batches() -> None:
-    assert rows_of(batches(1, 100, ONE, 0, 10, 1, seed=1)[0]) != rows_of(
-        batches(1, 100, ONE, 0, 10, 1, seed=2)[0]
-    )
+    assert rows_of(batches(1, 100, ONE, 0, 10, 1, seed=1)[0]) != rows_of(batches(1, 100, ONE, 0, 10, 1, seed=2)[0])
 
 
 def loader_threads() -> int:
@@ -158,9 +149,7 @@ def test_the_thread_reads_ahead_a_little_and_ends() -> None:
     next(loader)
     time.sleep(0.3)
     assert loader_threads() == 1
-    assert (
-        1 + 8 <= Counted.reads <= 1 + 16
-    )  # the example, the batch, two in the queue and one in the thread's hands
+    assert 1 + 8 <= Counted.reads <= 1 + 16  # the example, the batch, two in the queue and one in the thread's hands
     loader.close()
     assert loader_threads() == 0
     next(loader)

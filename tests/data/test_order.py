@@ -44,9 +44,7 @@ def test_a_huge_epoch_is_not_kept_in_memory() -> None:
 
 
 def test_seed_and_epoch_change_it() -> None:
-    orders = {
-        (s, e): tuple(sample_order(s, e, 0, 200, 200)) for s in (0, 1, 2**40, 2**63 - 1) for e in (0, 1, 2)
-    }
+    orders = {(s, e): tuple(sample_order(s, e, 0, 200, 200)) for s in (0, 1, 2**40, 2**63 - 1) for e in (0, 1, 2)}
     assert len(set(orders.values())) == len(orders)
     # (1, 0) and (0, 1) must not be mixed up, nor any two agree in more places than chance has it (1 of 200).
     for one, other in combinations(orders.values(), 2):

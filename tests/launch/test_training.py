@@ -17,11 +17,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.data import Loader, sample_order
 from shardwise.launch import matmul
 from shardwise.launch.matmul import FAST, SAFE, SQUARE, choose_matmul, typical_shapes
-from shardwise.runtime.progress import Progress, read_record, record_path
 from shardwise.launch.results import MetricsWriter, save_weights
 from shardwise.launch.training import train
 from shardwise.models import Llama
 from shardwise.runtime.interpreter import StepResult
+from shardwise.runtime.progress import Progress, read_record, record_path
 from shardwise.trace.initial import record
 from shardwise.trainer import NonFiniteError
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.runtime.progress import record_path
 from shardwise.launch.watch import Hang, Watcher
+from shardwise.runtime.progress import record_path
 
 RUN = "run-of-this-test"
 RANK = """

@@ -37,9 +37,7 @@ def test_gpt_equals_transformers() -> None:
         "eos_token_id": None,
     }
     theirs = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, activation_function="gelu", **drop
-        )
+        GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=16, activation_function="gelu", **drop)
     ).double()
     names = {
         "h.": "blocks.",
@@ -110,10 +108,7 @@ def test_loss_is_the_mean_over_the_targets_that_count(kind: str) -> None:
     mean = -sum(log_probabilities[b, s, labels[b, s]] for b, s in counted) / len(counted)
     assert len(counted) == 19
     assert abs(model(ids, labels) - mean) < 1e-12
-    assert (
-        abs(model(ids, labels) - F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()))
-        > 1e-3
-    )
+    assert abs(model(ids, labels) - F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())) > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
@@ -136,9 +131,7 @@ def test_positions_matter(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt", "llama"])
-@pytest.mark.parametrize(
-    ("low", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]
-)
+@pytest.mark.parametrize(("low", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_loss_is_in_fp32_at_least(kind: str, low: torch.dtype, expected: torch.dtype) -> None:
     model, ids = make(kind), tokens()
     truth = model(ids, ids).item()
@@ -203,9 +196,7 @@ def test_export_with_any_number_of_rows(kind: str) -> None:
     model, ids = make(kind), tokens()
     rows = {0: torch.export.Dim.DYNAMIC}
     inputs = {"input_ids": ids, "labels": tokens(seed=2)}
-    program = torch.export.export(
-        model, (), inputs, dynamic_shapes={"input_ids": rows, "labels": rows}, strict=False
-    ).module()
+    program = torch.export.export(model, (), inputs, dynamic_shapes={"input_ids": rows, "labels": rows}, strict=False).module()
     for count in (1, 2, 7):
         batch = {"input_ids": tokens(count, seed=3), "labels": tokens(count, seed=4)}
         assert abs(program(**batch) - model(**batch)) < 1e-6

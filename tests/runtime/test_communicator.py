@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import communicator_cases as cases
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
@@ -41,12 +41,15 @@ class Ended:
 
 def run_processes(ranks: int, *arguments: str) -> list[Ended]:
     """Run the cases' program once per rank, as torchrun would; whatever still runs at the limit is killed."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # hosted here: no port is free and then taken
     source = str(Path(shared.__file__).parents[2])
-    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    common |= {"LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
+    common |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": source,
+    }
     command = [sys.executable, cases.__file__, *arguments]
     processes = [
         subprocess.Popen(

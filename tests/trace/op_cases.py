@@ -84,9 +84,25 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "clamp tensor": lambda m, h, b: torch.clamp(h, min=m.p - 1, max=m.p + 1),
     "unary chain": lambda m, h, b: torch.exp(-h.square()) + h.sin().abs().sqrt() + torch.log1p(h.abs()) + torch.erf(h),
     "activations": lambda m, h, b: (
-        F.gelu(h) + F.gelu(h, approximate="tanh") + F.silu(h) + F.elu(h) + F.leaky_relu(h, 0.1) + F.softplus(h)
-        + F.mish(h) + F.hardswish(h) + F.logsigmoid(h) + F.relu6(h) + F.selu(h) + F.celu(h) + F.hardtanh(h) + F.softsign(h)
-        + F.tanhshrink(h) + F.softshrink(h) + F.hardshrink(h) + F.hardsigmoid(h) + F.threshold(h, 0.1, 0.2)
+        F.gelu(h)
+        + F.gelu(h, approximate="tanh")
+        + F.silu(h)
+        + F.elu(h)
+        + F.leaky_relu(h, 0.1)
+        + F.softplus(h)
+        + F.mish(h)
+        + F.hardswish(h)
+        + F.logsigmoid(h)
+        + F.relu6(h)
+        + F.selu(h)
+        + F.celu(h)
+        + F.hardtanh(h)
+        + F.softsign(h)
+        + F.tanhshrink(h)
+        + F.softshrink(h)
+        + F.hardshrink(h)
+        + F.hardsigmoid(h)
+        + F.threshold(h, 0.1, 0.2)
     ),  # fmt: skip
     "prelu": lambda m, h, b: F.prelu(h, m.q[:, 0]),
     "glu": lambda m, h, b: F.glu(h, -1) + F.glu(h.transpose(1, 2), 1).mT,
@@ -99,10 +115,11 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "compare": lambda m, h, b: (h > m.p.detach()).float() * h + (b["ids"][:, :3, None] == 2) * h,
     "logical": lambda m, h, b: (b["keep"][..., None] & ~(h > 0) | (h < -1)) * h,
     "to integer": lambda m, h, b: (h * 10).to(torch.int64) + h,
-    "nan_to_num": lambda m, h, b: ((h.detach().clamp(min=0) / 0).nan_to_num(0.1, 0.2, 0.3) * h),
+    "nan_to_num": lambda m, h, b: (h.detach().clamp(min=0) / 0).nan_to_num(0.1, 0.2, 0.3) * h,
     "fractions": lambda m, h, b: h % 1 + torch.fmod(h, 0.5) + h.round() + h.floor() + h.frac() + h.sign(),
     "complex": lambda m, h, b: torch.view_as_real(
-        torch.view_as_complex(h.view(-1, 3, 2, 2)) * torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), m.p[:2].detach()))
+        torch.view_as_complex(h.view(-1, 3, 2, 2))
+        * torch.polar(torch.ones(3, 2), torch.outer(torch.arange(3.0), m.p[:2].detach()))
     ).flatten(2),
     "fft": lambda m, h, b: torch.fft.fft(torch.fft.fft(h, dim=-1), dim=1).real,
     "atan2": lambda m, h, b: torch.atan2(h, m.q),
@@ -209,14 +226,31 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "conv3d": lambda m, h, b: F.conv3d(h[:, None, None], m.kernel[:2, None, None, :2]),
     "attention": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h)),
     "attention causal": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), is_causal=True, scale=0.3),
-    "attention mask": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), (b["keep"] | rows_of(b["keep"])[:, None].ge(0) & (torch.arange(3) == 0))[:, None, None]),
+    "attention mask": lambda m, h, b: F.scaled_dot_product_attention(
+        *_heads(m, h), (b["keep"] | rows_of(b["keep"])[:, None].ge(0) & (torch.arange(3) == 0))[:, None, None]
+    ),
     "attention bias": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), m.q[:, :3]),
     "attention groups": lambda m, h, b: F.scaled_dot_product_attention(
-        h.view(-1, 3, 4, 1).transpose(1, 2), *[(h[..., :2] * s).view(-1, 3, 2, 1).transpose(1, 2) for s in (m.p[0], m.p[1])], enable_gqa=True
+        h.view(-1, 3, 4, 1).transpose(1, 2),
+        *[(h[..., :2] * s).view(-1, 3, 2, 1).transpose(1, 2) for s in (m.p[0], m.p[1])],
+        enable_gqa=True,
     ),
     "multi-head attention": lambda m, h, b: F.multi_head_attention_forward(
-        h.transpose(0, 1), h.transpose(0, 1), h.transpose(0, 1), 4, 2, torch.cat([m.w, m.w * 2, m.w.T]), None, None, None, False, 0.0, m.w, m.p,
-        key_padding_mask=b["keep"] & (torch.arange(3) != 0), need_weights=False,
+        h.transpose(0, 1),
+        h.transpose(0, 1),
+        h.transpose(0, 1),
+        4,
+        2,
+        torch.cat([m.w, m.w * 2, m.w.T]),
+        None,
+        None,
+        None,
+        False,
+        0.0,
+        m.w,
+        m.p,
+        key_padding_mask=b["keep"] & (torch.arange(3) != 0),
+        need_weights=False,
     )[0],
     # reductions within the row
     "sum": lambda m, h, b: h.sum(-1) + h.sum((1, 2), keepdim=True)[..., 0],
@@ -224,7 +258,11 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "max": lambda m, h, b: [*h.max(-1), *h.min(1, keepdim=True)],
     "amax": lambda m, h, b: h.amax((1, 2)) + h.amin(-1)[:, 0] + h.argmax(-1)[:, 0],
     "var": lambda m, h, b: [h.var(-1), h.std((1, 2), unbiased=False), h.var(1, keepdim=True), h.var(-1, correction=0)],
-    "var with positions": lambda m, h, b: [torch.var(h, -1, True), torch.var(h, [-1], True, True), torch.std(h, [1], False, False)],
+    "var with positions": lambda m, h, b: [
+        torch.var(h, -1, True),
+        torch.var(h, [-1], True, True),
+        torch.std(h, [1], False, False),
+    ],
     "var_mean": lambda m, h, b: torch.var_mean(h, -1, keepdim=True),
     "prod": lambda m, h, b: h.prod(-1) + h.prod(1, keepdim=True)[:, 0, :3],
     "logsumexp": lambda m, h, b: h.logsumexp(-1) + h.logsumexp((1, 2))[:, None],
@@ -246,15 +284,25 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "local_response_norm": lambda m, h, b: F.local_response_norm(h, 2),
     "batch_norm with fixed statistics": lambda m, h, b: F.batch_norm(h[:, 0], m.average, m.average + 1, m.p, m.w[0]),
     "pooling": lambda m, h, b: [
-        F.max_pool1d(h, 2), F.avg_pool1d(h, 3, 1, 1), F.adaptive_avg_pool1d(h, 2), F.max_pool2d(h[:, None], 2, 1),
-        F.avg_pool2d(h[:, None], (1, 2)), F.adaptive_avg_pool2d(h[:, None], 1), F.adaptive_max_pool2d(h[:, None], (1, 2)), F.lp_pool1d(h, 2, 2),
+        F.max_pool1d(h, 2),
+        F.avg_pool1d(h, 3, 1, 1),
+        F.adaptive_avg_pool1d(h, 2),
+        F.max_pool2d(h[:, None], 2, 1),
+        F.avg_pool2d(h[:, None], (1, 2)),
+        F.adaptive_avg_pool2d(h[:, None], 1),
+        F.adaptive_max_pool2d(h[:, None], (1, 2)),
+        F.lp_pool1d(h, 2, 2),
     ],  # fmt: skip
     "max_pool with indices": lambda m, h, b: F.max_pool2d(h[:, None], 2, 1, return_indices=True),
     "interpolate": lambda m, h, b: [
-        F.interpolate(h, scale_factor=2), F.interpolate(h[:, None], (5, 6), mode="bilinear"),
-        F.interpolate(h[:, None], scale_factor=2.0, mode="bicubic", align_corners=True), F.interpolate(h, 7, mode="linear"),
+        F.interpolate(h, scale_factor=2),
+        F.interpolate(h[:, None], (5, 6), mode="bilinear"),
+        F.interpolate(h[:, None], scale_factor=2.0, mode="bicubic", align_corners=True),
+        F.interpolate(h, 7, mode="linear"),
     ],  # fmt: skip
-    "pixel_shuffle": lambda m, h, b: F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2) + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2),
+    "pixel_shuffle": lambda m, h, b: (
+        F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2) + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2)
+    ),
     "image patches": lambda m, h, b: F.unfold(h[:, None], (2, 2)),
     "fold": lambda m, h, b: F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)),
     "channel_shuffle": lambda m, h, b: F.channel_shuffle(h.view(-1, 4, 3, 1), 2),
@@ -267,7 +315,9 @@ def _recurrent(op: Any, m: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     biases = [torch.cat([m.p * i] * gates) for i in range(2)]
     start = torch.zeros(1, h.shape[0], 4)
     y, *_ = op(h, (start, start) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, True)
-    z, *_ = op(h.transpose(0, 1), (start, start + 1) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, False)
+    z, *_ = op(
+        h.transpose(0, 1), (start, start + 1) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, False
+    )
     return y + z.transpose(0, 1)
 
 
@@ -301,8 +351,12 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "covariance of parameters": lambda m, h, b: (h.flatten(1).T @ h.flatten(1)) * 0.1,
     "einsum over rows": lambda m, h, b: torch.einsum("bi,ci,cj->bj", h[:, 0], h[:, 1], h[:, 2]),
     "distances": lambda m, h, b: torch.cdist(h[:, 0], h[:, 1]),
-    "attention over rows": lambda m, h, b: F.scaled_dot_product_attention(h.transpose(0, 1) @ m.w, h.transpose(0, 1), h.transpose(0, 1)),
-    "in-batch negatives": lambda m, h, b: F.cross_entropy(F.normalize(h[:, 0], dim=-1) @ F.normalize(h[:, 1], dim=-1).T / 0.3, rows_of(h)),
+    "attention over rows": lambda m, h, b: F.scaled_dot_product_attention(
+        h.transpose(0, 1) @ m.w, h.transpose(0, 1), h.transpose(0, 1)
+    ),
+    "in-batch negatives": lambda m, h, b: F.cross_entropy(
+        F.normalize(h[:, 0], dim=-1) @ F.normalize(h[:, 1], dim=-1).T / 0.3, rows_of(h)
+    ),
     "negatives both ways": lambda m, h, b: _clip(h[:, 0], h[:, 1] @ m.w),
     "two views": lambda m, h, b: _two_views(torch.cat([h[:, 0], h[:, 1] @ m.w])),
     "index by another row": lambda m, h, b: h[(rows_of(h) + 1) % h.shape[0]] * m.p,
@@ -313,7 +367,11 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "index_put": lambda m, h, b: torch.zeros(4, 4).index_put((b["label"],), h[:, 0], accumulate=True),
     "batch_norm without running statistics": lambda m, h, b: F.batch_norm(h, None, None, m.q[:, 0], m.q[:, 1], True),
     "balance": lambda m, h, b: (h[:, 0].softmax(-1).mean(0) * F.one_hot(h[:, 0].argmax(-1), 4).to(h.dtype).mean(0)).sum() * 4,
-    "chosen by a mask": lambda m, h, b: [h[b["keep"]] @ m.w, h[b["label"] > 1].sum(0), h.masked_select(b["keep"][..., None]).mean()],
+    "chosen by a mask": lambda m, h, b: [
+        h[b["keep"]] @ m.w,
+        h[b["label"] > 1].sum(0),
+        h.masked_select(b["keep"][..., None]).mean(),
+    ],
     "some targets": lambda m, h, b: F.cross_entropy(h[b["keep"]] @ m.w, b["ids"][:, :3][b["keep"]] % 4),
     "positions of true": lambda m, h, b: h[b["keep"].nonzero()[:, 0]].sum(1),
     "a number from the data": lambda m, h, b: h.sum() / b["keep"].sum().item() + h * b["target"].max().item(),
@@ -346,7 +404,14 @@ def _clip(a: Tensor, b: Tensor) -> Tensor:
 PARAMETERS: dict[str, Op] = {  # parameters alone, and with the batch
     "weight penalty": lambda m, h, b: h.mean() + 0.1 * m.w.pow(2).sum() + m.before.weight.norm(),
     "penalty of a used weight": lambda m, h, b: [(h @ m.w).sum() * 0.1, (m.w @ m.w.T - torch.eye(4)).square().sum()],
-    "penalty of parameter statistics": lambda m, h, b: [h, m.w.var(), m.w.softmax(0), m.w.max(), F.layer_norm(m.w, (4,), m.p), m.w.sort(0).values],
+    "penalty of parameter statistics": lambda m, h, b: [
+        h,
+        m.w.var(),
+        m.w.softmax(0),
+        m.w.max(),
+        F.layer_norm(m.w, (4,), m.p),
+        m.w.sort(0).values,
+    ],
     "weight norm": lambda m, h, b: h @ (m.w / m.w.norm(dim=0, keepdim=True) * m.p),
     "generated weight": lambda m, h, b: h @ F.linear(F.gelu(m.w), m.w, m.p).softmax(-1),
     "parameter meets a replicated value": lambda m, h, b: (h.mean(0) @ m.w).exp().sum() * m.p + m.p * h,
@@ -386,7 +451,9 @@ LOSSES: dict[str, Op] = {
     ),
     "bce with logits, none": lambda m, h, b: F.binary_cross_entropy_with_logits(h, b["target"], reduction="none"),
     "kl_div": lambda m, h, b: F.kl_div(h.log_softmax(-1), b["target"].softmax(-1), reduction="batchmean"),
-    "kl_div log target": lambda m, h, b: F.kl_div(h.log_softmax(-1), b["target"].log_softmax(-1), reduction="mean", log_target=True),
+    "kl_div log target": lambda m, h, b: F.kl_div(
+        h.log_softmax(-1), b["target"].log_softmax(-1), reduction="mean", log_target=True
+    ),
     "poisson": lambda m, h, b: F.poisson_nll_loss(h, b["target"]),
     "soft margin": lambda m, h, b: F.soft_margin_loss(h, b["target"].sign()),
     "nll": lambda m, h, b: F.nll_loss(h[:, 0].log_softmax(-1), b["label"]),
@@ -397,13 +464,17 @@ LOSSES: dict[str, Op] = {
     "cross entropy of tokens": lambda m, h, b: F.cross_entropy(h.reshape(-1, 4), _labels(b).reshape(-1)),
     "cross entropy of dims": lambda m, h, b: F.cross_entropy(h.transpose(1, 2), _labels(b), label_smoothing=0.2),
     "cross entropy ignoring a class": lambda m, h, b: F.cross_entropy(h[:, 0], b["label"], ignore_index=1),
-    "cross entropy weighted": lambda m, h, b: F.cross_entropy(h.reshape(-1, 4), _labels(b).reshape(-1), weight=torch.linspace(0.5, 2, 4)),
+    "cross entropy weighted": lambda m, h, b: F.cross_entropy(
+        h.reshape(-1, 4), _labels(b).reshape(-1), weight=torch.linspace(0.5, 2, 4)
+    ),
     "cross entropy weighted, smooth": lambda m, h, b: F.cross_entropy(
         h.transpose(1, 2), _labels(b), weight=torch.linspace(0.5, 2, 4), label_smoothing=0.1
     ),
     "cross entropy sum": lambda m, h, b: F.cross_entropy(h.transpose(1, 2), _labels(b), reduction="sum") * 0.1,
     "cross entropy none": lambda m, h, b: F.cross_entropy(h.transpose(1, 2), _labels(b), reduction="none", label_smoothing=0.1),
-    "cross entropy with probabilities": lambda m, h, b: F.cross_entropy(h.transpose(1, 2), b["target"].transpose(1, 2).softmax(1)),
+    "cross entropy with probabilities": lambda m, h, b: F.cross_entropy(
+        h.transpose(1, 2), b["target"].transpose(1, 2).softmax(1)
+    ),
     "cross entropy with probabilities, weighted": lambda m, h, b: F.cross_entropy(
         h[:, 0], b["target"][:, 0].softmax(-1), weight=torch.linspace(0.5, 2, 4), label_smoothing=0.1
     ),
@@ -434,26 +505,53 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
     "dropout of parameters": lambda m, h, b: h @ F.dropout(m.w, 0.5),
     "dropout of a mean": lambda m, h, b: h * F.dropout(_first(h), 0.5) + h.mean(0) * m.q,
     "dropout of a sum": lambda m, h, b: F.dropout(h.sum(0), 0.5).tanh(),
-    "channel dropout": lambda m, h, b: F.dropout2d(h[..., None], 0.5) + F.dropout1d(h, 0.5)[..., None] + F.dropout3d(h[:, :, :, None, None], 0.5)[..., 0],
-    "alpha dropout": lambda m, h, b: F.alpha_dropout(h, 0.3, True) + F.feature_alpha_dropout(h, 0.3, True) + F.alpha_dropout(h, 0.3),
+    "channel dropout": lambda m, h, b: (
+        F.dropout2d(h[..., None], 0.5) + F.dropout1d(h, 0.5)[..., None] + F.dropout3d(h[:, :, :, None, None], 0.5)[..., 0]
+    ),
+    "alpha dropout": lambda m, h, b: (
+        F.alpha_dropout(h, 0.3, True) + F.feature_alpha_dropout(h, 0.3, True) + F.alpha_dropout(h, 0.3)
+    ),
     "attention dropout": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), dropout_p=0.4),
-    "attention dropout, causal": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), dropout_p=0.4, is_causal=True, scale=0.5),
-    "attention dropout, mask": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), (b["keep"] | (torch.arange(3) == 0))[:, None, None], 0.4),
+    "attention dropout, causal": lambda m, h, b: F.scaled_dot_product_attention(
+        *_heads(m, h), dropout_p=0.4, is_causal=True, scale=0.5
+    ),
+    "attention dropout, mask": lambda m, h, b: F.scaled_dot_product_attention(
+        *_heads(m, h), (b["keep"] | (torch.arange(3) == 0))[:, None, None], 0.4
+    ),
     "attention dropout, bias": lambda m, h, b: F.scaled_dot_product_attention(*_heads(m, h), m.q[:, :3], 0.4),
     "attention dropout, groups": lambda m, h, b: F.scaled_dot_product_attention(
-        h.view(-1, 3, 4, 1).transpose(1, 2), *[(h[..., :2] * s).view(-1, 3, 2, 1).transpose(1, 2) for s in (m.p[0], m.p[1])],
-        dropout_p=0.3, enable_gqa=True,
+        h.view(-1, 3, 4, 1).transpose(1, 2),
+        *[(h[..., :2] * s).view(-1, 3, 2, 1).transpose(1, 2) for s in (m.p[0], m.p[1])],
+        dropout_p=0.3,
+        enable_gqa=True,
     ),
     "multi-head attention": lambda m, h, b: F.multi_head_attention_forward(
-        h.transpose(0, 1), h.transpose(0, 1), h.transpose(0, 1), 4, 2, torch.cat([m.w, m.w * 2, m.w.T]), None, None, None, False, 0.3, m.w, m.p,
-        training=True, need_weights=False,
+        h.transpose(0, 1),
+        h.transpose(0, 1),
+        h.transpose(0, 1),
+        4,
+        2,
+        torch.cat([m.w, m.w * 2, m.w.T]),
+        None,
+        None,
+        None,
+        False,
+        0.3,
+        m.w,
+        m.p,
+        training=True,
+        need_weights=False,
     )[0],
     "noise": lambda m, h, b: h + torch.randn_like(h) * m.p + torch.rand_like(h),
-    "noise of the batch's size": lambda m, h, b: h + torch.randn(h.shape) + torch.rand(h.shape[0], 1, 4) + torch.randn(h.shape[0] * 3, 4).view(-1, 3, 4),
+    "noise of the batch's size": lambda m, h, b: (
+        h + torch.randn(h.shape) + torch.rand(h.shape[0], 1, 4) + torch.randn(h.shape[0] * 3, 4).view(-1, 3, 4)
+    ),
     "noise without rows": lambda m, h, b: h * torch.rand(3, 4) + torch.randint(0, 5, (4,)),
     "random integers": lambda m, h, b: h * torch.randint(2, 5, (h.shape[0], 3, 1)) + m.table[torch.randint(7, (h.shape[0], 3))],
     "bernoulli": lambda m, h, b: h * torch.bernoulli(h.sigmoid().detach()) + h * torch.bernoulli(torch.full_like(h, 0.2)),
-    "in place": lambda m, h, b: h * torch.empty_like(h).uniform_(1, 2) + torch.zeros(h.shape).normal_(0.5, 0.1) + torch.empty(h.shape).bernoulli_(0.3),
+    "in place": lambda m, h, b: (
+        h * torch.empty_like(h).uniform_(1, 2) + torch.zeros(h.shape).normal_(0.5, 0.1) + torch.empty(h.shape).bernoulli_(0.3)
+    ),
     "keep by rows": lambda m, h, b: h * (torch.rand(h.shape[0], 1, 1) > 0.4) / 0.6,
     "reparameterised": lambda m, h, b: h[:, 0] + (h[:, 1] * 0.5).exp() * torch.randn_like(h[:, 1]),
     "masked tokens": lambda m, h, b: F.embedding(torch.where(torch.rand(b["ids"].shape) < 0.3, 1, b["ids"]), m.table),

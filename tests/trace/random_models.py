@@ -136,7 +136,9 @@ class RandomModel(nn.Module):
         )  # fmt: skip
 
     def make_everything(self, values: list[Tensor], at: int) -> Any:
-        return (self.rng.choice((torch.mean, lambda x: x.sum() * 0.1, torch.amax)), [at]) if values[at].is_floating_point() else None
+        return (
+            (self.rng.choice((torch.mean, lambda x: x.sum() * 0.1, torch.amax)), [at]) if values[at].is_floating_point() else None
+        )
 
     def make_order(self, values: list[Tensor], at: int) -> Any:
         if values[at].dim() < 2:
@@ -156,7 +158,11 @@ class RandomModel(nn.Module):
         if not dims:
             return None
         d, parts = self.rng.choice(dims), self.rng.choice(((2, -1), (-1, 2)))
-        return ((lambda x: x.unflatten(d, parts)), [at]) if values[at].shape[d] % ROWS else ((lambda x: x.unflatten(d, (2, x.shape[d] // 2))), [at])
+        return (
+            ((lambda x: x.unflatten(d, parts)), [at])
+            if values[at].shape[d] % ROWS
+            else ((lambda x: x.unflatten(d, (2, x.shape[d] // 2))), [at])
+        )
 
     def make_flatten(self, values: list[Tensor], at: int) -> Any:
         return (self.rng.choice((lambda x: x.flatten(), lambda x: x.flatten(1) if x.dim() > 1 else x * 1)), [at])
@@ -173,7 +179,10 @@ class RandomModel(nn.Module):
         if x.dim() == 0 or not x.is_floating_point() or str(x.shape[-1]) not in self.weights:
             return None
         w = self.weights[str(x.shape[-1])]
-        return (self.rng.choice((lambda x: F.linear(x, w), lambda x: x @ w.T, lambda x: torch.einsum("...k,nk->...n", x, w))), [at])
+        return (
+            self.rng.choice((lambda x: F.linear(x, w), lambda x: x @ w.T, lambda x: torch.einsum("...k,nk->...n", x, w))),
+            [at],
+        )
 
     def make_product(self, values: list[Tensor], at: int) -> Any:
         x = values[at]
@@ -191,26 +200,48 @@ class RandomModel(nn.Module):
         size = x.shape[d]
         if size < 2:
             return None
-        return (self.rng.choice((lambda x: x.narrow(d, 1, size - 1), lambda x: x.select(d, 1), lambda x: x.chunk(2, d)[0], lambda x: x.unbind(d)[-1])), [at])
+        return (
+            self.rng.choice(
+                (
+                    lambda x: x.narrow(d, 1, size - 1),
+                    lambda x: x.select(d, 1),
+                    lambda x: x.chunk(2, d)[0],
+                    lambda x: x.unbind(d)[-1],
+                )
+            ),
+            [at],
+        )
 
     def make_repeat(self, values: list[Tensor], at: int) -> Any:
         if values[at].dim() == 0:
             return None
         d = self.rng.randrange(values[at].dim())
-        return (self.rng.choice((lambda x: x.repeat_interleave(2, d), lambda x: x.repeat(*(2 if i == d else 1 for i in range(x.dim()))))), [at])
+        return (
+            self.rng.choice(
+                (lambda x: x.repeat_interleave(2, d), lambda x: x.repeat(*(2 if i == d else 1 for i in range(x.dim()))))
+            ),
+            [at],
+        )
 
     def make_choice(self, values: list[Tensor], at: int) -> Any:
         other = self.other(values, at)
         if other is None:
             return None
-        return (self.rng.choice((lambda x, y: torch.where(x > y, x, y * 0.5), lambda x, y: x.masked_fill(y > 0, 0.3))), [at, other])
+        return (
+            self.rng.choice((lambda x, y: torch.where(x > y, x, y * 0.5), lambda x, y: x.masked_fill(y > 0, 0.3))),
+            [at, other],
+        )
 
     def make_norm(self, values: list[Tensor], at: int) -> Any:
         x = values[at]
         if x.dim() < 2 or not x.is_floating_point() or x.shape[-1] < 2:
             return None
         if x.shape[-1] % ROWS == 0:
-            return ((lambda x: F.batch_norm(x, None, None, training=True)), [at]) if x.dim() in (2, 3) and x.shape[1] % ROWS else None
+            return (
+                ((lambda x: F.batch_norm(x, None, None, training=True)), [at])
+                if x.dim() in (2, 3) and x.shape[1] % ROWS
+                else None
+            )
         return ((lambda x: F.layer_norm(x, x.shape[-1:])), [at])
 
     def make_lookup(self, values: list[Tensor], at: int) -> Any:

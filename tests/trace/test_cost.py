@@ -183,7 +183,11 @@ class Counting(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        for name, value in (("average", torch.zeros(6)), ("steps", torch.zeros((), dtype=torch.int64)), ("ones", torch.zeros(()))):
+        for name, value in (
+            ("average", torch.zeros(6)),
+            ("steps", torch.zeros((), dtype=torch.int64)),
+            ("ones", torch.zeros(())),
+        ):
             self.register_buffer(name, value)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from functional_cases import CASES, ONE_STEP, REFUSED, Machine
+
 from harness import OptimizerChoice, Subject, errors, parity, plain_run, sharded_run
 
 ADAM = OptimizerChoice("adamw", lr=0.01, eps=1e-3)  # a larger eps: gradients of pure rounding stay small

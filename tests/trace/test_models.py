@@ -11,10 +11,10 @@ from functools import cache
 
 import pytest
 import torch
-from harness import OptimizerChoice, Subject, errors, oracle_run, parity, sharded_run
 from torch import fx
 from zoo import NAMES, make
 
+from harness import OptimizerChoice, Subject, errors, oracle_run, parity, sharded_run
 from shardwise.trace import ops
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
@@ -47,7 +47,9 @@ def check(name: str, cases: list[tuple[int, int, str]]) -> None:
         for dp, recompute in [(d, r) for d, m, r in cases if m == microbatches]:
             found = errors(sharded_run(one, dp, microbatches, recompute, steps=2, optimizer=ADAM), truth)
             worst = max(found, key=lambda n: found[n])
-            assert found[worst] <= 1e-10, f"dp {dp}, microbatches {microbatches}, {recompute}: {worst} is off by {found[worst]:.1e}"
+            assert found[worst] <= 1e-10, (
+                f"dp {dp}, microbatches {microbatches}, {recompute}: {worst} is off by {found[worst]:.1e}"
+            )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +103,9 @@ def seen(node: fx.Node) -> tuple[bool, bool]:
     return mask is not None, bool(causal)
 
 
-@pytest.mark.parametrize(("name", "causal"), [("llama", True), ("gpt2", True), ("qwen3", True), ("mixtral", True), ("bert", False), ("vit", False)])
+@pytest.mark.parametrize(
+    ("name", "causal"), [("llama", True), ("gpt2", True), ("qwen3", True), ("mixtral", True), ("bert", False), ("vit", False)]
+)
 def test_masks_that_say_nothing_are_dropped(name: str, causal: bool) -> None:
     found = [seen(n) for n in attentions(subject(name).trace)]
     assert found == [(False, causal)] * 2

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Subject, parity, sharded_run
 from op_cases import LOCAL, LOSSES, MIXING, PARAMETERS, RANDOM, Op, Probe, batch
 from torch import fx
 
+from harness import Subject, parity, sharded_run
 from shardwise.trace import ops, rules
 from shardwise.trace.rules.table import pointwise
 from shardwise.trace.sharding import Propagation
 from shardwise.trace.trace import Trace
 
-STATIC = {"take_along_dim", "distances", "some rows", "views apart again", "parameter of the batch's size"}  # export fixes their rows
+STATIC = {
+    "take_along_dim",
+    "distances",
+    "some rows",
+    "views apart again",
+    "parameter of the batch's size",
+}  # export fixes their rows
 ONE_ROW_DIFFERS = {"squeeze all", "some rows"}  # plain PyTorch does something else with a single row
 REPLICATED = {"index_add", "index_put", "chosen by a mask", "some targets", "positions of true"}
 """Ops whose result no rank can compute from its own rows, or without a rule."""

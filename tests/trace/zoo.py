@@ -33,7 +33,9 @@ class Model:
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3))
+        self.net = nn.Sequential(
+            nn.Linear(5, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8), nn.LayerNorm(8), nn.Tanh(), nn.Linear(8, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
@@ -46,7 +48,9 @@ class Stage(nn.Module):
         super().__init__()
         self.conv1, self.conv2 = nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
         self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out, momentum=0.3)
-        self.short = nn.Sequential(nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out, affine=False)) if stride > 1 else None
+        self.short = (
+            nn.Sequential(nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out, affine=False)) if stride > 1 else None
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)), inplace=True)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from models import CASES, ConvNet, image_loss, tokens
+import torch.nn.functional as F
+from torch import Tensor
 
+from models import CASES, ConvNet, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
@@ -81,7 +83,7 @@ def test_control_passes() -> None:
 
 
 def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "valid_targets", lambda target, ignore: (target == target).sum())
+    monkeypatch.setattr(ops, "valid_targets", lambda env, target, ignore: (target == target).sum())
     assert not _gpt_report()
 
 
@@ -106,7 +108,12 @@ def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest
         everything = tuple(range(len(self.memory.buckets)))
         import dataclasses
 
-        original(self, dataclasses.replace(one, first=tuple(i for i in everything if any(n in grads for n in self.memory.buckets[i].grads))), grads, products)
+        original(
+            self,
+            dataclasses.replace(one, first=tuple(i for i in everything if any(n in grads for n in self.memory.buckets[i].grads))),
+            grads,
+            products,
+        )
 
     monkeypatch.setattr(interpreter._Step, "accumulate", careless)
     assert not _gpt_report(dp=1, microbatches=1)
@@ -139,6 +146,35 @@ def test_microbatches_of_unequal_masks_equal_one() -> None:
         compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"), batch)
         steps = run_threads(compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, [batch], OPTIMIZER, None, 0))  # type: ignore[misc]
         assert abs(steps[0][0].loss - truth) < 1e-12
+
+
+def test_targets_chosen_by_their_values_are_counted() -> None:
+    """A mean over the targets that a mask selects weighs microbatches by what it selects."""
+
+    class Selecting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.out = torch.nn.Embedding(31, 8), torch.nn.Linear(8, 31)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            chosen = y > x
+            return F.cross_entropy(self.out(self.table(x))[chosen], y[chosen])
+
+    torch.manual_seed(0)
+    x, y = torch.randint(0, 31, (7, 6)), torch.randint(0, 31, (7, 6))
+    y[:3, 1:] = 0  # few in the first microbatch
+    for dp, microbatches in ((1, 1), (1, 3), (2, 1), (2, 2), (3, 3)):
+        report = verify(Selecting(), [{"x": x, "y": y}] * 2, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches))
+        assert report.passed, report.summary
+
+
+def test_a_loss_that_is_not_finite_on_one_device_either_is_said() -> None:
+    module = CASES["mlp"]()[0]
+    with torch.no_grad():
+        next(module.parameters()).fill_(float("nan"))
+    report = verify(module, [CASES["mlp"]()[1](4)], Plan(mesh=Mesh.of(dp=2)))
+    assert not report.passed
+    assert any("one device's own loss is nan at step 0" in note for note in report.notes)
 
 
 def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:

@@ -14,7 +14,9 @@ from shardwise.launch.monitor import log_path
 from shardwise.report.tables import print_json
 
 
-def run(script: Path, arguments: Sequence[str], ranks: int | None, threads: int | None, run_dir: Path, json: bool, hang_timeout: float) -> None:
+def run(
+    script: Path, arguments: Sequence[str], ranks: int | None, threads: int | None, run_dir: Path, json: bool, hang_timeout: float
+) -> None:
     """Run the script; what rank 0 prints goes to the terminal, what every rank prints to its log."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such file; legal: a Python script")
@@ -24,12 +26,19 @@ def run(script: Path, arguments: Sequence[str], ranks: int | None, threads: int 
     ranks = ranks or hardware.devices
     if 0 < hardware.gpus < ranks:
         raise ConfigError(f"--ranks {ranks}: legal: at most {hardware.gpus}, the GPUs of this machine")
+    own = [a for a in arguments if a.partition("=")[0] in ("--ranks", "--threads", "--run-dir", "--hang-timeout", "--json")]
+    if own:
+        print(f"note: {' '.join(own)} goes to {script.name}; options of launch come before the script", file=sys.stderr)
     start = time.monotonic()
     with run_folder(run_dir):
         echo = _Echo(log_path(run_dir, 0))
         command = ["-m", "shardwise.launch.rank", str(run_dir), str(script), *arguments]
         launch_local(
-            command, ranks, run_dir, threads=threads or max(1, hardware.cores // ranks), tick=None if json else echo.update,
+            command,
+            ranks,
+            run_dir,
+            threads=threads or max(1, hardware.cores // ranks),
+            tick=None if json else echo.update,
             hang_timeout=hang_timeout,
         )
     if json:

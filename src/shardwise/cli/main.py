@@ -74,7 +74,9 @@ def launch(
     ranks: Annotated[int | None, typer.Option(help="Processes to start.  [default: one for each device]", min=1)] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each.  [default: cores / ranks]", min=1)] = None,
     run_dir: Annotated[Path, typer.Option(help="The folder of logs.")] = Path("runs/launch"),
-    hang_timeout: Annotated[float, typer.Option(help="Seconds that ranks wait in a step for one that does not move.", min=1.0)] = 20.0,
+    hang_timeout: Annotated[
+        float, typer.Option(help="Seconds that ranks wait in a step for one that does not move.", min=1.0)
+    ] = 20.0,
     json: Json = False,
 ) -> None:
     """Run a script of yours on all local devices, as `shardwise train` runs its ranks."""

@@ -34,17 +34,10 @@ class Config:
     def resolved(self) -> str:
         """The whole configuration as TOML, paths absolute; loading it gives this configuration again."""
         sections = {name: getattr(self, name) for name in SECTIONS}
-        return dumps(
-            {
-                name: {f.name: getattr(section, f.name) for f in fields(section)}
-                for name, section in sections.items()
-            }
-        )
+        return dumps({name: {f.name: getattr(section, f.name) for f in fields(section)} for name, section in sections.items()})
 
 
-def load_config(
-    path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None
-) -> Config:
+def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None) -> Config:
     """The configuration in the TOML file ``path`` (none: all defaults) with ``section.key=value`` overrides.
 
     Relative paths of files in the configuration are relative to its folder, in overrides to the current one.

@@ -48,7 +48,8 @@ def _data(draft: Draft) -> None:
 def _model(draft: Draft) -> None:
     kinds = [key for key in KINDS if draft.given(key)]
     if len(kinds) > 1:
-        return draft.refuse(kinds[1], f"one of {', '.join(KINDS)}; {kinds[0]} is there as well")
+        draft.refuse(kinds[1], f"one of {', '.join(KINDS)}; {kinds[0]} is there as well")
+        return
     if not kinds:
         draft.default("model.name", "gpt")
     kind = kinds[0] if kinds else "model.name"
@@ -138,13 +139,13 @@ def _devices(draft: Draft, hardware: Hardware) -> None:
     if draft.given(key):
         devices = draft[key]
         if hardware.world and devices != hardware.world:
-            return draft.refuse(key, f"{hardware.world}, the number of ranks already started")
+            draft.refuse(key, f"{hardware.world}, the number of ranks already started")
+            return
         if not hardware.world and 0 < hardware.gpus < devices:
-            return draft.refuse(key, f"at most {hardware.gpus}, the GPUs of this machine")
+            draft.refuse(key, f"at most {hardware.gpus}, the GPUs of this machine")
+            return
         if not hardware.world and not hardware.gpus and devices > hardware.cores:
-            draft.notices.append(
-                f"{devices} ranks share {hardware.cores} cores: correct, but slower than one rank a core"
-            )
+            draft.notices.append(f"{devices} ranks share {hardware.cores} cores: correct, but slower than one rank a core")
     else:
         devices = hardware.world or _fitting_devices(draft, hardware)
     draft.default("train.devices", devices)

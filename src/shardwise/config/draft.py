@@ -51,9 +51,7 @@ class Draft:
         dotted, equals, value = override.partition("=")
         section, *path = (part.strip() for part in dotted.split("."))
         if not equals or not path or not all(path):
-            self.problems.append(
-                f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100"
-            )
+            self.problems.append(f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100")
         elif section not in SECTIONS:
             self._unknown(section, origin, "section", SECTIONS)
         else:
@@ -70,14 +68,16 @@ class Draft:
     def _add(self, section: str, name: str, value: Any, origin: str, folder: Path) -> None:
         legal = rules(section)
         if name not in legal:
-            return self._unknown(name, origin, "key", legal, f"{section}.")
+            self._unknown(name, origin, "key", legal, f"{section}.")
+            return
         key = f"{section}.{name}"
         self._raw[key], self._origins[key] = value, origin
         self._forget(key)
         try:
             read = legal[name].read(value)
         except (Illegal, RecursionError) as error:
-            return self.refuse(key, legal[name].legal, str(error))
+            self.refuse(key, legal[name].legal, str(error))
+            return
         if key in REFERENCES:
             place, _, function = read.rpartition(":")
             read = f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else read
@@ -126,8 +126,7 @@ class Draft:
         given = key in self._origins
         value = self._raw[key] if given else self[key]
         self.problems.append(
-            f"{key} = {shown(value)} ({self._origins.get(key, 'default')}): legal: {legal}"
-            + (f". {hint}" if hint else "")
+            f"{key} = {shown(value)} ({self._origins.get(key, 'default')}): legal: {legal}" + (f". {hint}" if hint else "")
         )
 
     def section(self, name: str) -> Any:

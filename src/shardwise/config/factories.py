@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
-import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from shardwise.core.errors import ConfigError, did_you_mean
+from shardwise.core.errors import ConfigError, describe, did_you_mean
 
 from .toml import shown
 
@@ -31,18 +29,10 @@ def load_function(key: str, reference: str) -> Function:
         module = _file_module(Path(place)) if place.endswith(".py") else _module(place)
     found = getattr(module, name, None)
     if not callable(found):
-        functions = [
-            word for word, value in vars(module).items() if callable(value) and not word.startswith("_")
-        ]
-        what = (
-            f"{place} has no {name}"
-            if found is None
-            else f"{name} in {place} is of type {type(found).__name__}"
-        )
+        functions = [word for word, value in vars(module).items() if callable(value) and not word.startswith("_")]
+        what = f"{place} has no {name}" if found is None else f"{name} in {place} is of type {type(found).__name__}"
         legal = f"a function in {place}" + (f": {', '.join(functions)}" if functions else "")
-        raise ConfigError(
-            f"{key} = {shown(reference)}: {what}; legal: {legal}.{did_you_mean(name, functions)}"
-        )
+        raise ConfigError(f"{key} = {shown(reference)}: {what}; legal: {legal}.{did_you_mean(name, functions)}")
     function: Function = found
     return function
 
@@ -63,25 +53,6 @@ def blame(key: str, value: Any) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{key} = {shown(value)}: {describe(error)}") from error
-
-
-def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (model.py:12, in build)``: an exception and where it was raised."""
-    message = " ".join(str(error).split())
-    words = f"{type(error).__name__}: {message}" if message else type(error).__name__
-    if isinstance(error, SyntaxError) and error.filename:
-        return (
-            words
-            if error.lineno is None
-            else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
-        )
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and not frame.filename.startswith("<frozen")
-    ]
-    inner = [frame for frame in frames if f"{os.sep}importlib{os.sep}" not in frame.filename]
-    return words + (f" ({inner[-1].filename}:{inner[-1].lineno}, in {inner[-1].name})" if inner else "")
 
 
 def _file_module(path: Path) -> ModuleType:

@@ -24,9 +24,7 @@ class ModelConfig:
 
     name: str | None = key(choice("gpt", "llama"))
     factory: str | None = key(reference("a function that returns an nn.Module,"))
-    transformers: str | None = key(
-        text('the name of a model class, such as "LlamaForCausalLM"', str.isidentifier)
-    )
+    transformers: str | None = key(text('the name of a model class, such as "LlamaForCausalLM"', str.isidentifier))
     loss: str | None = key(reference("a function loss(output, batch),"))
     vocabulary: int | None = key(integer(1))
     width: int | None = key(integer(1))

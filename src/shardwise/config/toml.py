@@ -15,13 +15,9 @@ def dumps(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Sections of keys as TOML text; None is left out, a table in a section gets a header of its own."""
     blocks = []
     for section, values in tables.items():
-        plain = {
-            name: value for name, value in values.items() if value is not None and not isinstance(value, dict)
-        }
+        plain = {name: value for name, value in values.items() if value is not None and not isinstance(value, dict)}
         blocks.append(_block(section, plain))
-        blocks += [
-            _block(f"{section}.{name}", value) for name, value in values.items() if isinstance(value, dict)
-        ]
+        blocks += [_block(f"{section}.{name}", value) for name, value in values.items() if isinstance(value, dict)]
     return "\n".join(blocks)
 
 
@@ -54,9 +50,7 @@ def parse(text: str) -> Any:
 
 
 def _block(header: str, values: Mapping[str, Any]) -> str:
-    return "\n".join(
-        [f"[{header}]", *(f"{_key(name)} = {inline(value)}" for name, value in values.items()), ""]
-    )
+    return "\n".join([f"[{header}]", *(f"{_key(name)} = {inline(value)}" for name, value in values.items()), ""])
 
 
 def _key(name: str) -> str:

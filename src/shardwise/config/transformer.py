@@ -18,9 +18,7 @@ COMMON_KEYS = ("attn_implementation", "num_labels", "output_attentions")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def transformers_constructor(
-    name: str, values: Mapping[str, Any], length: int | None
-) -> Callable[[], nn.Module]:
+def transformers_constructor(name: str, values: Mapping[str, Any], length: int | None) -> Callable[[], nn.Module]:
     """A function that makes the model class ``name`` from config ``values``.
 
     ``length`` is the sequence length of byte-level text, which sets the vocabulary and the least context, or
@@ -100,13 +98,8 @@ def _model_class(name: str) -> Any:
     with blame("model.transformers", name):
         found = getattr(transformers, name, None)
     base = transformers.PreTrainedModel
-    if (
-        not (isinstance(found, type) and issubclass(found, base))
-        or getattr(found, "config_class", None) is None
-    ):
-        models = [
-            word for word in dir(transformers) if "For" in word or word.endswith(("Model", "HeadModel"))
-        ]
+    if not (isinstance(found, type) and issubclass(found, base)) or getattr(found, "config_class", None) is None:
+        models = [word for word in dir(transformers) if "For" in word or word.endswith(("Model", "HeadModel"))]
         raise ConfigError(
             f'model.transformers = "{name}": not a model class of transformers {transformers.__version__}; '
             f'legal: such as "LlamaForCausalLM".{did_you_mean(name, models)}'

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import os
+import traceback
 from collections.abc import Iterable
+
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
 
 
 class ShardwiseError(Exception):
@@ -46,6 +51,15 @@ def check_keys(where: str, keys: Iterable[str], legal: Iterable[str]) -> None:
     known = tuple(legal)
     for key in keys:
         if key not in known:
-            raise ConfigError(
-                f'{where}: unknown key "{key}"; legal: {", ".join(known)}.{did_you_mean(key, known)}'
-            )
+            raise ConfigError(f'{where}: unknown key "{key}"; legal: {", ".join(known)}.{did_you_mean(key, known)}')
+
+
+def describe(error: BaseException) -> str:
+    """``KeyError: 'x' (model.py:12, in build)``: an exception and the line of the user's code that it comes from."""
+    message = " ".join(str(error).split())
+    words = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    if isinstance(error, SyntaxError) and error.filename:
+        return words if error.lineno is None else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
+    theirs = [f for f in frames if not f.filename.startswith(_LIBRARIES) and _PACKAGES not in f.filename] or frames
+    return words + (f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else "")

@@ -52,18 +52,14 @@ class FlatBuffer:
     align: int = 64
 
     @staticmethod
-    def pack(
-        items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = 64
-    ) -> FlatBuffer:
+    def pack(items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = 64) -> FlatBuffer:
         """Lay out ``items``, each (name, shape, optimizer group), so that ``parts`` equal shards are aligned.
 
         Group ``"decay"`` comes first, then the others in order of appearance; within a group the order of
         ``items`` is kept.
         """
         if parts < 1 or itemsize < 1 or align % itemsize:
-            raise ShardwiseError(
-                f"cannot pack for {parts} parts with items of {itemsize} bytes aligned to {align}"
-            )
+            raise ShardwiseError(f"cannot pack for {parts} parts with items of {itemsize} bytes aligned to {align}")
         names = [name for name, _, _ in items]
         if len(set(names)) < len(names):
             raise ShardwiseError(f"cannot pack {max(names, key=names.count)!r} twice into one buffer")
@@ -86,18 +82,14 @@ class FlatBuffer:
         for entry in self.entries:
             if entry.name == name:
                 return entry
-        raise ShardwiseError(
-            f"no tensor {name!r} in this buffer; it has {', '.join(e.name for e in self.entries)}"
-        )
+        raise ShardwiseError(f"no tensor {name!r} in this buffer; it has {', '.join(e.name for e in self.entries)}")
 
     def shard(self, parts: int, index: int) -> FlatShard:
         """Range ``index`` of ``parts`` equal ones; ShardwiseError if the buffer is not packed for them."""
         if not 0 <= index < parts:
             raise ShardwiseError(f"shard {index} of {parts} does not exist; legal: 0 to {parts - 1}")
         if self.numel * self.itemsize % (parts * self.align):
-            raise ShardwiseError(
-                f"a buffer of {self.numel} elements has no {parts} aligned shards; pack it for {parts}"
-            )
+            raise ShardwiseError(f"a buffer of {self.numel} elements has no {parts} aligned shards; pack it for {parts}")
         size = self.numel // parts
         return FlatShard(index * size, (index + 1) * size)
 
@@ -111,9 +103,7 @@ class FlatShard:
 
     def segments(self, buffer: FlatBuffer) -> tuple[tuple[str, int, int], ...]:
         """``(optimizer group, start, stop)`` of what it holds of each group, in elements of the buffer."""
-        cut = (
-            (group, max(start, self.start), min(stop, self.stop)) for group, start, stop in buffer.segments
-        )
+        cut = ((group, max(start, self.start), min(stop, self.stop)) for group, start, stop in buffer.segments)
         return tuple((group, start, stop) for group, start, stop in cut if start < stop)
 
     def boxes(self, buffer: FlatBuffer) -> list[tuple[str, Box]]:

@@ -104,17 +104,13 @@ class Layout:
         return Layout(tuple((Factor(size),) for size in shape))
 
     @staticmethod
-    def sharded(
-        shape: Sequence[int], dims: Mapping[int, str | tuple[str, ...]], partial: Iterable[str] = ()
-    ) -> Layout:
+    def sharded(shape: Sequence[int], dims: Mapping[int, str | tuple[str, ...]], partial: Iterable[str] = ()) -> Layout:
         """``Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")})``: sharded dims and their axes, major first."""
         unknown = [dim for dim in dims if not 0 <= dim < len(shape)]
         if unknown:
             raise ShardwiseError(f"dim {unknown[0]} of a tensor of shape {tuple(shape)} does not exist")
         axes = {dim: (names,) if isinstance(names, str) else tuple(names) for dim, names in dims.items()}
-        return Layout(
-            tuple((Factor(size, axes.get(dim, ())),) for dim, size in enumerate(shape)), frozenset(partial)
-        )
+        return Layout(tuple((Factor(size, axes.get(dim, ())),) for dim, size in enumerate(shape)), frozenset(partial))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -168,17 +164,12 @@ class Layout:
         tensor.
         """
         dims = [_intervals([(f.size, *f.range(mesh, rank)) for f in dim]) for dim in self.dims]
-        return [
-            Box(tuple(start for start, _ in box), tuple(stop for _, stop in box)) for box in product(*dims)
-        ]
+        return [Box(tuple(start for start, _ in box), tuple(stop for _, stop in box)) for box in product(*dims)]
 
     def __str__(self) -> str:
         """``[8:dp, 3*4:tp*16] partial tp2``."""
         dims = (
-            "*".join(
-                ":".join([str(factor.size), *([",".join(factor.axes)] if factor.axes else [])])
-                for factor in dim
-            )
+            "*".join(":".join([str(factor.size), *([",".join(factor.axes)] if factor.axes else [])]) for factor in dim)
             for dim in self.dims
         )
         return f"[{', '.join(dims)}]" + (f" partial {','.join(sorted(self.partial))}" if self.partial else "")
@@ -193,6 +184,4 @@ def _intervals(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]
     if all(low == 0 and high == extent for extent, low, high in minor):
         return [(start * inside, stop * inside)] if stop > start and inside else []
     pieces = _intervals(minor)
-    return [
-        (index * inside + low, index * inside + high) for index in range(start, stop) for low, high in pieces
-    ]
+    return [(index * inside + low, index * inside + high) for index in range(start, stop) for low, high in pieces]

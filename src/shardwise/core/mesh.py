@@ -38,9 +38,7 @@ class Axis:
     def __post_init__(self) -> None:
         check_text("mesh axis name", self.name)
         if not self.name.isidentifier():
-            raise ConfigError(
-                f"mesh axis name: {self.name!r} is not legal; legal: letters, digits and underscores."
-            )
+            raise ConfigError(f"mesh axis name: {self.name!r} is not legal; legal: letters, digits and underscores.")
         check_count(f"mesh.{self.name}.size", self.size)
         check_choice(f"mesh.{self.name}.link", self.link, LINKS)
 
@@ -61,9 +59,7 @@ class Mesh:
             if not isinstance(axis, Axis):
                 raise ConfigError(f"mesh: {axis!r} is not legal; legal: an Axis(name, size, link).")
             if self.names.count(axis.name) > 1:
-                raise ConfigError(
-                    f'mesh: axis "{axis.name}" is there twice; legal: each name once, of {self.names}.'
-                )
+                raise ConfigError(f'mesh: axis "{axis.name}" is there twice; legal: each name once, of {self.names}.')
 
     @staticmethod
     def of(**sizes: int) -> Mesh:
@@ -105,9 +101,7 @@ class Mesh:
             size = self.axis_size(name)
             if not 0 <= value < size:
                 hint = "" if name in self.names else did_you_mean(name, self.names)
-                raise ShardwiseError(
-                    f'coordinate {value} on axis "{name}" is not legal; legal: 0 to {size - 1}.{hint}'
-                )
+                raise ShardwiseError(f'coordinate {value} on axis "{name}" is not legal; legal: 0 to {size - 1}.{hint}')
         rank = 0
         for axis in self.axes:
             rank = rank * axis.size + coordinates.get(axis.name, 0)

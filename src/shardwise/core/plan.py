@@ -62,9 +62,7 @@ class ParameterRule:
         problem = f"{name}, which cannot be run yet" if name else "no row of the data-parallel table"
         raise ConfigError(
             f"{where}: rest, grad, state = {', '.join(row)} is {problem}; legal: "
-            + ", ".join(
-                f"{', '.join(legal_row)} ({DATA_PARALLEL_ROWS[legal_row]})" for legal_row in RUNNABLE_ROWS
-            )
+            + ", ".join(f"{', '.join(legal_row)} ({DATA_PARALLEL_ROWS[legal_row]})" for legal_row in RUNNABLE_ROWS)
             + "."
         )
 
@@ -95,11 +93,7 @@ class Plan:
         for field, legal in CHOICES.items():
             check_choice(field, getattr(self, field), legal)
         rules = self.parameters
-        if (
-            not isinstance(rules, tuple | list)
-            or not rules
-            or not all(isinstance(rule, ParameterRule) for rule in rules)
-        ):
+        if not isinstance(rules, tuple | list) or not rules or not all(isinstance(rule, ParameterRule) for rule in rules):
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
         object.__setattr__(self, "parameters", tuple(rules))
 
@@ -114,9 +108,7 @@ class Plan:
             if fnmatchcase(name, rule.pattern):
                 return rule
         patterns = ", ".join(f'"{rule.pattern}"' for rule in self.parameters)
-        raise ConfigError(
-            f'parameters: no rule matches "{name}"; legal: a rule for each, such as "*"; found: {patterns}.'
-        )
+        raise ConfigError(f'parameters: no rule matches "{name}"; legal: a rule for each, such as "*"; found: {patterns}.')
 
     def to_toml(self) -> str:
         """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
@@ -134,9 +126,7 @@ class Plan:
             ]
         for rule in self.parameters:
             lines += ["", "[[parameters]]"]
-            lines += [
-                f"{field.name} = {_quote(getattr(rule, field.name))}" for field in fields(ParameterRule)
-            ]
+            lines += [f"{field.name} = {_quote(getattr(rule, field.name))}" for field in fields(ParameterRule)]
         return "\n".join(lines) + "\n"
 
     @staticmethod
@@ -163,9 +153,7 @@ def _records(where: str, items: object, kind: type[Any]) -> list[Any]:
         check_keys(f"{where}[{position}]", item, (field.name for field in fields(kind)))
         for key in required:
             if key not in item:
-                raise ConfigError(
-                    f'{where}[{position}]: "{key}" is missing; found: {", ".join(item) or "nothing"}.'
-                )
+                raise ConfigError(f'{where}[{position}]: "{key}" is missing; found: {", ".join(item) or "nothing"}.')
     return [kind(**item) for item in items]
 
 

@@ -34,9 +34,7 @@ class Program:
         for position, instruction in enumerate(self.instructions):
             reads, writes = (" ".join(map(str, held)) for held in (instruction.reads, instruction.writes))
             access = f"{reads} → {writes}".strip() if reads or writes else ""
-            lines.append(
-                f"{position:>{digits}}  {instruction.lane:<7}  {instruction!s:<{width}}  {access}".rstrip()
-            )
+            lines.append(f"{position:>{digits}}  {instruction.lane:<7}  {instruction!s:<{width}}  {access}".rstrip())
         return "\n".join(lines)
 
     def to_json(self) -> str:
@@ -63,9 +61,7 @@ class Program:
 def class_of(programs: Sequence[Program], mesh: Mesh, rank: int) -> Program:
     """The one program that ``rank`` runs; :class:`ShardwiseError` where there is none or more than one."""
     here = mesh.coordinates(rank)
-    found = [
-        program for program in programs if all(here.get(axis, 0) == at for axis, at in program.coordinates)
-    ]
+    found = [program for program in programs if all(here.get(axis, 0) == at for axis, at in program.coordinates)]
     if len(found) == 1:
         return found[0]
     names = ", ".join(program.name for program in found) or "none"

@@ -58,14 +58,10 @@ def transition(src: Layout, dst: Layout, mesh: Mesh | None = None) -> tuple[Coll
         ShardwiseError: the shapes differ, or ``dst`` is partial on an axis on which ``src`` is not.
     """
     if src.shape != dst.shape:
-        raise ShardwiseError(
-            f"no transition from {src} to {dst}: their shapes {src.shape} and {dst.shape} differ"
-        )
+        raise ShardwiseError(f"no transition from {src} to {dst}: their shapes {src.shape} and {dst.shape} differ")
     if not dst.partial <= src.partial:
         axes = ", ".join(sorted(dst.partial - src.partial))
-        raise ShardwiseError(
-            f"no transition from {src} to {dst}: it is no partial sum over {axes} to begin with"
-        )
+        raise ShardwiseError(f"no transition from {src} to {dst}: it is no partial sum over {axes} to begin with")
     stages = [_stages(a, b, mesh) for a, b in zip(src.dims, dst.dims, strict=True)]
     first, middle, resumed, last = (tuple(stage[at] for stage in stages) for at in range(4))
     late = Layout(last).sharding_axes - Layout(middle).sharding_axes

@@ -26,9 +26,7 @@ class TextWindows:
     themselves). ``name`` is what errors call the text.
     """
 
-    def __init__(
-        self, text: NDArray[np.uint8], length: int, *, name: str = "text", shifted: bool = True
-    ) -> None:
+    def __init__(self, text: NDArray[np.uint8], length: int, *, name: str = "text", shifted: bool = True) -> None:
         if len(text) <= length:
             raise ConfigError(
                 f"data.source: {name} has {len(text)} bytes, too few for one sample of "
@@ -62,9 +60,7 @@ def open_corpus(source: str, length: int, *, shifted: bool = True) -> TextWindow
     elif path.is_file():
         text = _map(path)
     else:
-        raise ConfigError(
-            f'data.source: {path} is neither a file nor a folder; legal: "stdlib", a text file or a folder'
-        )
+        raise ConfigError(f'data.source: {path} is neither a file nor a folder; legal: "stdlib", a text file or a folder')
     return TextWindows(text, length, name=str(path), shifted=shifted)
 
 
@@ -78,9 +74,7 @@ def _stdlib_files() -> Iterator[Path]:
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(p for p in folder.rglob("*.py") if SKIPPED.isdisjoint(p.relative_to(folder).parts))
     if not files:
-        raise ConfigError(
-            f'data.source = "stdlib": this Python keeps no source files in {folder}; name a text file'
-        )
+        raise ConfigError(f'data.source = "stdlib": this Python keeps no source files in {folder}; name a text file')
     yield from files
 
 

@@ -71,9 +71,7 @@ class _Source:
         size = self.samples.size
         rows = min(self.batch_size, size - first)
         ranges = rank_rows(rows, self.microbatches, self.parts, self.index)
-        order = np.concatenate(
-            [sample_order(self.seed, epoch, first + a, first + b, size) for a, b in ranges]
-        )
+        order = np.concatenate([sample_order(self.seed, epoch, first + a, first + b, size) for a, b in ranges])
         fields = self.samples.read(order.tolist())
         batch = Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
         done = first + rows
@@ -86,9 +84,7 @@ class _Prefetch:
     def __init__(self, source: _Source, state: State) -> None:
         self.ready: queue.Queue[tuple[Batch, State] | BaseException] = queue.Queue(AHEAD)
         self.stopped = threading.Event()
-        self.thread = threading.Thread(
-            target=self._run, args=(source, state), name="shardwise-loader", daemon=True
-        )
+        self.thread = threading.Thread(target=self._run, args=(source, state), name="shardwise-loader", daemon=True)
         self.thread.start()
 
     def _run(self, source: _Source, state: State) -> None:
@@ -102,9 +98,10 @@ class _Prefetch:
     def _put(self, item: tuple[Batch, State] | BaseException) -> None:
         while not self.stopped.is_set():
             try:
-                return self.ready.put(item, timeout=0.1)
+                self.ready.put(item, timeout=0.1)
             except queue.Full:
                 continue
+            return
 
     def stop(self) -> None:
         self.stopped.set()
@@ -126,9 +123,7 @@ class Loader:
     raised where the batch is asked for.
     """
 
-    def __init__(
-        self, dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, seed: int = 0) -> None:
         check_count("data.batch_size", batch_size)
         check_count("parallel.microbatches", microbatches)
         parts, index = mesh.axis_size(AXES), mesh.index(rank, AXES)

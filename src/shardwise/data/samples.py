@@ -32,9 +32,7 @@ class Samples:
         self.dataset = dataset
         self.size = len(dataset)
         if self.size < 1:
-            raise ConfigError(
-                f"data: the dataset ({type(dataset).__name__}) is empty; legal: one sample or more"
-            )
+            raise ConfigError(f"data: the dataset ({type(dataset).__name__}) is empty; legal: one sample or more")
         self.reference = self._fields(0)
 
     def read(self, indices: Iterable[int]) -> Fields:
@@ -48,15 +46,10 @@ class Samples:
         found = self._fields(index)
         for name in sorted(found.keys() ^ self.reference.keys()):
             extra = name in found
-            what = (
-                f'a field "{name}", which sample 0 has not'
-                if extra
-                else f'no field "{name}", which sample 0 has'
-            )
+            what = f'a field "{name}", which sample 0 has not' if extra else f'no field "{name}", which sample 0 has'
             hint = did_you_mean(name, self.reference) if extra else ""
             raise ConfigError(
-                f"data: sample {index} has {what}; legal: the same fields in every sample "
-                f"({', '.join(self.reference)}).{hint}"
+                f"data: sample {index} has {what}; legal: the same fields in every sample ({', '.join(self.reference)}).{hint}"
             )
         for name, expected in self.reference.items():
             value = found[name]
@@ -84,9 +77,7 @@ class Samples:
     @staticmethod
     def _name(index: int, name: object) -> str:
         if not isinstance(name, str):
-            raise ConfigError(
-                f"data: sample {index} has the field {name!r}, {_kind(name)}; legal: names of fields as text"
-            )
+            raise ConfigError(f"data: sample {index} has the field {name!r}, {_kind(name)}; legal: names of fields as text")
         return name
 
     @staticmethod
@@ -98,10 +89,7 @@ class Samples:
                 return torch.as_tensor(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise ConfigError(f'data: sample {index}, field "{name}" is no tensor: {error}') from error
-        raise ConfigError(
-            f'data: sample {index}, field "{name}" is {_kind(value)}; '
-            "legal: a tensor, a number or a numpy array"
-        )
+        raise ConfigError(f'data: sample {index}, field "{name}" is {_kind(value)}; legal: a tensor, a number or a numpy array')
 
 
 def _kind(value: object) -> str:

@@ -32,7 +32,7 @@ LOG_LINES = 6  # of the culprit's log, shown with a failure
 class RunFailed(ShardwiseError):
     """A run ended because of one of its ranks.
 
-    ``cause`` is "config", "shardwise", "communication" or "other" for an exception inside a rank, "hang" or "lost" otherwise;
+    ``cause`` is "config", "shardwise", "non-finite", "communication" or "other" for an exception inside a rank, "hang" or "lost" otherwise;
     ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the ranks were, the culprit's log.
     """
 

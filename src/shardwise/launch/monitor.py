@@ -12,7 +12,7 @@ from typing import Literal
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.progress import record_path
 
-Kind = Literal["config", "shardwise", "communication", "other"]
+Kind = Literal["config", "shardwise", "non-finite", "communication", "other"]
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
@@ -41,7 +41,7 @@ class RankError:
         elif isinstance(error, CommunicationError) or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
             kind = "communication"
         elif isinstance(error, ShardwiseError):
-            kind = "shardwise"
+            kind = getattr(error, "cause", "shardwise")
         return RankError(rank, time.time(), kind, message, place)
 
     def save(self, run_dir: Path) -> None:

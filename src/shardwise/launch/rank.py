@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ShardwiseError, describe
 from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
 
 from .monitor import RankError, log_path
@@ -52,8 +52,6 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
 
 def message_of(error: BaseException) -> str:
     """An error for people: our own as they are, others with their type and where they were raised."""
-    from shardwise.config.factories import describe  # imports torch: not before output goes to the log
-
     return str(error) if isinstance(error, ShardwiseError) else describe(error)
 
 

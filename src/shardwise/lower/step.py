@@ -90,9 +90,7 @@ class _Lowering:
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
         writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
         axes = self.axes if unit.collectives else ()
-        return Instruction(
-            Op.BACKWARD, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes), first=first
-        )
+        return Instruction(Op.BACKWARD, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes), first=first)
 
     def producers(self, u: int) -> list[int]:
         """The units whose live tensors unit ``u`` reads."""
@@ -117,7 +115,9 @@ class _Lowering:
                 if collective.kind != "all_reduce":
                     raise ShardwiseError(f"bucket {bucket.index}: {collective.kind} of gradients cannot be lowered yet")
                 after.setdefault(last[grad], []).append(
-                    Instruction(Op.REDUCE, bucket=bucket.index, axes=collective.axes, lane=Lane.REDUCE, reads=(grad,), writes=(grad,))
+                    Instruction(
+                        Op.REDUCE, bucket=bucket.index, axes=collective.axes, lane=Lane.REDUCE, reads=(grad,), writes=(grad,)
+                    )
                 )
         if self.axes:
             after.setdefault(last[LOSS], []).append(
@@ -131,7 +131,10 @@ class _Lowering:
         norm = Instruction(Op.NORM, reads=tuple(Buffer("grad", b.index) for b in buckets), writes=(NORM,))
         steps = [
             Instruction(
-                Op.STEP, bucket=b.index, reads=(Buffer("grad", b.index), NORM), writes=(Buffer("param", b.index), Buffer("state", b.index))
+                Op.STEP,
+                bucket=b.index,
+                reads=(Buffer("grad", b.index), NORM),
+                writes=(Buffer("param", b.index), Buffer("state", b.index)),
             )
             for b in buckets
         ]

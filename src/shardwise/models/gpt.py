@@ -32,9 +32,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         size = x.shape[-1] // self.heads
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, size)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
-        )
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 

@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, width, bias=False)
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (x.shape[-1] // self.size, self.size)).transpose(1, 2)
+        return x.reshape(*x.shape[:-1], x.shape[-1] // self.size, self.size).transpose(1, 2)
 
     def _shared(self, x: Tensor) -> Tensor:
         """One copy of each key or value head for every query head of its group."""
@@ -124,9 +124,7 @@ class Llama(nn.Module):
         super().__init__()
         kv_heads = kv_heads or heads
         if width % (2 * heads) or heads % kv_heads:
-            raise ValueError(
-                f"{width=} must be an even multiple of {heads=}, and that a multiple of {kv_heads=}"
-            )
+            raise ValueError(f"{width=} must be an even multiple of {heads=}, and that a multiple of {kv_heads=}")
         self.context, hidden = context, hidden or swiglu_hidden(width)
         self.embedding = nn.Embedding(vocabulary, width)
         self.register_buffer("rotary", rotary_table(context, width // heads), persistent=False)

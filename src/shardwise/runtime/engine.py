@@ -168,7 +168,10 @@ class Engine:
 def _aliases(module: torch.nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer → the first name of the same tensor."""
     first: dict[int, str] = {}
-    named: list[tuple[str, Any]] = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    named: list[tuple[str, Any]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
     return {name: first.setdefault(id(value), name) for name, value in named}
 
 

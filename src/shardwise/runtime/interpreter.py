@@ -190,7 +190,9 @@ class _Step:
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         outputs, operands = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-        seeds = [(value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None]
+        seeds = [
+            (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
+        ]
         direct = set(unit.products)
         parameters = [n for n in unit.parameters if self.memory.leaves[n].requires_grad]
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
@@ -262,7 +264,10 @@ class _Step:
         """Valid targets in this rank's rows of a microbatch."""
         targets, env = self.traces[m].targets, self.env(m)
         assert targets is not None
-        return targets.count(env, *(self.rows_of(n, m, env) for n in targets.fields), *targets.constants)
+        memory = self.memory
+        values = [*(memory.leaves[n] for n in targets.leaves), *(memory.buffers[n] for n in targets.buffers), *targets.constants]
+        with torch.no_grad():
+            return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
 
     def reduce(self, one: Instruction) -> None:
         if one.bucket < 0:

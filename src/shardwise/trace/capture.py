@@ -53,22 +53,33 @@ class WithLoss(nn.Module):
         seen = {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
         with Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext():
             if self.loss is not None:
-                return loss_of(self.loss(self.module(**_accepted(self.module, seen)), seen))
+                output = self.loss(self.module(**_accepted(self.module, seen)), seen)
+                return loss_of(output, f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
             return loss_of(self.module(**seen))
 
 
-def loss_of(output: Any) -> Tensor:
-    """The loss in a module's output: itself, ``output.loss`` or ``output["loss"]``."""
+def loss_of(output: Any, source: str = "model: forward") -> Tensor:
+    """The loss in what ``source`` returned: itself, ``output.loss`` or ``output["loss"]``."""
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
     if isinstance(loss, tuple | list) and loss:
         loss = loss[0]
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
-        raise ConfigError(
-            f"model: forward returned {found} where a scalar loss, or an output with .loss, is needed "
-            "(give `loss` a function of (output, batch) otherwise)"
-        )
+    if not isinstance(loss, Tensor) or loss.dim() and loss.numel() != 1:
+        legal = "a scalar loss, or an output with .loss" if source == "model: forward" else "a scalar tensor"
+        hint = " (or model.loss = a function of (output, batch) that makes it)" if source == "model: forward" else ""
+        raise ConfigError(f"{source} returned {_kind(loss if isinstance(loss, Tensor) else output)}; legal: {legal}{hint}")
+    if not loss.is_floating_point():
+        raise ConfigError(f"{source} returned a loss of {loss.dtype}; legal: a loss of a floating-point dtype")
     return loss.reshape(())
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for people: a size that capture keeps open is the number of rows."""
+    if isinstance(value, Tensor):
+        sizes = ", ".join(str(s) if isinstance(s, int) else "rows" for s in value.shape)
+        return f"a tensor of shape ({sizes})"
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        return "a number that is no tensor: nothing can be differentiated"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
 
 
 def _accepted(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -100,7 +111,6 @@ class Captured:
     notes: list[str] = field(default_factory=list)
     precision: str = "fp32"
 
-
     def value(self, name: str) -> Tensor:
         """What the placeholder of a buffer or constant held at capture."""
         return self.constants[name] if name in self.constants else self.values[name]
@@ -128,7 +138,7 @@ def capture(
         except ConfigError:
             raise
         except Exception as error:  # export raises many kinds; the static capture decides
-            reason = _first_line(error)
+            reason = str(error)
         rows = next(iter(batch.values())).shape[0]
         try:
             captured = _export(wrapped, batch, rows)
@@ -136,7 +146,9 @@ def capture(
             raise
         except Exception as error:
             raise Uncapturable(_first_line(error)) from error
-        captured.notes.append(f"batch dim is static ({rows} rows a capture): {reason}")
+        captured.notes.append(
+            f"captured for {rows} rows at a time, and again for every other number that comes: {_guard(reason)}"
+        )
         return captured
     try:
         return _export(wrapped, batch, rows)
@@ -149,6 +161,13 @@ def capture(
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _guard(reason: str) -> str:
+    """Why export could not leave the number of rows open, in a line."""
+    lines = [line.strip(" -\n") for line in reason.splitlines() if line.strip(" -\n")]
+    told = [line for line in lines if "guard" in line or "specialized" in line or "inferred" in line]
+    return (told or lines or [""])[0][:200]
 
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:
@@ -193,15 +212,16 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         owner=program.graph_module,
         parameters={k: canonical[v] for k, v in signature.inputs_to_parameters.items()},
         buffers={k: canonical[v] for k, v in signature.inputs_to_buffers.items()},
-        constants={
-            k: program.constants[v] for k, v in signature.inputs_to_lifted_tensor_constants.items()
-        },
+        constants={k: program.constants[v] for k, v in signature.inputs_to_lifted_tensor_constants.items()},
         fields=dict(zip(signature.user_inputs, order, strict=True)),
         rows=rows,
         hint=hint,
         precision=wrapped.precision,
         trainable={canonical[k]: p.requires_grad for k, p in wrapped.named_parameters(remove_duplicate=False)},
-        values={k: program.state_dict[v] if v in program.state_dict else program.constants[v] for k, v in signature.inputs_to_buffers.items()},
+        values={
+            k: program.state_dict[v] if v in program.state_dict else program.constants[v]
+            for k, v in signature.inputs_to_buffers.items()
+        },
     )
 
 

@@ -40,7 +40,9 @@ _WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
     Tensor.half: torch.float64,
 }
 
-_FLOAT_FACTORIES = frozenset((torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace))
+_FLOAT_FACTORIES = frozenset(
+    (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace)
+)
 _FACTORIES = frozenset((torch.tensor, torch.full, torch.arange, torch.scalar_tensor))  # their dtype follows from their values
 
 
@@ -74,9 +76,21 @@ class Promote:
         if kwargs.get("dtype") in _NARROW or (func in _FLOAT_FACTORIES and "dtype" not in kwargs):
             kwargs["dtype"] = torch.float64
         result = proceed(func, args, kwargs)
-        if func in _FACTORIES and "dtype" not in kwargs and result.dtype in _NARROW:
+        if not isinstance(result, Tensor) or result.dtype not in _NARROW or "dtype" in kwargs:
+            return result
+        if func in _FACTORIES:
             return proceed(func, args, {**kwargs, "dtype": torch.float64})
-        return result
+        operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not operands or any(a.is_floating_point() or a.is_complex() for a in operands):
+            return result
+        return proceed(func, [_double(a, i) if func is not torch.where or i else a for i, a in enumerate(args)], kwargs)
+
+
+def _double(value: Any, position: int) -> Any:
+    """An integer tensor, or the number of a ``where``, as a double: what it meets would make it torch's default dtype."""
+    if isinstance(value, Tensor):
+        return value.double()
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and position else value
 
 
 class CastOperands:
@@ -106,4 +120,5 @@ class CastOperands:
 
 def precision_layers(precision: str) -> list[Any]:
     """The layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
-    return {"fp64": [Promote()], "bf16": [CastOperands(torch.bfloat16)]}.get(precision, [])
+    layers: dict[str, list[Any]] = {"fp64": [Promote()], "bf16": [CastOperands(torch.bfloat16)]}
+    return layers.get(precision, [])

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.trace.torch_private import schema
+
 aten = torch.ops.aten
 
 WIDE = {
@@ -52,13 +54,13 @@ def _widen(node: fx.Node) -> None:
 
 def _pin(graph: fx.Graph, node: fx.Node) -> None:
     """An op that makes floats of no float: it gets a dtype argument, or its integer operands are cast before."""
-    schema, value = getattr(node.target, "_schema", None), node.meta.get("val")
-    if schema is None or not isinstance(value, Tensor) or not value.is_floating_point():
+    described, value = schema(node.target), node.meta.get("val")
+    if described is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return
     operands = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
     if any(i.meta["val"].is_floating_point() or i.meta["val"].is_complex() for i in operands):
         return
-    if any(a.name == "dtype" for a in schema.arguments):
+    if any(a.name == "dtype" for a in described.arguments):
         if not operands and node.kwargs.get("dtype") is None:
             node.kwargs = {**node.kwargs, "dtype": value.dtype}
     elif node.target is aten.where.Scalar:
@@ -67,9 +69,9 @@ def _pin(graph: fx.Graph, node: fx.Node) -> None:
         for option in options:
             option.meta = {**node.meta, "val": value.new_empty(())}
         node.target, node.args = aten.where.self, (node.args[0], *options)
-    elif torch.Tag.pointwise in node.target.tags or schema.name in ("aten::where", "aten::true_divide", "aten::divide"):
+    elif torch.Tag.pointwise in node.target.tags or described.name in ("aten::where", "aten::true_divide", "aten::divide"):
         for operand in operands:
-            if schema.name == "aten::where" and operand is node.args[0]:
+            if described.name == "aten::where" and operand is node.args[0]:
                 continue
             with graph.inserting_before(node):
                 cast = graph.call_function(aten.to.dtype, (operand, value.dtype))

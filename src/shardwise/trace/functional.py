@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from shardwise.trace import ops
 from shardwise.trace.capture import Captured, Uncapturable
 from shardwise.trace.schema import given, has_argument, op_name
+from shardwise.trace.torch_private import HigherOrderOperator, overload_name, schema, storage_key
 
 aten = torch.ops.aten
 
@@ -106,7 +106,9 @@ class _Walker:
             raise Uncapturable(f"forward writes to the parameter {parameter}")
         if hidden:
             if self.tracked(self.read(old)):
-                raise Uncapturable("forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient")
+                raise Uncapturable(
+                    "forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient"
+                )
             new = self.detached(new)
         if old in self.source:
             source = self.source[old]
@@ -127,7 +129,11 @@ class _Walker:
         rest = [self.map(a) for a in view.args[1:]]
         if target is operator.getitem:
             return self.scatter_part(source, base, new, view.args[1])
-        scattered = {aten.slice.Tensor: aten.slice_scatter, aten.select.int: aten.select_scatter, aten.diagonal.default: aten.diagonal_scatter}
+        scattered = {
+            aten.slice.Tensor: aten.slice_scatter,
+            aten.select.int: aten.select_scatter,
+            aten.diagonal.default: aten.diagonal_scatter,
+        }
         if target in scattered:
             return self.call(scattered[target].default, (base, new, *rest), source)
         if target is aten.transpose.int:
@@ -174,7 +180,9 @@ class _Walker:
         if node.op == "placeholder":
             return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
         value = node.meta.get("val")
-        if node.target is aten.detach.default or (isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()):
+        if node.target is aten.detach.default or (
+            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        ):
             return False
         return any(self.known[i] for i in node.all_input_nodes)
 
@@ -234,16 +242,17 @@ class _Walker:
     def step(self, old: fx.Node) -> None:
         if old.target is aten.narrow.default and all(isinstance(a, int) for a in old.args[2:4]):
             start, length = old.args[2:4]
-            old.target, old.args = aten.slice.Tensor, (*old.args[:2], start, (start + length) or None)
+            end = start + length
+            old.target, old.args = aten.slice.Tensor, (*old.args[:2], start, None if start < 0 and end == 0 else end)
         target = old.target
-        schema = getattr(target, "_schema", None)
+        described = schema(target)
         if not self.grad:
             self.unrecorded.add(old)
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        if isinstance(target, HigherOrderOperator):
             self.inline(old)
         elif target is operator.getitem:
             self.item(old)
-        elif schema is not None and schema.name.startswith(_DROPPED_PREFIXES):
+        elif described is not None and described.name.startswith(_DROPPED_PREFIXES):
             return
         elif target is aten.lift_fresh_copy.default:  # nothing writes to constants any more: no copy is needed
             self.bind(old, self.read(old.args[0]))
@@ -251,7 +260,7 @@ class _Walker:
             self.bind(old, self.read(old.args[0]), old.args[0])
         elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
-        elif schema is not None and schema.is_mutable:
+        elif described is not None and described.is_mutable:
             self.mutate(old)
         else:
             if target is aten.instance_norm.default and isinstance(old.args[3], fx.Node):
@@ -298,10 +307,14 @@ class _Walker:
             self.write(goal, value)
 
     def mutate(self, old: fx.Node) -> None:
-        schema, goal = old.target._schema, old.args[0]
-        name = schema.name.removeprefix("aten::")
-        written = [i for i, a in enumerate(schema.arguments) if a.alias_info and a.alias_info.is_write]
-        target = _functional_form(old) if written == [0] and isinstance(goal, fx.Node) and schema.name.startswith("aten::") else None
+        described, goal = schema(old.target), old.args[0]
+        name = described.name.removeprefix("aten::")
+        written = [i for i, a in enumerate(described.arguments) if a.alias_info and a.alias_info.is_write]
+        target = (
+            _functional_form(old)
+            if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::")
+            else None
+        )
         if target is None:
             raise Uncapturable(f"in-place op {old.target} has no functional form")
         if name == "copy_":
@@ -317,8 +330,9 @@ class _Walker:
 
     def copied(self, old: fx.Node, goal: fx.Node) -> fx.Node:
         """What ``goal.copy_(source)`` leaves in goal: the source in goal's shape and dtype."""
-        (new,), source = self.map(old.args[1:2]), old.args[1]
+        source = old.args[1]
         assert isinstance(source, fx.Node)
+        new: fx.Node = self.map(source)
         value, like = source.meta["val"], goal.meta["val"]
         if value.dtype != like.dtype:
             new = self.call(aten.to.dtype, (new, like.dtype), source)
@@ -333,7 +347,7 @@ class _Walker:
         others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
         if new.target is aten.index_put.default or all(o == dtype for o in others):
             return new
-        example = new.target(*_examples(new.args), **_examples(new.kwargs))
+        example: Tensor = new.target(*_examples(new.args), **_examples(new.kwargs))
         if example.dtype == dtype:
             return new
         new.meta["val"] = example
@@ -377,7 +391,7 @@ def _aliased(old: fx.Node) -> fx.Node | None:
 
 def _storages(value: Any) -> set[int]:
     if isinstance(value, Tensor):
-        return {StorageWeakRef(value.untyped_storage()).cdata}
+        return {storage_key(value)}
     return {s for v in value for s in _storages(v)} if isinstance(value, tuple | list) else set()
 
 
@@ -385,12 +399,13 @@ def _looks_alike(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors of the same memory are views of the same elements in the same order."""
     if a.dtype != b.dtype or a.dim() != b.dim():
         return False
-    return all(str(x) == str(y) for x, y in zip((*a.shape, *a.stride(), a.storage_offset()), (*b.shape, *b.stride(), b.storage_offset())))
+    places = ([str(s) for s in (*x.shape, *x.stride(), x.storage_offset())] for x in (a, b))
+    return next(places) == next(places)
 
 
 def _functional_form(old: fx.Node) -> Any:
     """The op that gives the new value of what an in-place op writes to."""
-    name, overload = op_name(old), old.target._overloadname  # type: ignore[union-attr]
+    name, overload = op_name(old), overload_name(old.target)
     if name in _NOT_REPLAYED or not name.endswith("_"):
         return None
     if name == "fill_" and overload == "Tensor":

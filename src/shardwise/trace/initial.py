@@ -149,7 +149,7 @@ class Replay:
     def draws(self, seed: int) -> Iterator[tuple[Any, Callable[[], torch.Generator]]]:
         """The random functions of the record in order, each with the maker of its generator."""
         for index, function in self.functions:
-            yield function, lambda index=index: self._generator(seed, index)  # type: ignore[misc]
+            yield function, lambda index=index: self._generator(seed, index)
 
     def _generator(self, seed: int, index: int) -> torch.Generator:
         name, position = self.keys.get(index, ("", index))
@@ -198,7 +198,7 @@ def _detach_from_memory(module: nn.Module, record: Record) -> None:
         for tensors in (owner._parameters, owner._buffers):
             for name, tensor in tensors.items():
                 if tensor is not None:
-                    tensors[name] = stand_in(name, tensor)  # type: ignore[assignment]
+                    tensors[name] = stand_in(name, tensor)
     replace_attributes(module, stand_in)
 
 

@@ -14,22 +14,35 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import ops
+from shardwise.trace.capture import Uncapturable
 from shardwise.trace.functional import Normal
 from shardwise.trace.schema import given, op_name
 from shardwise.trace.sharding import Sharded
 
 aten = torch.ops.aten
 
-_IDENTITIES = {aten.reshape.default, aten.view.default, aten.to.dtype, aten.clone.default, aten.alias.default, aten.squeeze.default}
+_IDENTITIES = {
+    aten.reshape.default,
+    aten.view.default,
+    aten.to.dtype,
+    aten.clone.default,
+    aten.alias.default,
+    aten.squeeze.default,
+}
 
 
 @dataclass
 class Targets:
-    """``count(env, *fields, *constants) -> valid targets`` of this rank's rows of a microbatch, an int64 scalar."""
+    """``count(env, *values) -> valid targets`` of this rank's part of a microbatch, an int64 scalar.
+
+    ``values`` are of parameters and buffers, constants and fields, in this order.  All ranks call it together: it may gather.
+    """
 
     count: Callable[..., Tensor]
-    fields: tuple[str, ...]
+    leaves: tuple[str, ...]
+    buffers: tuple[str, ...]
     constants: tuple[Tensor, ...]
+    fields: tuple[str, ...]
 
 
 def mean_cross_entropy(normal: Normal) -> fx.Node | None:
@@ -49,42 +62,46 @@ def unweighted(node: fx.Node | None) -> bool:
     return node is not None and given(node, "weight") is None
 
 
-def targets_of(sharded: Sharded, loss: fx.Node) -> Targets | None:
-    """The function that counts the valid targets of ``loss``, or None where they depend on more than batch fields."""
-    local = [n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function"]
-    if not local:
-        return None
-    node = local[0]
-    target, ignore = (node.args[2], node.args[4]) if node.target is ops.cross_entropy else (node.args[1], given(node, "ignore_index", -100))
+def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
+    """The function that counts the valid targets of ``loss``: what of the local graph its targets need.
+
+    Targets that every rank has in full are counted by the first.  Raises :class:`Uncapturable` where the count would depend on what a
+    microbatch before it wrote to a buffer.
+    """
+    node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
+    own = node.target is ops.cross_entropy
+    target, ignore = (node.args[2], node.args[4]) if own else (node.args[1], given(node, "ignore_index", -100))
+    seen = _ancestors(target)
     captured = sharded.normal.captured
-    needed: list[fx.Node] = []
-    stack, seen = [target], set()
-    while stack:
-        n = stack.pop()
-        if n not in seen:
-            seen.add(n)
-            stack.extend(n.all_input_nodes)
-            if n.op == "placeholder" and n.name != "env":
-                needed.append(n)
-            if n.meta.get("origin") is None and "layout" in n.meta and n.op == "call_function":
-                return None  # a collective: these targets are not this rank's own
-    needed.sort(key=lambda n: n.name)
-    fields = [n for n in needed if n.name in captured.fields]
-    constants = [n for n in needed if n.name in captured.constants]
-    if len(fields) + len(constants) != len(needed):
-        return None
+    places = [n for n in sharded.graph.nodes if n in seen and n.op == "placeholder" and n.name != "env"]
+    kinds = [captured.parameters, captured.buffers, captured.constants, captured.fields]
+    groups = [[n for n in places if n.name in names] for names in kinds]
+    leaves, buffers, constants, fields = groups
+    if written := {captured.buffers[n.name] for n in buffers} & set(sharded.normal.updates):
+        raise Uncapturable(f"which targets count depends on {sorted(written)[0]}, a buffer that forward writes")
     graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    env = graph.placeholder("env")
-    for n in (*fields, *constants):
-        copies[n] = graph.placeholder(n.name)
+    copies = {next(n for n in sharded.graph.nodes if n.name == "env"): graph.placeholder("env")}
+    copies |= {n: graph.placeholder(n.name) for group in groups for n in group}
     for n in sharded.graph.nodes:
-        if n.name == "env":
-            copies[n] = env
-        elif n in seen and n not in copies:
+        if n in seen and n not in copies:
             copies[n] = graph.node_copy(n, lambda a: copies[a])
-    graph.output(graph.call_function(ops.valid_targets, (copies[target], ignore)))
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    counter = ops.valid_targets if target.meta["layout"].axes_used else ops.valid_targets_once
+    env = next(iter(graph.nodes))
+    graph.output(graph.call_function(counter, (env, copies[target], ignore)))
     return Targets(
-        module.forward, tuple(captured.fields[n.name] for n in fields), tuple(captured.constants[n.name] for n in constants)
+        fx.GraphModule(torch.nn.Module(), graph).forward,
+        tuple(captured.parameters[n.name] for n in leaves),
+        tuple(captured.buffers[n.name] for n in buffers),
+        tuple(captured.constants[n.name] for n in constants),
+        tuple(captured.fields[n.name] for n in fields),
     )
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """The node and all that it needs."""
+    stack, seen = [node], {node}
+    while stack:
+        new = [n for n in stack.pop().all_input_nodes if n not in seen]
+        seen.update(new)
+        stack.extend(new)
+    return seen

@@ -35,8 +35,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def base_name(target: Any) -> str:
     """The name of an op without namespace and overload, or of a function."""
-    schema = getattr(target, "_schema", None)
-    return str(schema.name).partition("::")[2] if schema is not None else getattr(target, "__name__", "")
+    described = schema(target)
+    return str(described.name).partition("::")[2] if described is not None else getattr(target, "__name__", "")
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -63,7 +63,9 @@ class Moves:
             self.done[key] = self._convert(value, source, goal, start, end, need)
         return self.done[key]
 
-    def _convert(self, value: fx.Node, source: Layout, goal: Layout, start: Place | None, end: Place | None, need: str) -> fx.Node:
+    def _convert(
+        self, value: fx.Node, source: Layout, goal: Layout, start: Place | None, end: Place | None, need: str
+    ) -> fx.Node:
         plain, leaf = Layout.replicated(source.shape), value in self.leaves
         if start is not None:
             if end is not None or goal.partial:

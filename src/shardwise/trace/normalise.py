@@ -76,7 +76,7 @@ def _fold_masks(normal: Normal) -> None:
 
 
 def _verdict(mask: Tensor, normal: Normal) -> str:
-    """"causal" for a lower-triangular mask, "all" for one that masks nothing, else "keep"."""
+    """ "causal" for a lower-triangular mask, "all" for one that masks nothing, else "keep"."""
     if mask.dtype is torch.bool:
         allowed, known = mask, True
     else:
@@ -102,8 +102,8 @@ def static_nodes(normal: Normal) -> set[fx.Node]:
             if fixed and (node.name in captured.constants or node.name in captured.buffers):
                 static.add(node)
         elif node.op == "call_function" and "ordinal" not in node.meta:
-            if node.target in _SHAPE_ONLY or all(i in static for i in node.all_input_nodes):
-                static.add(node)
+            known = node.target in _SHAPE_ONLY or all(i in static for i in node.all_input_nodes)
+            static |= {node} if known else set()
     return static
 
 
@@ -125,4 +125,5 @@ def evaluate(normal: Normal, goal: fx.Node) -> Tensor:
         return values[node]
 
     with torch.no_grad():
-        return value(goal)
+        result: Tensor = value(goal)
+    return result

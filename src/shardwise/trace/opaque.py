@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.trace import ops
 from shardwise.trace.capture import LossFunction, WithLoss
-from shardwise.trace.casts import precision_layers
+from shardwise.trace.casts import cast_field, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept, Proceed
 from shardwise.trace.keyed_calls import KeyedRandom, batch_of
 from shardwise.trace.units import Unit
 
 
-def opaque_unit(
-    module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool
-) -> Unit:
+def opaque_unit(module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool) -> Unit:
     """The unit ``(env, *parameters, *buffers, *fields) -> (loss as partial sum, *new buffers)``.
 
     The loss counts as the mean over rows: each rank's is weighted by its share of them.  Runs on a copy of the module whose tensors are
@@ -30,10 +29,46 @@ def opaque_unit(
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
-    call = _OpaqueCall(WithLoss(_skeleton(module), loss).train(training), parameters, buffers, fields, precision_layers(precision))
-    return Unit(
-        0, "model", call, type(module).__name__, None, parameters, buffers, (), fields, (), ("loss",), buffers, (), (True,), 0, True
+    call = _OpaqueCall(
+        WithLoss(_skeleton(module), loss).train(training), parameters, buffers, fields, precision_layers(precision)
     )
+    return Unit(
+        0,
+        "model",
+        call,
+        type(module).__name__,
+        None,
+        parameters,
+        buffers,
+        (),
+        fields,
+        (),
+        ("loss",),
+        buffers,
+        (),
+        (True,),
+        0,
+        True,
+    )
+
+
+def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str) -> Tensor:
+    """The loss of an example batch on one device: what plain PyTorch refuses is refused here, before anything starts."""
+    parameters = dict(module.named_parameters())
+    leaves = [
+        p.detach().to("cpu", shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad) for n, p in parameters.items()
+    ]
+    buffers = [b.detach().to("cpu") for b in dict(module.named_buffers()).values()]
+    if precision == "fp64":
+        buffers = [b.double() if b.is_floating_point() else b for b in buffers]
+    rows = next(iter(batch.values())).shape[0]
+    try:
+        loss, *_ = unit.function(ops.Env(rows=rows), *leaves, *buffers, *(cast_field(v.cpu(), precision) for v in batch.values()))
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of any kind: it is the user's code that runs
+        raise ConfigError(f"model: its forward fails on a first batch of {rows} rows: {describe(error)}") from error
+    return loss
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
@@ -61,7 +96,9 @@ class _OpaqueCall:
         for name in self.buffers:  # forward may write to them
             values[f"module.{name}"] = values[f"module.{name}"].clone()
         fields = dict(zip(self.fields, tensors[split + len(self.buffers) :], strict=True))
-        if not ops.local_rows(env):  # a stand-in of weight zero: the module may refuse an empty batch, and others wait in its collectives
+        if not ops.local_rows(
+            env
+        ):  # a stand-in of weight zero: the module may refuse an empty batch, and others wait in its collectives
             fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
         batches = self.sample_dims(values, fields)
         loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))

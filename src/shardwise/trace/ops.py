@@ -257,7 +257,16 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, env: Env, x: Tensor, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, per_row: int
+        ctx: Any,
+        env: Env,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        momentum: float,
+        eps: float,
+        per_row: int,
     ) -> Any:
         dims = [0, *range(2, x.dim())]
         each = math.prod(x.shape[2:]) * per_row
@@ -314,9 +323,7 @@ def cross_entropy(
     if log_probabilities:
         total = F.nll_loss(logits, target, weight, reduction="sum", ignore_index=ignore_index)
     else:
-        total = F.cross_entropy(
-            logits, target, weight, reduction="sum", ignore_index=ignore_index, label_smoothing=smoothing
-        )
+        total = F.cross_entropy(logits, target, weight, reduction="sum", ignore_index=ignore_index, label_smoothing=smoothing)
     if counted and env.targets is not None:
         return total / env.targets.to(total.dtype).clamp(min=1)
     if target.is_floating_point():
@@ -329,9 +336,14 @@ def cross_entropy(
     return total / _sum(env, count, "targets of the cross-entropy")
 
 
-def valid_targets(target: Tensor, ignore_index: int) -> Tensor:
-    """The number of targets that count, as int64."""
+def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:
+    """The number of this rank's targets that count, as int64."""
     return (target != ignore_index).sum()
+
+
+def valid_targets_once(env: Env, target: Tensor, ignore_index: int) -> Tensor:
+    """The same of targets that every rank has: the first rank counts them for all."""
+    return (target != ignore_index).sum() * (env.index == 0)
 
 
 # ---- random ops --------------------------------------------------------------------------------------------------------
@@ -341,7 +353,9 @@ def _row_start(env: Env, whole: bool) -> int:
     return env.offset if whole else env.offset + env.range()[0]
 
 
-def dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None) -> Tensor:
+def dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None
+) -> Tensor:
     """Dropout with a keyed mask; ``whole`` says that ``x`` holds the rows of all ranks; ``shape`` is the mask's, if not x's."""
     return keyed.keyed_dropout(x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape)
 
@@ -351,12 +365,16 @@ def feature_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[in
     return dropout(env, x, p, ordinal, batch, whole, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
-def alpha_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None) -> Tensor:
+def alpha_dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None
+) -> Tensor:
     """Dropout to SELU's limit, then the affine map that keeps mean and variance (Klambauer et al. 2017)."""
     if p in (0, 1):
         return dropout(env, x, p, ordinal, batch, whole, shape)
     row = _row_start(env, whole)
-    keep = keyed.keyed_mask(p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device)
+    keep = keyed.keyed_mask(
+        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device
+    )
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
     return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
@@ -386,7 +404,9 @@ def attention(
     return dropout(env, chances, p, ordinal, batch, whole) @ v
 
 
-def random_like(env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, x: Tensor, a: float, b: float) -> Tensor:
+def random_like(
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, x: Tensor, a: float, b: float
+) -> Tensor:
     """Uniform in [a, b), or normal with mean a and deviation b, of x's shape and dtype."""
     return random_of(env, kind, ordinal, batch, whole, x.shape, x.dtype, x.device, a, b)
 

@@ -136,10 +136,10 @@ def _rows_of(shape: Sequence[int], batch: Batch | None) -> tuple[int, int]:
 def _arrange(values: Tensor, shape: Sequence[int], batch: Batch | None) -> Tensor:
     """Turn (rows, per_row) values into a contiguous tensor of ``shape``, moving the rows to the batch dim."""
     if batch is None or batch[0] == 0:
-        return values.view(*shape)
+        return values.view(tuple(shape))
     dim, minor = batch
     split = values.view(values.shape[0], *shape[:dim], minor, *shape[dim + 1 :])
-    return split.movedim(0, dim).reshape(*shape)
+    return split.movedim(0, dim).reshape(tuple(shape))
 
 
 def _words(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.trace.torch_private import OpOverload, schema
+from shardwise.trace.torch_private import OpOverload, is_composite, schema
 
 aten = torch.ops.aten
 
@@ -59,7 +59,7 @@ def is_known(target: Callable[..., Any]) -> bool:
     """Whether what ``target`` keeps is known: our own functions, ops with a derivative, and composite ones in the table."""
     if not isinstance(target, OpOverload):
         return True
-    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    composite = is_composite(target)
     return not composite or target in COMPOSED or schema(target).name.removeprefix("aten::") in SAME
 
 

@@ -6,22 +6,24 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.trace import torch_private
+
 
 def op_name(node: fx.Node) -> str:
     """The name of an ATen op without its overload, or of a function."""
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_private.schema(node.target)
     return str(schema.name.removeprefix("aten::")) if schema is not None else getattr(node.target, "__name__", "")
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
     """Whether this overload of an op has an argument called so."""
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_private.schema(node.target)
     return schema is not None and any(a.name == name for a in schema.arguments)
 
 
 def given(node: fx.Node, name: str, default: Any = None) -> Any:
     """An argument of an ATen call; ``default`` where the call leaves it out or gives None."""
-    schema = getattr(node.target, "_schema", None)
+    schema = torch_private.schema(node.target)
     names = [a.name for a in schema.arguments] if schema is not None else []
     value = node.kwargs.get(name)
     if name in names and names.index(name) < len(node.args):

@@ -26,6 +26,7 @@ from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves, Place, layout_at, place_of
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.sizes import Sizes, concrete, expression
+from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
 
@@ -136,8 +137,8 @@ class Propagation:
 
     def replicate(self, node: fx.Node) -> fx.Node:
         """The fall-back: every rank computes the op for the whole batch."""
-        name = getattr(getattr(node.target, "_schema", None), "name", str(node.target)).removeprefix("aten::")
-        if getattr(getattr(node.target, "_schema", None), "is_mutable", False) or "ordinal" in node.meta:
+        name = getattr(schema(node.target), "name", str(node.target)).removeprefix("aten::")
+        if getattr(schema(node.target), "is_mutable", False) or "ordinal" in node.meta:
             raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
         if name in _BY_STRIDE:
             raise Uncapturable(f"{node.target} depends on how a tensor lies in memory, which is different on several ranks")
@@ -154,9 +155,9 @@ class Propagation:
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Sizes that depend on data can be asked of the tensor that has them."""
         for d, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and not size.node.has_hint() and size.node.expr.is_Symbol:
-                if size.node.expr not in self.sizes.data:
-                    self.sizes.data[size.node.expr] = self.graph.call_function(aten.sym_size.int, (new, d))
+            unknown = isinstance(size, torch.SymInt) and not size.node.has_hint() and size.node.expr.is_Symbol
+            if unknown and size.node.expr not in self.sizes.data:
+                self.sizes.data[size.node.expr] = self.graph.call_function(aten.sym_size.int, (new, d))
 
     # ---- values and layouts ----------------------------------------------------------------------------------------
 
@@ -256,9 +257,7 @@ class Propagation:
                 values.append(self.convert(value, Layout.replicated(shape), need))
         return values, chosen, keep
 
-    def result(
-        self, shape: Sequence[int], labels: Sequence[Any], chosen: tuple[Any, int, int] | None, partial: bool
-    ) -> Layout:
+    def result(self, shape: Sequence[int], labels: Sequence[Any], chosen: tuple[Any, int, int] | None, partial: bool) -> Layout:
         """The layout of a result with these labels: sharded where the chosen label is, a partial sum where it was summed away."""
         if chosen is not None and chosen[0] in labels:
             return self.at(shape, (list(labels).index(chosen[0]), *chosen[1:]))
@@ -327,9 +326,11 @@ def _axes_used(layout: Any) -> bool:
 
 
 def _is_factory(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and any(a.name == "device" for a in schema.arguments) and not any(
-        isinstance(a.type, torch.TensorType) for a in schema.arguments
+    described = schema(target)
+    return (
+        described is not None
+        and any(a.name == "device" for a in described.arguments)
+        and not any(isinstance(a.type, torch.TensorType) for a in described.arguments)
     )
 
 

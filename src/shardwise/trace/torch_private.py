@@ -7,20 +7,34 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "overload_name", "schema", "version"]
+__all__ = [
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "is_composite", "overload_name", "schema",
+    "storage_key", "version",
+]  # fmt: skip
 
 
 def schema(op: Any) -> Any:
-    """The schema of an ATen or custom op: its name, arguments and what it writes."""
-    return op._schema
+    """The schema of an ATen or custom op: its name, arguments and what it writes; None of anything else."""
+    return getattr(op, "_schema", None)
 
 
 def overload_name(op: Any) -> str:
     """Which of the ops of one name it is: ``Tensor``, ``Scalar``, …"""
     return str(op._overloadname)
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether an op is written in terms of others, with their derivatives."""
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"))  # type: ignore[no-untyped-call]
+
+
+def storage_key(x: Tensor) -> int:
+    """The same for tensors that share memory."""
+    return int(StorageWeakRef(x.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 def version(x: Tensor) -> int:

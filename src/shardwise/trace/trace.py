@@ -9,14 +9,20 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import ConfigError
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.functional import functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
 from shardwise.trace.normalise import normalise
-from shardwise.trace.opaque import opaque_unit
+from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.rules import find
 from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
+
+NOTHING_LEARNS = (
+    "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's output, and "
+    "parameters with requires_grad"
+)
 
 
 @dataclass(frozen=True)
@@ -100,17 +106,17 @@ def trace(
         normal = functionalise(captured)
         normalise(normal)
         entropy = mean_cross_entropy(normal)
-        sharded = propagate(
-            normal, find, axes, counted=entropy if unweighted(entropy) else None, dropout=dropout, device=device
-        )
+        sharded = propagate(normal, find, axes, counted=entropy if unweighted(entropy) else None, dropout=dropout, device=device)
+        targets = targets_of(sharded, entropy) if entropy is not None else None
     except Uncapturable as error:
         if not opaque:
             raise
         return _opaque(module, batch, loss, precision, training, str(error))
-    targets = targets_of(sharded, entropy) if entropy is not None else None
     units = split(sharded)
     used = {name for unit in units for name in unit.parameters}
     learning = _learning(units, captured)
+    if training and not learning:
+        raise ConfigError(NOTHING_LEARNS)
     return Trace(
         units, _buckets(units, module, captured.trainable, precision, learning),
         tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
@@ -132,7 +138,9 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
                 seen.add(node)
                 stack.extend(i for i in node.all_input_nodes if i.op == "placeholder" or i.meta.get("grad"))
         places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
-        found |= {name for name, place in zip(unit.parameters, places, strict=False) if place in seen and captured.trainable[name]}
+        found |= {
+            name for name, place in zip(unit.parameters, places, strict=False) if place in seen and captured.trainable[name]
+        }
     return found
 
 
@@ -160,12 +168,16 @@ def _opaque(
     module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str
 ) -> Trace:
     unit = opaque_unit(module, tuple(batch), loss, precision, training)
+    real = not any(p.is_meta for p in module.parameters())
+    if real and not first_loss(unit, module, batch, precision).requires_grad and training:
+        raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}
     notes = [
         f"not captured, trains as one unit: {reason}",
         "lost with it: overlap of reductions with backward, per-unit recomputation, and any mixing of rows other than BatchNorm's "
         "(a loss that is not a mean of rows, negatives of the same batch) is computed on each rank's own rows",
+        "branches that depend on values are decided by each rank's own rows",
     ]
     return Trace(
         [unit], _buckets([unit], module, trainable, precision, learning), tuple(n for n in trainable if n not in learning),

@@ -47,8 +47,12 @@ class Unit:
     ordinal: int = 0  # of the unit's first random op
     collectives: bool = False
     values: dict[str, Any] = field(default_factory=dict)  # example (fake) tensor of each live tensor
-    training_function: Callable[..., tuple[Tensor, ...]] | None = None  # `function` with the operands of `products` as last outputs
-    products: tuple[str, ...] = ()  # the weight of each linear whose gradient is multiplied outside backward (`trace/products.py`)
+    training_function: Callable[..., tuple[Tensor, ...]] | None = (
+        None  # `function` with the operands of `products` as last outputs
+    )
+    products: tuple[
+        str, ...
+    ] = ()  # the weight of each linear whose gradient is multiplied outside backward (`trace/products.py`)
 
     @property
     def differentiable(self) -> bool:
@@ -189,8 +193,11 @@ def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
 def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
     """Calls that follow from fields, constants and unwritten buffers alone."""
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
-    bound = {n for n in graph.nodes if n.op == "placeholder" and (
-        n.name in captured.parameters or captured.buffers.get(n.name) in written)}
+    bound = {
+        n
+        for n in graph.nodes
+        if n.op == "placeholder" and (n.name in captured.parameters or captured.buffers.get(n.name) in written)
+    }
     output = next(n for n in graph.nodes if n.op == "output")
     free: set[fx.Node] = set()
     for node in graph.nodes:
@@ -204,7 +211,12 @@ def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
 
 class _Builder:
     def __init__(
-        self, sharded: Sharded, assigned: dict[fx.Node, int], useful: set[fx.Node], loss: fx.Node, updates: list[tuple[fx.Node, str]]
+        self,
+        sharded: Sharded,
+        assigned: dict[fx.Node, int],
+        useful: set[fx.Node],
+        loss: fx.Node,
+        updates: list[tuple[fx.Node, str]],
     ) -> None:
         self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
         self.captured = sharded.normal.captured
@@ -300,4 +312,4 @@ _COMMUNICATING = {
 def _ordinal(node: fx.Node) -> int | None:
     """The ordinal in a random op's arguments."""
     at = ORDINAL_AT.get(node.target)
-    return None if at is None else node.args[at]
+    return None if at is None else int(node.args[at])

@@ -93,7 +93,13 @@ def verify(
     compiled = Compiled(module, exact, batches[0], loss)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
     oracle = Oracle(
-        module, loss, plain_optimizer(optimizer), microbatches=plan.microbatches, seed=seed, clip_norm=clip_norm, decays=optimizer.decays
+        module,
+        loss,
+        plain_optimizer(optimizer),
+        microbatches=plan.microbatches,
+        seed=seed,
+        clip_norm=clip_norm,
+        decays=optimizer.decays,
     )
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
     comparison = compare(ours[0], truth)
@@ -103,6 +109,10 @@ def verify(
         low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
     notes = list(compiled.general.notes)
+    if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
+        notes.append(
+            f"one device's own loss is {broken.loss} at step {broken.step}: it is the model, its data or its numbers, not the plan"
+        )
     if plan.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
     if oracle.promotions:
@@ -153,7 +163,13 @@ def compare(ours: Sequence[RankStep], truth: Sequence[OracleStep]) -> Comparison
 
 
 def low_precision(
-    module: nn.Module, batch: Mapping[str, Tensor], plan: Plan, loss: LossFunction | None, seed: int, run: Runner, truth: Mapping[str, Tensor]
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    plan: Plan,
+    loss: LossFunction | None,
+    seed: int,
+    run: Runner,
+    truth: Mapping[str, Tensor],
 ) -> dict[str, float]:
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision."""
     compiled = Compiled(module, plan.replace(dropout="exact"), batch, loss)

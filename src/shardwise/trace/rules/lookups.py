@@ -105,7 +105,8 @@ def _index(p: Propagation, node: fx.Node) -> Any:
 
 def _masked_put(p: Propagation, node: fx.Node) -> Any:
     """``x[mask] = number`` is elementwise, with the mask's dims in front."""
-    x, (mask, *others), value = node.args[:3]
+    x, masks, value = node.args[:3]
+    mask, *others = list(masks)
     if others or mask is None or p.shape(value) not in ((), (1,)) or given(node, "accumulate", False):
         return None
     labels = list(range(rank_of(p, x)))
@@ -113,7 +114,13 @@ def _masked_put(p: Propagation, node: fx.Node) -> Any:
     (where, number, source), chosen, partial = p.solve(pairs)
     layout = p.result(p.shape(node), labels, chosen, partial)
     for d in labels[rank_of(p, mask) :]:
-        where = p.emit(mask, (where, d), {}, p.result((*p.shape(mask), *[1] * d)[: d + 1], labels[: d + 1], chosen, False), aten.unsqueeze.default)
+        where = p.emit(
+            mask,
+            (where, d),
+            {},
+            p.result((*p.shape(mask), *[1] * d)[: d + 1], labels[: d + 1], chosen, False),
+            aten.unsqueeze.default,
+        )
     return p.emit(node, (where, number, source), {}, layout, aten.where.self)
 
 
@@ -122,7 +129,9 @@ def _result_sizes(p: Propagation, x: fx.Node, indexed: set[int], block: Sequence
     return [*rest[:at], *block, *rest[at:]]
 
 
-def _emit_index(p: Propagation, node: fx.Node, operands: Any, labels: Sequence[Any], mine: tuple[int, int, fx.Node] | None) -> Any:
+def _emit_index(
+    p: Propagation, node: fx.Node, operands: Any, labels: Sequence[Any], mine: tuple[int, int, fx.Node] | None
+) -> Any:
     values, chosen, partial = p.solve(operands)
     layout = p.result(p.shape(node), labels, chosen, partial)
     feed = iter(values)

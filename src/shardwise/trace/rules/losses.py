@@ -10,6 +10,7 @@ from torch import fx
 from shardwise.trace import ops
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 from shardwise.trace.sharding import Propagation
+from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
 RULES = Table()
@@ -63,7 +64,9 @@ def _row_loss(p: Propagation, node: fx.Node) -> Any:
     return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1])
 
 
-def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]) -> fx.Node:
+def _reduced(
+    p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]
+) -> fx.Node:
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
     reduction = given(node, "reduction", _MEAN)
     values, chosen, partial = p.solve(pairs)
@@ -71,7 +74,7 @@ def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]
     args, kwargs = p.filled(node, values)
     if chosen is None or reduction != _MEAN:
         return p.emit(node, args, kwargs, layout)
-    at = [a.name for a in node.target._schema.arguments].index("reduction")  # type: ignore[union-attr]
+    at = [a.name for a in schema(node.target).arguments].index("reduction")
     args, kwargs = list(args), dict(kwargs)
     if len(args) > at:
         args[at] = _SUM

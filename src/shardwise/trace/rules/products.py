@@ -36,7 +36,10 @@ def _matmul(p: Propagation, node: fx.Node) -> Any:
     batch = max(*ranks, 2) - 2
     sizes = p.expressions(node)[:batch]
     mine, theirs = (
-        [batch - (r - 2) + d if s == sizes[batch - (r - 2) + d] else None for d, s in enumerate(p.expressions(x)[: max(r - 2, 0)])]
+        [
+            batch - (r - 2) + d if s == sizes[batch - (r - 2) + d] else None
+            for d, s in enumerate(p.expressions(x)[: max(r - 2, 0)])
+        ]
         for x, r in ((a, ranks[0]), (b, ranks[1]))
     )
     rows, columns = (["m"] if ranks[0] > 1 else []), (["n"] if ranks[1] > 1 else [])
@@ -156,7 +159,16 @@ def _attention_dropout(p: Propagation, node: fx.Node, operands: list[tuple[fx.No
     sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
     batch, whole = sample_dim(p, sizes, (out.index(chosen[0]), *chosen[1:]) if chosen else None)
     mask = values[3] if len(values) > 3 else None
-    args = (p.env, *values[:3], mask, given(node, "dropout_p", 0.0), given(node, "is_causal", False), node.meta["ordinal"], batch, whole)
+    args = (
+        p.env,
+        *values[:3],
+        mask,
+        given(node, "dropout_p", 0.0),
+        given(node, "is_causal", False),
+        node.meta["ordinal"],
+        batch,
+        whole,
+    )
     kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
     return p.emit(node, args, kwargs, layout, ops.attention)
 

@@ -192,7 +192,12 @@ def _blocks(p: Propagation, size: Any, post: int) -> int | None:
 def _slice(p: Propagation, node: fx.Node) -> Any:
     x = node.args[0]
     rank = rank_of(p, x)
-    dim, start, end, step = given(node, "dim", 0) % rank, given(node, "start", 0), given(node, "end", _END), given(node, "step", 1)
+    dim, start, end, step = (
+        given(node, "dim", 0) % rank,
+        given(node, "start", 0),
+        given(node, "end", _END),
+        given(node, "step", 1),
+    )
     labels: list[Any] = list(range(rank))
     everything = start == 0 and step == 1 and isinstance(end, int) and end >= _END
     place = p.place(x)
@@ -259,7 +264,9 @@ def _diagonal_scatter(p: Propagation, node: fx.Node) -> Any:
     pair = {given(node, "dim1", 0) % rank, given(node, "dim2", 1) % rank}
     labels: list[Any] = [d if d not in pair else None for d in range(rank)]
     kept = [d for d in labels if d is not None]
-    return p.labelled(node, [(x, labels), (source, [*kept, None])], [d if d is not None else f"w{i}" for i, d in enumerate(labels)], "add")
+    return p.labelled(
+        node, [(x, labels), (source, [*kept, None])], [d if d is not None else f"w{i}" for i, d in enumerate(labels)], "add"
+    )
 
 
 @RULES.rule("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "tensor_split")
