@@ -126,6 +126,24 @@ def test_verify_with_processes(tmp_path: Path) -> None:
     assert call("verify", "--ranks-as", "fibres").exit_code == 2
 
 
+def test_a_model_that_fails_is_wrong_input(tmp_path: Path) -> None:
+    """No traceback: the line of the user's file, before anything starts."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "class M(torch.nn.Linear):\n"
+        "    def forward(self, x): raise RuntimeError('boom')\n"
+        "def model(): return M(3, 1)\n"
+        "def rows(): return [{'x': torch.ones(3)}] * 8\n"
+    )
+    given = [f"model.factory={file}:model", f"data.factory={file}:rows", "data.batch_size=4", f"train.run_dir={tmp_path}/run"]
+    for command in ("verify", "train"):
+        failed = call(command, "--json", *given, "train.devices=1")
+        failure = json.loads(failed.stdout)
+        assert (failed.exit_code, failure["cause"]) == (2, "config"), failed.output
+        assert f"RuntimeError: boom ({file}:3, in forward)" in failure["error"]
+
+
 def test_launch_echoes_rank_0(tmp_path: Path) -> None:
     script = tmp_path / "hello.py"
     script.write_text("import os, sys\nprint('hello from', os.environ['RANK'], *sys.argv[1:])\n")

@@ -496,6 +496,7 @@ def _first(h: Tensor) -> Tensor:
 
 RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the layout
     "dropout": lambda m, h, b: F.dropout(h, 0.3) + F.dropout(h.detach(), 0.6),
+    "a single number": lambda m, h, b: h * torch.rand(()) + torch.randn(1),
     "dropout of nothing and everything": lambda m, h, b: F.dropout(h, 0.0) + F.dropout(h, 1.0) + F.dropout(h, 0.5),
     "dropout outside training": lambda m, h, b: F.dropout(h, 0.5, training=False) + F.dropout(h, 0.5),
     "dropout in place": lambda m, h, b: F.dropout(h * 1, 0.4, inplace=True) + F.alpha_dropout(h * 2, 0.5, True, inplace=True),
