@@ -14,7 +14,7 @@ from models import CASES, ConvNet, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
-from shardwise.trace import ops
+from shardwise.trace import entropy, ops
 from shardwise.verify.verify import verify
 
 DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "full")
@@ -83,7 +83,7 @@ def test_control_passes() -> None:
 
 
 def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "valid_targets", lambda env, target, ignore: (target == target).sum())
+    monkeypatch.setattr(entropy, "valid_targets", lambda env, target, ignore: (target == target).sum())
     assert not _gpt_report()
 
 

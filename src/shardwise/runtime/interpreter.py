@@ -76,7 +76,7 @@ class _Step:
     traces: Sequence[Trace]
     given: StepInput
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Tensor, ...]]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Any, ...]]] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     handles: dict[int, tuple[Lane, Handle]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
@@ -196,8 +196,8 @@ class _Step:
         direct = set(unit.products)
         parameters = [n for n in unit.parameters if self.memory.leaves[n].requires_grad]
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        inputs, probes = operands[::2], operands[1::2]
-        wanted = [*(self.memory.leaves[n] for n in parameters), *(self.live[n, m] for n in live), *probes]
+        inputs, edges = operands[::2], operands[1::2]
+        wanted = [*(self.memory.leaves[n] for n in parameters), *(self.live[n, m] for n in live), *edges]
         kept, given = zip(*seeds, strict=True)
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
         del outputs, operands, kept, seeds

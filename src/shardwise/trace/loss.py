@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import ops
+from shardwise.trace import entropy
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.functional import Normal
 from shardwise.trace.schema import given, op_name
@@ -69,7 +69,7 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     microbatch before it wrote to a buffer.
     """
     node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
-    own = node.target is ops.cross_entropy
+    own = node.target is entropy.cross_entropy
     target, ignore = (node.args[2], node.args[4]) if own else (node.args[1], given(node, "ignore_index", -100))
     seen = _ancestors(target)
     captured = sharded.normal.captured
@@ -85,7 +85,7 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     for n in sharded.graph.nodes:
         if n in seen and n not in copies:
             copies[n] = graph.node_copy(n, lambda a: copies[a])
-    counter = ops.valid_targets if target.meta["layout"].axes_used else ops.valid_targets_once
+    counter = entropy.valid_targets if target.meta["layout"].axes_used else entropy.valid_targets_once
     env = next(iter(graph.nodes))
     graph.output(graph.call_function(counter, (env, copies[target], ignore)))
     return Targets(

@@ -67,7 +67,8 @@ def row_start(env: Env) -> int:
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
-def _sum(env: Env, x: Tensor, what: str) -> Tensor:
+def all_sum(env: Env, x: Tensor, what: str) -> Tensor:
+    """The sum over ranks, as a new tensor; no gradient flows through it."""
     if env.parts == 1:
         return x
     out = x.contiguous().clone()
@@ -152,7 +153,7 @@ def _first_only(env: Env, x: Tensor) -> Tensor:
 
 
 def _reduce(env: Env, x: Tensor) -> Tensor:
-    return _sum(env, x, "all_reduce")
+    return all_sum(env, x, "all_reduce")
 
 
 def all_reduce(env: Env, x: Tensor, dual: str = "I") -> Tensor:
@@ -301,7 +302,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         dy = grads[0].to(mean.dtype)
         xhat = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
         sums = torch.stack([dy.sum(dims), (dy * xhat).sum(dims)])
-        total = _sum(ctx.env, sums, "BatchNorm gradient") / ctx.total
+        total = all_sum(ctx.env, sums, "BatchNorm gradient") / ctx.total
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
         if not local_rows(ctx.env):
@@ -309,41 +310,6 @@ class _SyncBatchNorm(torch.autograd.Function):
         dw = None if weight is None else sums[1].to(weight.dtype)
         db = sums[0].to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return None, dx.to(x.dtype), dw, db, None, None, None, None, None
-
-
-def cross_entropy(
-    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, counted: bool,
-    log_probabilities: bool = False,
-) -> Tensor:  # fmt: skip
-    """Mean cross-entropy over the rows of all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
-
-    ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
-    ``logits`` are such already (nll_loss).
-    """
-    if log_probabilities:
-        total = F.nll_loss(logits, target, weight, reduction="sum", ignore_index=ignore_index)
-    else:
-        total = F.cross_entropy(logits, target, weight, reduction="sum", ignore_index=ignore_index, label_smoothing=smoothing)
-    if counted and env.targets is not None:
-        return total / env.targets.to(total.dtype).clamp(min=1)
-    if target.is_floating_point():
-        count = logits.new_full((), logits.numel() // logits.shape[1], dtype=total.dtype)
-    elif weight is None:
-        count = (target != ignore_index).sum().to(total.dtype)
-    else:
-        valid = target != ignore_index
-        count = (weight[target.where(valid, 0)] * valid).sum().to(total.dtype)
-    return total / _sum(env, count, "targets of the cross-entropy")
-
-
-def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:
-    """The number of this rank's targets that count, as int64."""
-    return (target != ignore_index).sum()
-
-
-def valid_targets_once(env: Env, target: Tensor, ignore_index: int) -> Tensor:
-    """The same of targets that every rank has: the first rank counts them for all."""
-    return (target != ignore_index).sum() * (env.index == 0)
 
 
 # ---- random ops --------------------------------------------------------------------------------------------------------

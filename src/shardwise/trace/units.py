@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import ops
+from shardwise.trace import entropy, ops
 from shardwise.trace.products import expose
 from shardwise.trace.sharding import Sharded
 
@@ -305,7 +305,7 @@ ORDINAL_AT = {
 }  # fmt: skip
 RUNNING_AT = {ops.batch_norm: (3, 4), ops.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {
-    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, ops.cross_entropy,
+    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, entropy.cross_entropy,
 }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.trace import ops
+from shardwise.trace import entropy
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 from shardwise.trace.sharding import Propagation
 from shardwise.trace.torch_private import schema
@@ -42,7 +42,17 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
     counted = node is p.counted
     if not counted:
         p.count("all_reduce", "count of targets")
-    return p.emit(node, (p.env, *values[:2], weights, ignore, smoothing, counted, not plain), {}, layout, ops.cross_entropy)
+    values[0] = _before_cast(values[0])
+    return p.emit(node, (p.env, *values[:2], weights, ignore, smoothing, counted, not plain), {}, layout, entropy.cross_entropy)
+
+
+def _before_cast(scores: fx.Node) -> fx.Node:
+    """Scores before they were cast to fp32: the cross-entropy casts them piece by piece."""
+    narrow = (torch.bfloat16, torch.float16)
+    if scores.target is not aten.to.dtype or scores.meta["val"].dtype is not torch.float32:
+        return scores
+    source = scores.args[0]
+    return source if isinstance(source, fx.Node) and source.meta["val"].dtype in narrow else scores
 
 
 @RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",

@@ -1,0 +1,102 @@
+"""Cross-entropy over the rows of all ranks, in pieces that stay in the cache.
+
+The gradient of a row of scores z with target t is softmax(z) - onehot(t): it needs nothing that forward does not have, so forward makes
+it, with one exponential for each score in all, and keeps it in place of the log-probabilities.  Nothing of the size of the scores is
+held in fp32 where they are in lower precision.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.trace import ops
+from shardwise.trace.ops import Env
+
+PIECE = {
+    "cpu": 1 << 20,
+    "cuda": 1 << 26,
+}  # scores that are worked on at once: what fits a core's cache; on a GPU, a bound on memory
+
+
+def cross_entropy(
+    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, counted: bool,
+    log_probabilities: bool = False,
+) -> Tensor:  # fmt: skip
+    """Mean cross-entropy over the rows of all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
+
+    ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
+    ``logits`` are such already (nll_loss).  bf16 and fp16 scores count as cast to fp32 before.
+    """
+    wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
+    plain = weight is None and not smoothing and not log_probabilities and not target.is_floating_point() and logits.dim() == 2
+    count = _count(env, logits, target, weight, ignore_index, counted).to(wide)
+    if plain and logits.requires_grad and torch.is_grad_enabled():
+        result: Tensor = _CrossEntropy.apply(logits, target, ignore_index, count.reciprocal(), wide)  # type: ignore[no-untyped-call]
+        return result
+    if log_probabilities:
+        return F.nll_loss(logits.to(wide), target, weight, reduction="sum", ignore_index=ignore_index) / count
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": "sum"}
+    return F.cross_entropy(logits.to(wide), target, weight, **options) / count
+
+
+def _count(env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool) -> Tensor:
+    """The targets of all ranks together, or the sum of their weights."""
+    if counted and env.targets is not None:
+        return env.targets.clamp(min=1)
+    if target.is_floating_point():
+        count = logits.new_full((), logits.numel() // logits.shape[1], dtype=torch.float64)
+    elif weight is None:
+        count = (target != ignore_index).sum().double()
+    else:
+        valid = target != ignore_index
+        count = (weight[target.where(valid, 0)] * valid).sum()
+    return ops.all_sum(env, count, "targets of the cross-entropy")
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """``scale`` times the sum of the cross-entropies of the rows of ``logits`` (n, classes), computed in dtype ``wide``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype) -> Tensor:
+        rows, classes = logits.shape
+        gradient = torch.empty_like(logits)
+        valid = (target != ignore_index)[:, None]
+        index = target[:, None].where(valid, 0)
+        losses = torch.empty((rows, 1), dtype=wide, device=logits.device)
+        step = max(1, PIECE.get(logits.device.type, PIECE["cuda"]) // max(classes, 1))
+        for start in range(0, rows, step):
+            piece = slice(start, start + step)
+            scores = logits[piece].to(wide)
+            largest = scores.amax(1, keepdim=True)
+            chosen = scores.gather(1, index[piece])
+            powers = torch.sub(scores, largest, out=scores if wide != logits.dtype else None).exp_()
+            total = powers.sum(1, keepdim=True)
+            losses[piece] = total.log() + largest - chosen
+            powers.mul_(scale / total * valid[piece])
+            powers.scatter_add_(1, index[piece], -scale * valid[piece])
+            gradient[piece] = powers
+        ctx.save_for_backward(gradient)
+        ctx.used = False
+        return losses.where(valid, 0).sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.used:
+            raise ShardwiseError("the gradient of a cross-entropy is made in place: backward can run once")
+        (gradient,), ctx.used = ctx.saved_tensors, True
+        return gradient.mul_(grads[0].to(gradient.dtype)), None, None, None, None
+
+
+def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:
+    """The number of this rank's targets that count, as int64."""
+    return (target != ignore_index).sum()
+
+
+def valid_targets_once(env: Env, target: Tensor, ignore_index: int) -> Tensor:
+    """The same of targets that every rank has: the first rank counts them for all."""
+    return (target != ignore_index).sum() * (env.index == 0)
