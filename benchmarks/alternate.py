@@ -10,7 +10,8 @@ import multiprocessing as mp
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +30,7 @@ class Contender:
     make: StepMaker
     ranks: int = 2
     connected: bool = True  # whether the ranks wait for each other in a step
+    environment: dict[str, str] = field(default_factory=dict)  # of its processes
     seconds: list[float] = field(default_factory=list)
     clean: list[float] = field(default_factory=list)
 
@@ -74,7 +76,8 @@ def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: 
         for rank in range(one.ranks):
             mine, theirs = context.Pipe()
             process = context.Process(target=_worker, args=(one.make, rank, one.ranks, first_port + at, theirs), daemon=True)
-            process.start()
+            with _environment(one.environment):
+                process.start()
             processes.append(process)
             ends.append(mine)
         for end in ends:
@@ -95,6 +98,18 @@ def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: 
         process.join(timeout=20)
         if process.is_alive():
             process.terminate()
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """For what is started inside."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _record(one: Contender, ranks: list[list[tuple[float, float, float]]]) -> None:

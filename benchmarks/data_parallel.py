@@ -1,9 +1,9 @@
 """Data parallelism against DistributedDataParallel and against the limit, ranks that never communicate.
 
-    python benchmarks/data_parallel.py [--quick]
+    python benchmarks/data_parallel.py [--rounds 12]
 
 A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; global batch 4, AdamW; 2 ranks × 1 thread.
-"tuned" peers get the kernels that shardwise chooses (fused AdamW, the same float32 matmul setting); "as it comes" is torch's default.
+"tuned" peers get the kernels that shardwise chooses (fused AdamW, the same float32 matmul and allocator settings); "as it comes" is torch's default.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from alternate import Contender, alternate
+from shardwise.launch.local import ALLOCATOR
 
 VOCABULARY, SEQUENCE, BATCH = 8192, 256, 4
 
@@ -82,7 +83,7 @@ def contenders(precision: str) -> list[Contender]:
     rows = BATCH // 2
     loop = functools.partial(plain, precision=precision, rows=rows)
     mine = functools.partial(ours, precision=precision, rows=rows)
-    return [
+    every = [
         Contender("limit (no communication)", functools.partial(loop, tuned=True, ddp=False), connected=False),
         Contender("shardwise", functools.partial(mine, backend="auto")),
         Contender("DDP tuned", functools.partial(loop, tuned=True, ddp=True)),
@@ -91,17 +92,21 @@ def contenders(precision: str) -> list[Contender]:
         Contender("plain loop tuned, 1 rank", functools.partial(loop, tuned=True, ddp=False), ranks=1),
         Contender("shardwise, 1 rank", functools.partial(mine, backend="auto"), ranks=1),
     ]
+    for one in every:
+        if one.name != "DDP as it comes":
+            one.environment = ALLOCATOR  # what `shardwise launch` sets; the tuned peers get it too
+    return every
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="3 rounds instead of 12")
+    parser.add_argument("--rounds", type=int, default=12, help="turns of 3 steps each")
     parser.add_argument("--precision", choices=["fp32", "bf16"], action="append")
     options = parser.parse_args()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     for precision in options.precision or ["fp32", "bf16"]:
         every = contenders(precision)
-        alternate(every, rounds=3 if options.quick else 12, steps=3, warmup=3)
+        alternate(every, rounds=options.rounds, steps=3, warmup=3)
         by = {one.name: one for one in every}
         limit = by["limit (no communication)"].median
         print(f"\n{precision:28} ms/step  tokens/s  of the limit  clean steps")

@@ -82,11 +82,13 @@ class _Step:
     updates: dict[str, Tensor] = field(default_factory=dict)
     counts: Tensor | None = None
     weights: Tensor | None = None
+    written: set[str] = field(default_factory=set)  # parameters whose gradient buffer is of this step
 
     def __post_init__(self) -> None:
         comm = self.owner.comm
         self.microbatches = len(self.traces)
         self.memory = self.owner.memory
+        self.gradients = {n: g for b in self.memory.buckets for n, g in b.grads.items()}
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
@@ -193,22 +195,23 @@ class _Step:
         seeds = [
             (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
         ]
-        direct = set(unit.products)
         parameters = [n for n in unit.parameters if self.memory.leaves[n].requires_grad]
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        inputs, edges = operands[::2], operands[1::2]
-        wanted = [*(self.memory.leaves[n] for n in parameters), *(self.live[n, m] for n in live), *edges]
+        later = self.watch(unit, operands)
+        wanted = [*(self.memory.leaves[n] for n in parameters), *(self.live[n, m] for n in live), *(y for _, _, y in later)]
         kept, given = zip(*seeds, strict=True)
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
         del outputs, operands, kept, seeds
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])
         own, rest = grads[: len(parameters)], grads[len(parameters) :]
-        products: dict[str, list[tuple[Tensor, Tensor]]] = {n: [] for n in direct}
-        for name, dy, x in zip(unit.products, rest[len(live) :], inputs, strict=bool(unit.products)):
+        for name, grad in zip(parameters, own, strict=True):
+            if grad is not None:
+                self.add_gradient(name, grad)
+        for (name, x, _), dy in zip(later, rest[len(live) :], strict=True):
             if dy is not None:
-                products[name].append((dy, x.detach()))
-        self.accumulate(one, dict(zip(parameters, own, strict=True)), products)
+                self.add_product(name, dy, x)
+        self.zero_rest(one)
         for name, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:
                 before = self.pending.get((name, m))
@@ -216,32 +219,51 @@ class _Step:
         for name in unit.outputs:
             self.live.pop((name, m), None)
 
+    def watch(self, unit: Unit, operands: tuple[Any, ...]) -> list[tuple[str, Tensor, Any]]:
+        """Have weight gradients dYᵀX multiplied as soon as backward has dY, while it is in the cache.
+
+        Returns (weight, X, edge of Y) of the linears that backward would not pass, as nothing before them has a gradient.
+        """
+        later = []
+        for name, x, y in zip(unit.products, operands[::2], operands[1::2], strict=bool(unit.products)):
+            if not x.requires_grad:
+                later.append((name, x, y))
+                continue
+            x = x.detach()
+
+            def arrive(grads: Sequence[Tensor | None], name: str = name, x: Tensor = x, at: int = y.output_nr) -> None:
+                dy = grads[at]
+                if dy is not None:
+                    self.add_product(name, dy, x)
+
+            y.node.register_prehook(arrive)
+        return later
+
     def seed(self, name: str, m: int, value: Tensor) -> Tensor | None:
         if name == "loss":
             return self.weight(m).to(value.dtype)
         return self.pending.pop((name, m), None)
 
-    def accumulate(
-        self, one: Instruction, grads: Mapping[str, Tensor | None], products: Mapping[str, list[tuple[Tensor, Tensor]]]
-    ) -> None:
-        """Add to the gradient buffers; their first writer of the step overwrites what the last step left there.
+    def add_gradient(self, name: str, grad: Tensor) -> None:
+        """Add to the gradient buffer; the first of a step overwrites what the last step left there."""
+        goal = self.gradients[name]
+        goal.add_(grad) if name in self.written else goal.copy_(grad)
+        self.written.add(name)
 
-        ``products`` are (dY, X) of linears: their dYᵀX is multiplied straight into the buffer.
-        """
-        for index, memory in enumerate(self.memory.buckets):
-            first = index in one.first
-            for name, goal in memory.grads.items():
-                if not first and name not in grads:
-                    continue
-                written, grad = not first, grads.get(name)
-                if grad is not None:
-                    goal.add_(grad) if written else goal.copy_(grad)
-                    written = True
-                for dy, x in products.get(name, ()):
-                    accumulate_product(goal, dy, x, written)
-                    written = True
-                if not written:
+    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
+        """The same with dYᵀX, which is multiplied straight into the buffer."""
+        if self.owner.inspect is not None:
+            self.owner.inspect(self.position, "gradient", [dy])
+        accumulate_product(self.gradients[name], dy, x, name in self.written)
+        self.written.add(name)
+
+    def zero_rest(self, one: Instruction) -> None:
+        """Gradients that the first backward of a bucket has not reached."""
+        for index in one.first:
+            for name, goal in self.memory.buckets[index].grads.items():
+                if name not in self.written:
                     goal.zero_()
+                    self.written.add(name)
 
     # ---- weights, reductions, the step -------------------------------------------------------------------------------
 

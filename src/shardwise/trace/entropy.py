@@ -89,7 +89,10 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.used:
             raise ShardwiseError("the gradient of a cross-entropy is made in place: backward can run once")
         (gradient,), ctx.used = ctx.saved_tensors, True
-        return gradient.mul_(grads[0].to(gradient.dtype)), None, None, None, None
+        seed = grads[0]
+        if seed.device.type != "cpu" or seed != 1:  # on the CPU a look costs nothing, and mostly it is 1
+            gradient.mul_(seed.to(gradient.dtype))
+        return gradient, None, None, None, None
 
 
 def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:
