@@ -102,20 +102,13 @@ def test_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.runtime import interpreter
 
-    original = interpreter._Step.accumulate
+    original = interpreter._Step.add_gradient
 
-    def careless(self, one, grads, products):  # type: ignore[no-untyped-def]
-        everything = tuple(range(len(self.memory.buckets)))
-        import dataclasses
+    def careless(self, name, grad):  # type: ignore[no-untyped-def]
+        self.written.discard(name)
+        original(self, name, grad)
 
-        original(
-            self,
-            dataclasses.replace(one, first=tuple(i for i in everything if any(n in grads for n in self.memory.buckets[i].grads))),
-            grads,
-            products,
-        )
-
-    monkeypatch.setattr(interpreter._Step, "accumulate", careless)
+    monkeypatch.setattr(interpreter._Step, "add_gradient", careless)
     assert not _gpt_report(dp=1, microbatches=1)
 
 

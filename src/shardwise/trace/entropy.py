@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.core.errors import ShardwiseError
 from shardwise.trace import ops
 from shardwise.trace.ops import Env
 
@@ -80,19 +79,15 @@ class _CrossEntropy(torch.autograd.Function):
             powers.mul_(scale / total * valid[piece])
             powers.scatter_add_(1, index[piece], -scale * valid[piece])
             gradient[piece] = powers
-        ctx.save_for_backward(gradient)
-        ctx.used = False
+        ctx.save_for_backward(gradient, valid.any())
         return losses.where(valid, 0).sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.used:
-            raise ShardwiseError("the gradient of a cross-entropy is made in place: backward can run once")
-        (gradient,), ctx.used = ctx.saved_tensors, True
-        seed = grads[0]
-        if seed.device.type != "cpu" or seed != 1:  # on the CPU a look costs nothing, and mostly it is 1
-            gradient.mul_(seed.to(gradient.dtype))
-        return gradient, None, None, None, None
+        gradient, any_valid = ctx.saved_tensors
+        seed = grads[0].where(any_valid, 0)  # no targets at all: the loss is 0/0, its gradient nothing
+        one = seed.device.type == "cpu" and bool(seed == 1)  # on the CPU a look costs nothing, and mostly it is
+        return gradient if one else gradient * seed.to(gradient.dtype), None, None, None, None
 
 
 def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:
