@@ -76,8 +76,8 @@ class _CrossEntropy(torch.autograd.Function):
             powers = torch.sub(scores, largest, out=scores if wide != logits.dtype else None).exp_()
             total = powers.sum(1, keepdim=True)
             losses[piece] = total.log() + largest - chosen
-            powers.mul_(scale / total * valid[piece])
-            powers.scatter_add_(1, index[piece], -scale * valid[piece])
+            powers.mul_((scale / total).where(valid[piece], 0))
+            powers.scatter_add_(1, index[piece], (-scale).where(valid[piece], 0))
             gradient[piece] = powers
         ctx.save_for_backward(gradient, valid.any())
         return losses.where(valid, 0).sum() * scale
