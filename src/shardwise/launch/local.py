@@ -208,10 +208,27 @@ class _Agent:
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        self._thread = threading.Thread(target=self._run, name="shardwise-agent", daemon=True)
-        self.start, self.join, self.is_alive = self._thread.start, self._thread.join, self._thread.is_alive
+        # Not the thread's own join: an interrupted one takes the thread to have ended (CPython 3.11).
+        self._ended = threading.Event()
+        self.start = threading.Thread(target=self._run, name="shardwise-agent", daemon=True).start
+
+    def join(self, seconds: float) -> None:
+        """Wait so long at most for the end of the ranks."""
+        self._ended.wait(seconds)
+
+    def is_alive(self) -> bool:
+        """Whether there are ranks, or may be soon."""
+        return not self._ended.is_set()
 
     def _run(self) -> None:
+        try:
+            self._launch()
+        except BaseException as error:  # noqa: BLE001 - the main thread raises it
+            self.error = error
+        finally:
+            self._ended.set()
+
+    def _launch(self) -> None:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -228,8 +245,6 @@ class _Agent:
                 elastic_launch(config, sys.executable)(*self.command)
         except ChildFailedError as error:
             self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        except BaseException as error:  # noqa: BLE001 - the main thread raises it
-            self.error = error
 
 
 def _silence() -> None:
