@@ -115,6 +115,13 @@ class Trainer:
             self._look(*due)
         return result
 
+    def evaluate(self, batch: Batch) -> StepResult:
+        """The loss of a batch, with the module in evaluation mode; all ranks call it with their part of the same batch.
+
+        ``weight`` of the result is what its mean is over, for means over several batches.
+        """
+        return self.engine.evaluate(batch.fields, batch.rows)
+
     def finish(self) -> None:
         """Look at the last step: raises :class:`NonFiniteError` if it was not finite."""
         if self._unseen is not None:

@@ -18,9 +18,12 @@ WEIGHT = Buffer("weight")
 NORM = Buffer("norm")
 
 
-def lower(trace: Trace, plan: Plan) -> tuple[Program, ...]:
-    """The programs of all classes of ranks; under data parallelism there is one class."""
-    instructions = _Lowering(trace, plan).run()
+def lower(trace: Trace, plan: Plan, *, training: bool = True) -> tuple[Program, ...]:
+    """The programs of all classes of ranks; under data parallelism there is one class.
+
+    Without ``training`` they compute the loss of a batch and nothing else.
+    """
+    instructions = _Lowering(trace, plan, training).run()
     return (Program("all ranks", (), tuple(derive_waits(instructions))),)
 
 
@@ -28,8 +31,11 @@ def lower(trace: Trace, plan: Plan) -> tuple[Program, ...]:
 class _Lowering:
     trace: Trace
     plan: Plan
+    training: bool = True
 
     def run(self) -> list[Instruction]:
+        if not self.training:
+            return [*self.count(), *self.reduce(self.evaluate())]
         compute = self.compute()
         return [*self.count(), *self.reduce(compute), *self.finish()]
 
@@ -61,6 +67,10 @@ class _Lowering:
             raise ShardwiseError(f"no backward writes the gradients of buckets {sorted(unwritten)}")
         return out
 
+    def evaluate(self) -> list[Instruction]:
+        """FORWARD alone."""
+        return [self.forward(u, m) for m in range(self.plan.microbatches) for u in range(len(self.trace.units))]
+
     def buckets(self, unit: int) -> list[Bucket]:
         return [b for b in self.trace.buckets if unit in b.units]
 
@@ -75,7 +85,7 @@ class _Lowering:
         if "loss" in unit.outputs and self.trace.targets is not None:
             reads.append(WEIGHT)
         writes = [Buffer("activation", u, m)]
-        if unit.differentiable and not self.recomputed(u):
+        if self.training and unit.differentiable and not self.recomputed(u):
             writes.append(Buffer("saved", u, m))
         if "loss" in unit.outputs:
             writes.append(LOSS)
@@ -109,7 +119,7 @@ class _Lowering:
         """Put each bucket's reduction right after the backward that completes its gradient, and the loss's after the last forward."""
         last = {buffer: i for i, one in enumerate(compute) for buffer in one.writes}
         after: dict[int, list[Instruction]] = {}
-        for bucket in self.trace.buckets:
+        for bucket in self.trace.buckets if self.training else ():
             grad = Buffer("grad", bucket.index)
             for collective in reductions(self.plan, bucket.parameters[0].name, bucket.numel):
                 if collective.kind != "all_reduce":

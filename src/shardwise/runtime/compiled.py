@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,7 @@ class Compiled:
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _programs: dict[tuple[int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
+    _evaluation: Compiled | None = None
 
     def __post_init__(self) -> None:
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
@@ -47,6 +48,15 @@ class Compiled:
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
             self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches
+
+    def evaluation(self) -> Compiled:
+        """The same model in evaluation mode, under the same plan; captured when first needed."""
+        with self._lock:
+            if self._evaluation is None:
+                self._evaluation = replace(
+                    self, training=False, _traces={}, _programs={}, _lock=threading.RLock(), _evaluation=None
+                )
+            return self._evaluation
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
@@ -68,7 +78,7 @@ class Compiled:
         with self._lock:
             if key not in self._programs:
                 plan = self.plan.replace(microbatches=microbatches)
-                programs = lower(one, plan)
+                programs = lower(one, plan, training=self.training)
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]

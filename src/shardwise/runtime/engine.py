@@ -76,10 +76,19 @@ class Engine:
         self.step_index += 1
         return result
 
-    def choose(self, fields: Mapping[str, Tensor], rows: int) -> list[Trace]:
+    def evaluate(self, fields: Mapping[str, Tensor], rows: int) -> StepResult:
+        """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
+        compiled = self.compiled.evaluation()
+        traces = self.choose(fields, rows, compiled)
+        for name in {n for t in traces for u in t.units for n in u.parameters} - set(self.memory.leaves):
+            self.memory.leaves[name] = self.unused[name].to(self.comm.device, _compute_dtype(traces[0], self.unused[name]))
+        program = compiled.programs(traces[0], len(traces))[0]
+        return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+
+    def choose(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None) -> list[Trace]:
         """The trace of each microbatch of this batch, the same on all ranks."""
         self.check(fields, rows)
-        compiled = self.compiled
+        compiled = compiled or self.compiled
         ones = self.all_ones(fields) if compiled.masks else ()
         microbatches = min(compiled.plan.microbatches, rows)
         sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]

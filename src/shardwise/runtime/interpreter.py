@@ -43,11 +43,15 @@ class StepInput:
 
 @dataclass
 class StepResult:
-    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped."""
+    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
+
+    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.
+    """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
+    weight: Tensor
 
 
 @dataclass
@@ -125,7 +129,11 @@ class _Step:
         for at in list(self.handles):
             self.wait(at, program)
         self.commit_buffers()
-        return StepResult(self.loss, self.norm, self.memory.halted.clone())
+        return StepResult(self.loss, self.norm, self.memory.halted.clone(), self.amount())
+
+    def amount(self) -> Tensor:
+        """What the batch weighs among others."""
+        return torch.tensor(self.given.rows, device=self.owner.comm.device) if self.counts is None else self.counts.sum()
 
     def wait(self, at: int, program: Program) -> None:
         """Wait for an instruction and all before it on its lane: the latest of a lane stands for them in ``waits``."""

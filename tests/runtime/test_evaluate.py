@@ -1,0 +1,72 @@
+"""The loss in evaluation mode is that of the plain module in evaluation mode, on any number of ranks and microbatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import rank_rows
+from shardwise.models.gpt import GPT
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import run_ranks
+
+
+class Normed(nn.Module):
+    """BatchNorm and dropout, whose evaluation is another function than their training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.after(F.dropout(self.norm(self.before(x)), 0.5, self.training)), y)
+
+
+def subject(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    if name == "normed":
+        return Normed(), {"x": torch.randn(7, 3), "y": torch.randn(7, 1)}
+    labels = torch.randint(0, 31, (7, 12))
+    labels[:3, 2:] = -100
+    return GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=0.2), {
+        "input_ids": torch.randint(0, 31, (7, 12)), "labels": labels,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
+@pytest.mark.parametrize("name", ["normed", "gpt"])
+def test_evaluation(name: str, dp: int, microbatches: int) -> None:
+    module, batch = subject(name)
+    plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64")
+    compiled = Compiled(module, plan, batch)
+
+    def rank(comm: Communicator) -> Any:
+        engine = Engine(compiled, comm, OptimizerChoice("adamw", lr=1e-2))
+        own = [i for a, b in rank_rows(7, microbatches, dp, comm.mesh.index(comm.rank, ("dp",))) for i in range(a, b)]
+        fields = {k: v[own] for k, v in batch.items()}
+        engine.step(fields, 7)
+        state = engine.state_dict()
+        found = engine.evaluate(fields, 7)
+        after = engine.state_dict()
+        assert all(torch.equal(state[k], after[k]) for k in state)
+        engine.step(fields, 7)  # training goes on as if nothing had been
+        return float(found.loss), int(found.weight), state
+
+    results = run_ranks(plan.mesh, rank, timeout=60)
+    plain = module.double().eval()
+    plain.load_state_dict(results[0][2])
+    with torch.no_grad():
+        truth = float(plain(**{k: v.double() if v.is_floating_point() else v for k, v in batch.items()}))
+    weight = 7 if name == "normed" else int((batch["labels"] != -100).sum())
+    for loss, amount, _ in results:
+        assert abs(loss - truth) < 1e-12
+        assert amount == weight
