@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import Batch, Loader
+from shardwise.data.loader import Batch, Loader, one_pass
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
@@ -76,6 +76,8 @@ class Trainer:
         self.compiled: Compiled = module
         self.engine = Engine(self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress)
         self._unseen: tuple[int, Batch, StepResult] | None = None
+        self._asked_to_stop = False
+        self.stopping = False
 
     @property
     def notes(self) -> list[str]:
@@ -87,13 +89,25 @@ class Trainer:
         ]
         return [*general.notes, *replicated]
 
+    @property
+    def _rows(self) -> int:
+        return next(iter(self.compiled.example.values())).shape[0]
+
     def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
         """Endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors); ranks of one tp or pp group get the same.
 
         ``batch_size`` is that of the whole step, over all ranks and microbatches; by default the example's number of rows.
         """
-        size = next(iter(self.compiled.example.values())).shape[0] if batch_size is None else batch_size
-        return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, self.seed if seed is None else seed)
+        size = self._rows if batch_size is None else batch_size
+        seed = self.seed if seed is None else seed
+        pin = self.comm.device.type == "cuda"
+        return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin)
+
+    def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
+        """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more than so many."""
+        size = self._rows if batch_size is None else batch_size
+        pin = self.comm.device.type == "cuda"
+        return one_pass(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin)
 
     def step(self, batch: Batch) -> StepResult:
         """Forward, backward and one optimizer step; all ranks call it with their part of the same batch.
@@ -104,7 +118,7 @@ class Trainer:
         at = self.engine.step_index
         if self._record is not None:
             self._record.begin(at)
-        result = self.engine.step(batch.fields, batch.rows)
+        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop)
         if self._record is not None:
             self._record.phase(f"after step {at}")  # what the script does between steps may take long
         due = self._unseen
@@ -114,6 +128,13 @@ class Trainer:
         if due is not None:
             self._look(*due)
         return result
+
+    def request_stop(self) -> None:
+        """Ask all ranks to stop: after this step or the next but one ``stopping`` becomes true on all of them, in the same step.
+
+        Does nothing but set a flag: a signal handler may call it.
+        """
+        self._asked_to_stop = True
 
     def evaluate(self, batch: Batch) -> StepResult:
         """The loss of a batch, with the module in evaluation mode; all ranks call it with their part of the same batch.
@@ -128,6 +149,7 @@ class Trainer:
             self._look(*self._unseen)
 
     def _look(self, step: int, batch: Batch, result: StepResult) -> None:
+        self.stopping = self.stopping or bool(result.stop)
         if bool(result.skipped):
             unit, what = self.engine.culprit(batch.fields, batch.rows, step)
             raise NonFiniteError(step, unit, what)

@@ -18,7 +18,7 @@ from shardwise.config import (
 )
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.data import Loader, TextWindows
+from shardwise.data import Loader, PackedWindows
 from shardwise.models import GPT, Llama
 
 torch.set_num_threads(1)
@@ -69,6 +69,12 @@ def llama():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=256, **sizes))
 """
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are kept in one folder for all tests here, not in the user's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture
@@ -382,7 +388,7 @@ def test_a_factory_may_not_shift_labels_twice(code: Path) -> None:
 def test_data_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a" * 500)
     dataset, _ = build_dataset(load(f"data.source={tmp_path}"))
-    assert isinstance(dataset, TextWindows)
-    assert len(dataset) == 499 // 128
+    assert isinstance(dataset, PackedWindows)
+    assert len(dataset) == 500 // 128  # 500 bytes and the end of the document
     (tmp_path / "a.txt").write_text("a" * 50)
-    assert f"{tmp_path} has 50 bytes" in refusal(build_dataset, f"data.source={tmp_path}")
+    assert f"{tmp_path} has 51 tokens" in refusal(build_dataset, f"data.source={tmp_path}")

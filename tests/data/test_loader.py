@@ -1,6 +1,8 @@
 """Batches: the same rows for any mesh, every row once an epoch, and what a dataset may not yield."""
 
 import gc
+import json
+import random
 import threading
 import time
 from itertools import islice
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
-from shardwise.data import Batch, Loader, rank_rows, sample_order
+from shardwise.data import Batch, Loader, Mixture, PackedWindows, one_pass, rank_rows, sample_order
 
 ONE = Mesh.of(dp=1)
 
@@ -272,3 +274,118 @@ def test_bad_datasets_are_refused_at_once(dataset: Any, words: list[str]) -> Non
 def test_bad_sizes(sizes: tuple[int, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         Loader(Numbers(3), ONE, 0, *sizes)
+
+
+# --- position ---
+
+
+def stream(loader: Loader, batches: int) -> list[list[int]]:
+    return [rows_of(batch) for batch in islice(loader, batches)]
+
+
+def test_a_run_cut_anywhere_goes_on_with_the_next_sample_on_any_number_of_ranks() -> None:
+    """Twenty runs, each cut a few times, every time with other ranks, batch sizes and microbatches."""
+    dice, size, length = random.Random(1), 101, 400
+    numbers = Numbers(size)
+    whole = [row for epoch in range(5) for row in sample_order(9, epoch, 0, size, size).tolist()]
+    for _ in range(20):
+        seen: list[int] = []
+        state: dict[str, Any] | None = None
+        while len(seen) < length:
+            dp, batch_size, microbatches = dice.randint(1, 4), dice.randint(1, 30), dice.randint(1, 3)
+            steps = dice.randint(1, 6)
+            loaders = [Loader(numbers, Mesh.of(dp=dp), rank, batch_size, microbatches, 9) for rank in range(dp)]
+            for loader in loaders:
+                if state is not None:
+                    loader.load_state_dict(json.loads(json.dumps(state)))
+            for _ in range(steps):
+                batches = [next(loader) for loader in loaders]
+                found: dict[int, int] = {}
+                for batch in batches:
+                    rows = iter(rows_of(batch))
+                    for start, count in zip(batch.starts, batch.counts, strict=True):
+                        found |= {start + place: next(rows) for place in range(count)}
+                assert sorted(found) == list(range(batches[0].rows))
+                seen += [found[place] for place in sorted(found)]
+            states = [loader.state_dict() for loader in loaders]
+            assert all(one == states[0] for one in states)
+            state = states[0]
+            for loader in loaders:
+                loader.close()
+        assert seen == whole[: len(seen)]  # no gap, no repeat
+
+
+def test_a_state_of_other_data_is_refused() -> None:
+    def windows(digest: str, size: int = 50) -> PackedWindows:
+        return PackedWindows(np.arange(2 * size + 1, dtype=np.uint8), 2, digest=digest)
+
+    state = Loader(windows("a"), ONE, 0, 4, seed=5).state_dict()
+    assert json.loads(json.dumps(state)) == state
+    assert (state["epoch"], state["rows"], state["seed"], state["size"]) == (0, 0, 5, 50)
+    Loader(windows("a"), Mesh.of(dp=2), 1, 7, seed=5).load_state_dict(state)
+    others = [
+        (windows("b"), 5, "digest"),
+        (windows("a", 49), 5, "it had samples 50, here 49"),
+        (windows("a"), 6, "train.seed 5, here 6"),
+        (Mixture([windows("a")], [1]), 5, "digest"),
+        (Numbers(50), 5, "digest"),
+    ]
+    for dataset, seed, words in others:
+        with pytest.raises(ConfigError, match="the data is not the data of the checkpoint") as caught:
+            Loader(dataset, ONE, 0, 4, seed=seed).load_state_dict(state)
+        assert words in str(caught.value)
+    for broken in ({}, {**state, "more": 1}, {**state, "epoch": -1}, {**state, "rows": "x"}, None):
+        with pytest.raises(ConfigError, match="loader state"):
+            Loader(windows("a"), ONE, 0, 4, seed=5).load_state_dict(broken)  # type: ignore[arg-type]
+
+
+def test_the_digest_of_a_plain_dataset() -> None:
+    digests = [Loader(data, ONE, 0, 4).state_dict()["digest"] for data in (Numbers(5), Numbers(5), Numbers(6), Odd(1), [{"x": 1}])]
+    assert digests[0] == digests[1]
+    assert len(set(digests)) == 4
+
+
+# --- one pass ---
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 3), st.integers(1, 4), st.none() | st.integers(1, 6))
+def test_one_pass_in_order(size: int, batch_size: int, microbatches: int, dp: int, limit: int | None) -> None:
+    passes = [
+        list(one_pass(Numbers(size), Mesh.of(dp=dp), rank, batch_size, microbatches, batches=limit)) for rank in range(dp)
+    ]
+    total = size if limit is None else min(size, limit * batch_size)
+    assert {len(one) for one in passes} == {-(-total // batch_size)}
+    seen = []
+    for step in range(len(passes[0])):
+        batches = [one[step] for one in passes]
+        rows = {batch.rows for batch in batches}
+        assert rows == {min(batch_size, total - step * batch_size)}
+        seen += sorted(row for batch in batches for row in rows_of(batch))
+        assert sum(sum(batch.counts) for batch in batches) == batches[0].rows
+    assert seen == [place * size // total for place in range(total)]
+    assert len(set(seen)) == total
+    if total == size:
+        assert seen == list(range(size))
+
+
+# --- page-locked memory ---
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+def test_pinned_in_the_thread_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch, cuda: bool) -> None:
+    pinned: list[str] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(threading.current_thread().name)
+        return tensor
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with Loader(Numbers(10), ONE, 0, 4, pin=True) as loader:
+        next(loader)
+    assert set(pinned) == ({"shardwise-loader"} if cuda else set())
+    pinned.clear()
+    with Loader(Numbers(10), ONE, 0, 4) as loader:
+        next(loader)
+    assert not pinned

@@ -119,7 +119,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path: Path) -> 
 
 def test_metrics_are_written_one_step_late_and_skipped_steps_not(tmp_path: Path) -> None:
     def result(loss: float, skipped: float = 0.0) -> StepResult:
-        return StepResult(torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped))
+        return StepResult(torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), torch.tensor(4), torch.tensor(0.0))
 
     path, seen = tmp_path / "metrics.jsonl", []
     with path.open("w") as file:

@@ -236,3 +236,59 @@ def test_generate_takes_outputs_with_logits() -> None:
 
     ids = tokens(1, 4)
     assert torch.equal(generate(Wrapped(), ids, 5, 0), generate(make("llama"), ids, 5, 0))
+
+
+# --- documents ---
+
+
+def packed(lengths: list[int], seed: int = 5) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A row of documents, their labels (-100 at the ends), and which document each token is of."""
+    ids = tokens(1, sum(lengths), seed)
+    labels, documents = ids.roll(-1, 1), torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    labels[0, torch.tensor(lengths).cumsum(0) - 1] = -100
+    return ids, labels, documents.unsqueeze(0)
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+@pytest.mark.parametrize("lengths", [[16], [5, 11], [1, 1, 9, 5], [2, 2, 2, 2, 8]])
+def test_packed_documents_are_as_each_alone(kind: str, lengths: list[int]) -> None:
+    model = make(kind).double()
+    if kind == "llama":  # the table is rounded to fp32, and so are the differences of positions that it stands for
+        frequencies = 10000.0 ** (-torch.arange(0, 8, 2, dtype=torch.double) / 8)
+        angles = torch.outer(torch.arange(16, dtype=torch.double), frequencies).repeat(1, 2)
+        assert (model.rotary - torch.stack((angles.cos(), angles.sin()))).abs().max() < 1e-6
+        model.rotary = torch.stack((angles.cos(), angles.sin()))
+    ids, labels, documents = packed(lengths)
+    names = [name for name, _ in model.named_parameters()]
+    loss = model(ids, labels, documents)
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    targets = int((labels >= 0).sum())
+    alone, sums = torch.zeros((), dtype=torch.double), [torch.zeros_like(p) for p in model.parameters()]
+    for start, length in zip([sum(lengths[:n]) for n in range(len(lengths))], lengths, strict=True):
+        part = slice(start, start + length)
+        assert (model(ids, None, documents)[:, part] - model(ids[:, part])).abs().max() < 1e-12
+        if length > 1:
+            one = model(ids[:, part], labels[:, part]) * (length - 1) / targets
+            alone += one.detach()
+            found = torch.autograd.grad(one, list(model.parameters()), allow_unused=True)
+            sums = [a if b is None else a + b for a, b in zip(sums, found, strict=True)]
+    assert abs(loss - alone) < 1e-10
+    for name, ours, theirs in zip(names, gradients, sums, strict=True):
+        assert (ours - theirs).abs().max() < 1e-10, name
+    if len(lengths) > 1:
+        assert (model(ids, labels) - loss).abs() > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_export_with_documents(kind: str) -> None:
+    model = make(kind)
+    rows = {0: torch.export.Dim.DYNAMIC}
+
+    def batch(count: int) -> dict[str, torch.Tensor]:
+        parts = [packed([n + 1, 15 - n], seed=n) for n in range(count)]
+        return dict(zip(("input_ids", "labels", "documents"), map(torch.cat, zip(*parts, strict=True)), strict=True))
+
+    example = batch(3)
+    program = torch.export.export(model, (), example, dynamic_shapes=dict.fromkeys(example, rows), strict=False).module()
+    for count in (1, 2, 7):
+        assert abs(program(**batch(count)) - model(**batch(count))) < 1e-6

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shardwise.config import Hardware
 from shardwise.core.errors import ConfigError
-from shardwise.launch.local import launch_local, run_folder, under_torchrun
+from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.monitor import log_path
 from shardwise.report.tables import print_json
 
@@ -31,6 +31,7 @@ def run(
         print(f"note: {' '.join(own)} goes to {script.name}; options of launch come before the script", file=sys.stderr)
     start = time.monotonic()
     with run_folder(run_dir):
+        clear_logs(run_dir)
         echo = _Echo(log_path(run_dir, 0))
         command = ["-m", "shardwise.launch.rank", str(run_dir), str(script), *arguments]
         launch_local(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from . import tokenizer
 from .common import reported, split_arguments
 
 app = typer.Typer(
@@ -17,6 +20,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(tokenizer.app, name="tokenizer")
 
 Arguments = Annotated[
     list[str] | None,
@@ -67,6 +73,21 @@ def show(
         run(path, overrides, json, picture)
 
 
+@app.command()
+def plot(
+    run_dirs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Folders of runs.", show_default=False)],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="[default: RUN_DIR/plot.png; plot.png for several runs]")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """The curves of runs as a picture: loss, throughput and memory."""
+    with reported(json):
+        from .plot import run
+
+        run(run_dirs, out, json)
+
+
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python script; what follows it are its own arguments.")],
@@ -87,5 +108,15 @@ def launch(
 
 
 def main() -> None:
-    """The entry point."""
-    app()
+    """The entry point.
+
+    After a failure the process ends at once: threads of torchelastic have been seen to keep one whose ranks had been ended.
+    """
+    try:
+        app()
+    except SystemExit as end:
+        if end.code in (None, 0):
+            raise
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 1)

@@ -4,64 +4,119 @@ from __future__ import annotations
 
 import json as jsonlib
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 
-from shardwise.config import Config, load_config
-from shardwise.launch.local import launch_local, run_folder, under_torchrun
+from rich.console import Console
+
+from shardwise.checkpoint.reader import Checkpoint, latest
+from shardwise.config import Config, build_data, load_config
+from shardwise.data.progress import shown
+from shardwise.launch.folder import CHECKPOINTS, Found, prepare_folder
+from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
+from shardwise.launch.restarts import run_with_restarts
+from shardwise.launch.slurm import adopt
 from shardwise.report.display import Display, show_result
 from shardwise.report.tables import make_console, print_json
 from shardwise.runtime.progress import Progress, record_path
 
-WRITTEN = ("metrics.jsonl", "about.json", "plan.toml", "program.txt", "result.json", "sample.txt", "weights.safetensors")
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
+STALE = ("about.json", "result.json", "sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
-    """Train as the config and its overrides say."""
+    """Train as the config and its overrides say, or go on with the run in its folder."""
     start = time.monotonic()
+    adopt(os.environ)
     config = load_config(path, overrides)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
-    if first and not json:
-        for notice in config.notices:
-            console.print(f"note: {notice}", markup=False)
-    ranks = config.train.devices
-    display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}")
-    with run_folder(folder, WRITTEN) if first else nullcontext(), nullcontext() if json or not first else display:
-        if first:
-            (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
-        if under_torchrun():
-            _train_here(config, display if first and not json else None)
-        else:
-            _train_local(config, None if json else display)
+    notices = list(config.notices)
+    with run_folder(folder) if first else nullcontext():
+        found = _prepare(config) if first else Found()
+        notices += [*_prepare_data(config, console if first else None), *found.notices]
+        if first and not json:
+            for notice in notices:
+                console.print(f"note: {notice}", markup=False)
+        ranks = config.train.devices
+        display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step)
+        with nullcontext() if json or not first else display:
+            asked = _train_here(config, display if first and not json else None) if under_torchrun() else _train_local(config, display, quiet=json)
+    if asked:
+        step = _last_step(folder)
+        console.print(f"stopped after {step} steps, with a checkpoint; the same command goes on from there", markup=False)
+        raise KeyboardInterrupt
     if first:
         result = jsonlib.loads((folder / "result.json").read_text(encoding="utf-8"))
         print_json(result) if json else show_result(console, result, time.monotonic() - start)
 
 
-def _train_local(config: Config, display: Display | None) -> None:
-    """As processes that this one starts and watches."""
-    command = ["-m", "shardwise.launch.worker", config.train.run_dir]
-    try:
-        launch_local(
-            command, config.train.devices, Path(config.train.run_dir), threads=config.train.threads,
-            hang_timeout=config.train.hang_timeout, tick=None if display is None else display.update,
+def _prepare(config: Config) -> Found:
+    """Make the folder ready: what belongs to an unfinished run that this one goes on with stays."""
+    folder = Path(config.train.run_dir)
+    found = prepare_folder(config)
+    if found.checkpoint is None:
+        clear_logs(folder)
+        for name in STALE:
+            (folder / name).unlink(missing_ok=True)
+    (folder / "result.json").unlink(missing_ok=True)
+    (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
+    return found
+
+
+def _prepare_data(config: Config, console: Console | None) -> tuple[str, ...]:
+    """Tokenise text that is not in the cache, before ranks wait for it; what there is to say of it."""
+    if not config.data.is_text:
+        return ()
+    with nullcontext() if console is None else shown("reading the text", console) as progress:
+        return build_data(config, progress).notices
+
+
+def _train_local(config: Config, display: Display, quiet: bool) -> bool:
+    """As processes that this one starts and watches, and starts again if one is lost; whether they were asked to stop."""
+    folder = Path(config.train.run_dir)
+
+    def start() -> bool:
+        return launch_local(
+            ["-m", "shardwise.launch.worker", str(folder)], config.train.devices, folder, threads=config.train.threads,
+            hang_timeout=config.train.hang_timeout, tick=None if quiet else display.update, on_notice=display.say, on_stop=stop,
         )  # fmt: skip
-    except KeyboardInterrupt:
-        if display is not None:
-            display.say(f"stopped after {display.steps_done} steps; metrics and logs are in {config.train.run_dir}")
-        raise
+
+    def stop() -> None:
+        display.say("stopping after this step, with a checkpoint (once more: at once)")
+
+    return run_with_restarts(start, folder, config.train.max_restarts, display.say)
 
 
-def _train_here(config: Config, display: Display | None) -> None:
-    """As the one rank that this process is."""
+def _train_here(config: Config, display: Display | None) -> bool:
+    """As the one rank that this process is: SIGINT and SIGTERM ask all ranks to stop, a second one ends this one."""
+    from shardwise.launch.run import Side
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        for each in SIGNALS:
+            signal.signal(each, signal.default_int_handler)
+
+    for each in SIGNALS:
+        signal.signal(each, ask)
     on_step = None if display is None else lambda metrics: display.show([metrics])
-    train(config, progress, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout), on_step=on_step)
+    warn = print if display is None else display.say
+    side = Side(progress, lambda: bool(asked), warn, on_step)
+    done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
     progress.finish()
+    return not done
+
+
+def _last_step(folder: Path) -> int:
+    path = latest(folder / CHECKPOINTS)
+    return 0 if path is None else Checkpoint.open(path).step

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from shardwise.config import Config
 from shardwise.core.errors import check_choice
-from shardwise.launch.local import launch_local, run_folder
+from shardwise.launch.local import clear_logs, launch_local, run_folder
 from shardwise.launch.subject import load_anywhere
 from shardwise.launch.verifying import verify_config
 from shardwise.report.tables import grid, make_console, print_json, show
@@ -41,7 +41,9 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str) 
 
 def _processes(config: Config) -> dict[str, Any]:
     folder = Path(config.train.run_dir) / "verify"
-    with run_folder(folder, ("report.json",)):
+    with run_folder(folder):
+        (folder / "report.json").unlink(missing_ok=True)
+        clear_logs(folder)
         (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
         command = ["-m", "shardwise.launch.verifying", str(folder)]
         # Ranks wait for each other while any of them computes what one device does.

@@ -1,18 +1,21 @@
 """Configuration: what a run is, checked before anything starts."""
 
-from .build import build_dataset, build_model, build_optimizer, build_plan
+from .build import Data, build_data, build_dataset, build_model, build_optimizer, build_plan
 from .config import Config, load_config
 from .hardware import Hardware
-from .sections import DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 __all__ = [
+    "CheckpointConfig",
     "Config",
+    "Data",
     "DataConfig",
     "Hardware",
     "ModelConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "TrainConfig",
+    "build_data",
     "build_dataset",
     "build_model",
     "build_optimizer",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,8 +13,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data import decode, open_corpus
+from shardwise.data import Corpus, Joined, Mixture, open_corpus, open_tokenizer
 from shardwise.data.samples import Samples
+from shardwise.data.tokenise import OnProgress
+from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 
 from .config import Config
@@ -21,7 +24,7 @@ from .defaults import KEYS_OF_KIND
 from .factories import call, load_function
 from .sections import ModelConfig
 from .toml import shown
-from .transformer import transformers_constructor
+from .transformer import TextShape, transformers_constructor
 
 Constructor = Callable[[], nn.Module]
 LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
@@ -37,34 +40,100 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
     model = config.model
     loss = None if model.loss is None else load_function("model.loss", model.loss)
     if model.transformers is not None:
-        length = None if config.data.source is None else config.data.sequence_length
-        return transformers_constructor(model.transformers, model.config or {}, length), loss
+        return transformers_constructor(model.transformers, model.config or {}, _text_shape(config)), loss
     if model.factory is not None:
         load_function("model.factory", model.factory)
-        return _factory_constructor(model, aligned=config.data.source is not None and loss is None), loss
+        documents = config.data.attention == "document"
+        return _factory_constructor(model, aligned=config.data.is_text and loss is None, documents=documents), loss
     sizes = {name: getattr(model, name) for name in KEYS_OF_KIND[str(model.name)]}
     return lambda: GPT(**sizes) if model.name == "gpt" else Llama(**sizes), loss
 
 
-def build_dataset(config: Config) -> tuple[Any, Decode | None]:
-    """The map-style dataset, and for text the function that turns tokens into it.
+@dataclass(frozen=True)
+class Data:
+    """The data of a run.
+
+    ``train`` and ``validation`` (None where there is none) are map-style datasets of dicts of tensors; ``decode`` turns tokens into
+    text and ``encode`` text into tokens, both None for what is not text. ``digest`` tells the training data from others, ``notices``
+    are remarks for the user.
+    """
+
+    train: Any
+    validation: Any | None
+    decode: Decode | None
+    encode: Callable[[str], list[int]] | None
+    digest: str
+    notices: tuple[str, ...] = ()
+
+
+def build_data(config: Config, progress: OnProgress | None = None) -> Data:
+    """The data of ``config``; text is tokenised if that has not been done before, and ``progress(done, total)`` hears of it.
 
     Labels of text are the next tokens; for ``model.transformers`` the tokens themselves, for those models
     shift them. ConfigError for data that cannot be read, is empty, or is no dataset of dicts of tensors
     (sample 0 is tried).
     """
     data = config.data
-    if data.factory is None:
-        shifted = config.model.transformers is None
-        return open_corpus(str(data.source), data.sequence_length, shifted=shifted), decode
-    dataset = call("data.factory", data.factory, data.arguments or {})
+    if data.factory is not None:
+        dataset = _factory_dataset(data.factory, data.arguments or {})
+        return Data(dataset, None, None, None, Samples(dataset).digest)
+    mix = data.mix or ({"source": data.source, "weight": 1.0},)
+    corpora = [_corpus(config, part["source"], progress) for part in mix]
+    fields: DocumentFields = "none"
+    if data.attention == "document":
+        fields = "documents" if config.model.transformers is None else "mask"
+    shape: dict[str, Any] = {"shifted": config.model.transformers is None, "fields": fields}
+    parts = [corpus.train(data.sequence_length, **shape) for corpus in corpora]
+    train = parts[0] if data.mix is None else Mixture(parts, [part["weight"] for part in mix])
+    apart = [corpus.validation(data.sequence_length, **shape) for corpus in corpora]
+    held = [part for part in apart if part is not None]
+    validation = None if not held else held[0] if len(held) == 1 else Joined(held)
+    notices = [notice for corpus in corpora for notice in corpus.cache.notices]
+    if data.validation:
+        notices += [_too_little(corpus) for corpus, part in zip(corpora, apart, strict=True) if part is None]
+    tokenizer = corpora[0].tokenizer
+    encode = lambda text: tokenizer.encode([text.encode(errors="replace")])[0].tolist()  # noqa: E731
+    return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices))
+
+
+def build_dataset(config: Config) -> tuple[Any, Decode | None]:
+    """The training data, and for text the function that turns tokens into it (:func:`build_data`)."""
+    data = build_data(config)
+    return data.train, data.decode
+
+
+def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None) -> Corpus:
+    data = config.data
+    return open_corpus(
+        source, tokenizer=str(data.tokenizer), end_token=data.end_token, field=str(data.text_field), validation=data.validation,
+        cache_dir=data.cache_dir, progress=progress,
+    )  # fmt: skip
+
+
+def _too_little(corpus: Corpus) -> str:
+    side, documents = corpus.cache.validation, corpus.cache.validation.documents + corpus.cache.train.documents
+    return (
+        f"no validation on {corpus.name}: data.validation = {corpus.fraction:g} sets {side.documents} of {documents} documents apart, "
+        f"{side.tokens} tokens, less than one sample"
+    )
+
+
+def _text_shape(config: Config) -> TextShape | None:
+    data = config.data
+    if not data.is_text:
+        return None
+    tokenizer = open_tokenizer(str(data.tokenizer), data.end_token)
+    return TextShape(data.sequence_length, tokenizer.vocabulary, data.attention == "document")
+
+
+def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
+    dataset = call("data.factory", reference, arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
-            f"data.factory = {shown(data.factory)}: it returned {_kind(dataset)}; legal: a map-style dataset "
+            f"data.factory = {shown(reference)}: it returned {_kind(dataset)}; legal: a map-style dataset "
             "(len(dataset) and dataset[index]) of dicts of tensors"
         )
-    Samples(dataset)
-    return dataset, None
+    return dataset
 
 
 def build_plan(config: Config) -> Plan:
@@ -93,7 +162,7 @@ def build_optimizer(config: Config) -> OptimizerChoice:
     return chosen if optimizer.betas is None else replace(chosen, betas=optimizer.betas)
 
 
-def _factory_constructor(model: ModelConfig, aligned: bool) -> Constructor:
+def _factory_constructor(model: ModelConfig, aligned: bool, documents: bool) -> Constructor:
     reference, arguments = str(model.factory), model.arguments or {}
 
     def construct() -> nn.Module:
@@ -106,6 +175,12 @@ def _factory_constructor(model: ModelConfig, aligned: bool) -> Constructor:
                 f"model.factory = {shown(reference)}: {type(made).__name__} is a transformers model, which "
                 "shifts labels itself, but those of data.source are shifted already; legal: "
                 "model.transformers with [model.config], a data.factory, or a model.loss of yours"
+            )
+        if documents and "documents" not in inspect.signature(made.forward).parameters:
+            raise ConfigError(
+                f'data.attention = "document": the forward of {type(made).__name__}, from model.factory = {shown(reference)}, has no '
+                'parameter documents; legal: data.attention = "full", or a forward that takes documents (B, S), which says which '
+                "document each token is of"
             )
         return made
 

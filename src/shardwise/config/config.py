@@ -13,7 +13,7 @@ from shardwise.core.errors import ConfigError
 from .defaults import complete
 from .draft import Draft
 from .hardware import Hardware
-from .sections import SECTIONS, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from .sections import SECTIONS, CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .toml import dumps
 
 
@@ -29,6 +29,7 @@ class Config:
     optimizer: OptimizerConfig
     parallel: ParallelConfig
     train: TrainConfig
+    checkpoint: CheckpointConfig
     notices: tuple[str, ...] = field(default=(), compare=False)
 
     def resolved(self) -> str:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 
 from shardwise.core.optim import APPLIES
+from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
 
+from .data import complete_data
 from .draft import Draft
+from .files import file_exists, there
 from .hardware import Hardware
 from .sections import rules
 
-BYTE_VOCABULARY = 256
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers")
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
@@ -26,26 +27,15 @@ KEYS_OF_KIND = {
 
 def complete(draft: Draft, hardware: Hardware) -> None:
     """Fill in the draft's defaults and note all values that do not go together."""
-    for step in (_data, _model, _optimizer, _train):
+    vocabulary = complete_data(draft)
+    _model(draft, vocabulary)
+    for step in (_optimizer, _train, _checkpoint):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
 
 
-def _data(draft: Draft) -> None:
-    if not draft.given("data.factory"):
-        draft.default("data.source", "stdlib")
-    elif draft.given("data.source"):
-        draft.refuse("data.factory", "either data.source or data.factory, not both")
-    if draft.given("data.arguments") and not draft.given("data.factory"):
-        draft.refuse("data.arguments", "left out, for it belongs to data.factory")
-    source = draft["data.source"]
-    if source not in (None, "stdlib") and draft.sound("data.source") and not _there(source, os.path.exists):
-        draft.refuse("data.source", rules("data")["source"].legal, f"{source} does not exist")
-    _file_exists(draft, "data.factory")
-
-
-def _model(draft: Draft) -> None:
+def _model(draft: Draft, vocabulary: int | None) -> None:
     kinds = [key for key in KINDS if draft.given(key)]
     if len(kinds) > 1:
         draft.refuse(kinds[1], f"one of {', '.join(KINDS)}; {kinds[0]} is there as well")
@@ -53,13 +43,15 @@ def _model(draft: Draft) -> None:
     if not kinds:
         draft.default("model.name", "gpt")
     kind = kinds[0] if kinds else "model.name"
-    _file_exists(draft, "model.factory")
-    _file_exists(draft, "model.loss")
+    file_exists(draft, "model.factory")
+    file_exists(draft, "model.loss")
+    if draft.sound("model.weights") and draft["model.weights"] and not there(draft["model.weights"], os.path.exists):
+        draft.refuse("model.weights", rules("model")["weights"].legal, f"{draft['model.weights']} does not exist")
     if draft.sound(kind):
         kind = draft["model.name"] if kind == "model.name" else kind
         _foreign_keys(draft, kind)
         if kind in ("gpt", "llama"):
-            _sizes(draft, kind)
+            _sizes(draft, kind, vocabulary)
 
 
 def _foreign_keys(draft: Draft, kind: str) -> None:
@@ -73,17 +65,18 @@ def _foreign_keys(draft: Draft, kind: str) -> None:
             draft.refuse(key, f"left out, for it belongs to {' and '.join(words)}", hint)
 
 
-def _sizes(draft: Draft, kind: str) -> None:
-    """The sizes of an own model."""
+def _sizes(draft: Draft, kind: str, vocabulary: int | None) -> None:
+    """The sizes of an own model; ``vocabulary`` is that of its text, or None for other data."""
     length = draft["data.sequence_length"]
-    sizes = {"vocabulary": BYTE_VOCABULARY, "width": 192, "layers": 4, "heads": 6, "context": length}
+    sizes = {"vocabulary": vocabulary or BYTE_VOCABULARY, "width": 192, "layers": 4, "heads": 6, "context": length}
     for name, value in sizes.items():
         draft.default(f"model.{name}", value)
-    if draft["data.source"] is not None:
-        if draft.sound("model.vocabulary") and draft["model.vocabulary"] < BYTE_VOCABULARY:
-            draft.refuse("model.vocabulary", f"at least {BYTE_VOCABULARY}, the bytes of a text")
-        if draft.sound("model.context", "data.sequence_length") and draft["model.context"] < length:
-            draft.refuse("model.context", f"at least data.sequence_length = {length}")
+    if vocabulary is not None and draft.sound("model.vocabulary") and draft["model.vocabulary"] < vocabulary:
+        what = "the bytes of a text" if draft["data.tokenizer"] == BYTES else "the tokens of data.tokenizer"
+        draft.refuse("model.vocabulary", f"at least {vocabulary}, {what}")
+    is_text = draft["data.factory"] is None
+    if is_text and draft.sound("model.context", "data.sequence_length") and draft["model.context"] < length:
+        draft.refuse("model.context", f"at least data.sequence_length = {length}")
     if draft.sound("model.width"):
         width = draft["model.width"]
         draft.default("model.hidden", 4 * width if kind == "gpt" else swiglu_hidden(width))
@@ -127,8 +120,19 @@ def _optimizer(draft: Draft) -> None:
 
 def _train(draft: Draft) -> None:
     key = "train.run_dir"
-    if draft.sound(key) and _there(draft[key], os.path.lexists) and not _there(draft[key], os.path.isdir):
+    if draft.sound(key) and there(draft[key], os.path.lexists) and not there(draft[key], os.path.isdir):
         draft.refuse(key, rules("train")["run_dir"].legal, "It is a file")
+    steps, key = draft["train.steps"], "train.eval_every"
+    if not draft.sound("data.validation", "train.steps"):
+        return
+    draft.default(key, max(1, steps // 10) if draft["data.validation"] else 0)
+    if draft.sound(key) and draft[key] and not draft["data.validation"]:
+        draft.refuse(key, "0, for data.validation = 0 sets no data apart")
+
+
+def _checkpoint(draft: Draft) -> None:
+    if draft.sound("train.steps"):
+        draft.default("checkpoint.every", max(1, draft["train.steps"] // 5))
 
 
 def _devices(draft: Draft, hardware: Hardware) -> None:
@@ -180,19 +184,3 @@ def _batch(draft: Draft) -> None:
         near = " or ".join(str(rows) for rows in (batch // unit * unit, batch // unit * unit + unit) if rows)
         legal = f"a multiple of parallel.dp x parallel.microbatches = {dp} x {microbatches}, such as {near}"
         draft.refuse("data.batch_size", legal)
-
-
-def _file_exists(draft: Draft, key: str) -> None:
-    """The file of a reference to a function, where it names one."""
-    if draft[key] is None or not draft.sound(key):
-        return
-    place = draft[key].rpartition(":")[0]
-    if place.endswith(".py") and not _there(place, os.path.isfile):
-        draft.refuse(key, "a Python file that exists", f"There is no {place}")
-
-
-def _there(path: str, test: Callable[[str], bool]) -> bool:
-    try:
-        return test(path)
-    except (OSError, ValueError):  # a name that no file can have
-        return False

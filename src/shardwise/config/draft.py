@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.core.errors import did_you_mean
+from shardwise.data.sources import STDLIB
+from shardwise.data.tokenizer import BYTES
 
 from .rules import Illegal
 from .sections import SECTIONS, rules
 from .toml import parse, shown
 
 REFERENCES = ("model.factory", "model.loss", "data.factory")
+PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 
 
 class Draft:
@@ -81,7 +84,11 @@ class Draft:
         if key in REFERENCES:
             place, _, function = read.rpartition(":")
             read = f"{_absolute(place, folder)}:{function}" if place.endswith(".py") else read
-        elif key == "data.source" and read != "stdlib":
+        elif key == "data.source":
+            read = _absolute_source(read, folder)
+        elif key == "data.mix":
+            read = tuple({**part, "source": _absolute_source(part["source"], folder)} for part in read)
+        elif key in PATHS and (key, read) != ("data.tokenizer", BYTES):
             read = _absolute(read, folder)
         self._values[key] = read
 
@@ -139,6 +146,12 @@ def _merged(before: Any, value: Any) -> Any:
     if not isinstance(before, dict) or not isinstance(value, dict):
         return value
     return {**before, **{name: _merged(before.get(name), item) for name, item in value.items()}}
+
+
+def _absolute_source(source: str | tuple[str, ...], folder: Path) -> str | tuple[str, ...]:
+    if isinstance(source, tuple):
+        return tuple(str(_absolute_source(one, folder)) for one in source)
+    return source if source == STDLIB else _absolute(source, folder)
 
 
 def _absolute(path: str, folder: Path) -> str:

@@ -110,6 +110,48 @@ def pair(each: Rule) -> Rule:
     return Rule(f"a list of two, each {each.legal}", read)
 
 
+def texts(legal: str) -> Rule:
+    """A text that can be written to a file, or a list of such texts, which becomes a tuple."""
+    one = text(legal)
+
+    def read(value: Any) -> str | tuple[str, ...]:
+        if not isinstance(value, list | tuple):
+            return str(one.read(value))
+        if not value:
+            raise Illegal("The list is empty")
+        return tuple(str(one.read(item)) for item in value)
+
+    return Rule(f"{legal}, or a list of these", read)
+
+
+def tables(legal: str, each: dict[str, Rule]) -> Rule:
+    """A list of tables that have these keys, all of them; it becomes a tuple."""
+
+    def read_one(place: int, value: Any) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise Illegal(f"Part {place} is no table")
+        for name in value:
+            if name not in each:
+                raise Illegal(f"Part {place} has an unknown key {name!r}; its keys: {', '.join(each)}.{did_you_mean(name, each)}")
+        found = {}
+        for name, rule in each.items():
+            if name not in value:
+                raise Illegal(f"Part {place} has no {name}")
+            try:
+                found[name] = rule.read(value[name])
+            except Illegal as error:
+                hint = f". {error}" if str(error) else ""
+                raise Illegal(f"Part {place} has a wrong {name}; legal: {rule.legal}{hint}") from None
+        return found
+
+    def read(value: Any) -> tuple[dict[str, Any], ...]:
+        if not isinstance(value, list | tuple) or not value:
+            raise Illegal
+        return tuple(read_one(place, item) for place, item in enumerate(value, 1))
+
+    return Rule(legal, read)
+
+
 def table(legal: str) -> Rule:
     """A free table of texts, numbers, true and false, lists and tables."""
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from shardwise.core import optim, plan
 from shardwise.core.optim import OptimizerName, Schedule
 from shardwise.core.plan import Dropout, Precision, Recompute
+from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
-from .rules import LARGEST, Rule, choice, integer, key, number, pair, reference, switch, table, text
+from .rules import LARGEST, Rule, choice, integer, key, number, pair, reference, switch, table, tables, text, texts
+
+Resume = Literal["auto", "never"]
 
 
 @dataclass(frozen=True)
@@ -37,17 +40,41 @@ class ModelConfig:
     tied: bool | None = key(switch())
     config: Mapping[str, Any] | None = key(table("a table of values for the transformers config class"))
     arguments: Mapping[str, Any] | None = key(table("a table of keyword arguments of the factory"))
+    weights: str | None = key(text("the path of a safetensors file, or of a folder of them, to start from"))
+
+
+SOURCE = texts(LEGAL_SOURCE)
+MIX = tables(
+    "a list of tables such as {source = \"stdlib\", weight = 0.5}",
+    {"source": SOURCE, "weight": number(0, open_=True)},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """``[data]``: text (``source``) or a dataset (``factory``); ``batch_size`` is in rows of a step."""
+    """``[data]``: text (``source``, or several sources by weight, ``mix``) or a dataset (``factory``).
 
-    source: str | None = key(text('"stdlib", or the path of a text file or a folder of text files'))
+    ``batch_size`` is in rows of a step, ``validation`` the fraction of documents set apart. Text is tokenised once, into
+    ``cache_dir``; ``end_token`` is the token of a tokenizer.json that ends documents.
+    """
+
+    source: str | tuple[str, ...] | None = key(SOURCE)
+    mix: tuple[Mapping[str, Any], ...] | None = key(MIX)
+    text_field: str | None = key(text("the name of the column of text in .jsonl, .parquet and datasets"))
+    tokenizer: str | None = key(text('"bytes", or the path of a tokenizer.json (`shardwise tokenizer train` makes one)'))
+    end_token: str | None = key(text("the token of data.tokenizer that ends a document"))
+    validation: float = key(number(0, below=1))
+    attention: str | None = key(choice("full", "document"))
+    cache_dir: str | None = key(text("the path of a folder for tokens"))
     factory: str | None = key(reference("a function that returns a map-style dataset of dicts of tensors,"))
     arguments: Mapping[str, Any] | None = key(table("a table of keyword arguments of the factory"))
     batch_size: int = key(integer(1), 16)
     sequence_length: int = key(integer(1), 128)
+
+    @property
+    def is_text(self) -> bool:
+        """Is it text, which is tokenised, and not a dataset of the user's?"""
+        return self.factory is None
 
 
 @dataclass(frozen=True)
@@ -74,7 +101,10 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing; ``hang_timeout`` is in seconds."""
+    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing; ``hang_timeout`` is in seconds.
+
+    ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
+    """
 
     steps: int = key(integer(1), 600)
     seed: int = key(integer(0, most=LARGEST), 0)
@@ -84,6 +114,23 @@ class TrainConfig:
     run_dir: str = key(text("the path of a folder"), "runs/train")
     dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
     hang_timeout: float = key(number(0, open_=True), 20.0)
+    eval_every: int = key(integer(0))
+    eval_batches: int = key(integer(1), 20)
+    sample_every: int = key(integer(0), 0)
+    max_restarts: int = key(integer(0), 3)
+    tensorboard: bool = key(switch(), False)
+    resume: Resume = key(choice("auto", "never"), "auto")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """``[checkpoint]``: ``every`` so many steps (0: only at the end and when interrupted); the last ``keep_last`` are kept, and
+    those of every ``keep_every``-th step; ``staging_mib`` is the most memory that copies on their way to disk take."""
+
+    every: int = key(integer(0))
+    keep_last: int = key(integer(1), 2)
+    keep_every: int | None = key(integer(1))
+    staging_mib: int | None = key(integer(1))
 
 
 SECTIONS: dict[str, type[Any]] = {
@@ -92,6 +139,7 @@ SECTIONS: dict[str, type[Any]] = {
     "optimizer": OptimizerConfig,
     "parallel": ParallelConfig,
     "train": TrainConfig,
+    "checkpoint": CheckpointConfig,
 }
 
 

@@ -5,24 +5,33 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from shardwise.core.errors import ConfigError, did_you_mean
 
-from .defaults import BYTE_VOCABULARY
 from .factories import blame
+from .toml import shown
 
 COMMON_KEYS = ("attn_implementation", "num_labels", "output_attentions")
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def transformers_constructor(name: str, values: Mapping[str, Any], length: int | None) -> Callable[[], nn.Module]:
+@dataclass(frozen=True)
+class TextShape:
+    """What a model must fit: samples of ``length`` tokens out of ``vocabulary``; with ``masked``, attention as a mask says."""
+
+    length: int
+    vocabulary: int
+    masked: bool
+
+
+def transformers_constructor(name: str, values: Mapping[str, Any], text: TextShape | None) -> Callable[[], nn.Module]:
     """A function that makes the model class ``name`` from config ``values``.
 
-    ``length`` is the sequence length of byte-level text, which sets the vocabulary and the least context, or
-    None for other data. ConfigError for an unknown class, unknown keys, and values that the config class
+    ``text`` sets the vocabulary and the least context; it is None for other data. ConfigError for an unknown class, unknown keys, and values that the config class
     refuses.
     """
     model_class = _model_class(name)
@@ -42,14 +51,16 @@ def transformers_constructor(name: str, values: Mapping[str, Any], length: int |
     complete = dict(values)
     if "use_cache" in parameters:
         complete.setdefault("use_cache", False)  # of use to generation only
-    if length is not None:
-        complete = _for_text(complete, parameters, aliases, length)
+    if text is not None:
+        complete = _for_text(complete, parameters, aliases, text)
 
     def construct() -> nn.Module:
         with blame("model.transformers", name):
             # A config object of its own for every model, for a model may change it.
             model: nn.Module = model_class(config_class(**complete))
-            return model
+        if text is not None and text.masked:
+            _check_masked(name, model)
+        return model
 
     with blame("model.config", values):
         config_class(**complete)
@@ -60,20 +71,20 @@ def _for_text(
     values: dict[str, Any],
     parameters: Mapping[str, inspect.Parameter],
     aliases: Mapping[str, str],
-    length: int,
+    text: TextShape,
 ) -> dict[str, Any]:
-    """The values with a vocabulary of bytes and a context for a sample; ConfigError if theirs are less."""
+    """The values with the text's vocabulary and a context for a sample; ConfigError if theirs are less."""
     least = {
-        "vocab_size": BYTE_VOCABULARY,
-        aliases.get("max_position_embeddings", "max_position_embeddings"): length,
+        "vocab_size": text.vocabulary,
+        aliases.get("max_position_embeddings", "max_position_embeddings"): text.length,
     }
     for key, needed in least.items():
         spellings = (key, *(alias for alias, real in aliases.items() if real == key))
         given = next((word for word in spellings if word in values), None)
         if given is not None and isinstance(values[given], int) and values[given] < needed:
             raise ConfigError(
-                f"model.config.{given} = {values[given]}: legal: at least {needed}, for text of bytes in "
-                f"samples of data.sequence_length = {length}"
+                f"model.config.{given} = {values[given]}: legal: at least {needed}, for text of {text.vocabulary} "
+                f"tokens in samples of data.sequence_length = {text.length}"
             )
         if given is None and key in parameters:
             default = parameters[key].default
@@ -84,6 +95,17 @@ def _for_text(
         if isinstance(default, int) and default >= values.get("vocab_size", default + 1):
             values.setdefault(token, None)
     return values
+
+
+def _check_masked(name: str, model: nn.Module) -> None:
+    """ConfigError for a model that does not take the mask of documents as it is meant."""
+    legal = 'legal: data.attention = "full", or a model with attention_mask and position_ids and model.config.attn_implementation = "sdpa"'
+    takes = inspect.signature(model.forward).parameters
+    missing = [field for field in ("attention_mask", "position_ids") if field not in takes]
+    used = getattr(model.config, "_attn_implementation", None)
+    if missing or used != "sdpa":  # others would add a mask of true and false to the scores
+        why = f"its forward takes no {' and no '.join(missing)}" if missing else f"its attention is {shown(used)}"
+        raise ConfigError(f'data.attention = "document": not with {name}, for {why}; {legal}')
 
 
 def _model_class(name: str) -> Any:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from shardwise.core.errors import check_count
+from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
 
@@ -64,6 +67,7 @@ class _Source:
     seed: int
     parts: int
     index: int
+    pin: bool = False
 
     def batch(self, state: State) -> tuple[Batch, State]:
         """The batch at ``state`` and the state after it. An epoch's last batch has the rows that are left."""
@@ -71,11 +75,49 @@ class _Source:
         size = self.samples.size
         rows = min(self.batch_size, size - first)
         ranges = rank_rows(rows, self.microbatches, self.parts, self.index)
-        order = np.concatenate([sample_order(self.seed, epoch, first + a, first + b, size) for a, b in ranges])
-        fields = self.samples.read(order.tolist())
-        batch = Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+        order = np.concatenate([self._order(epoch, first + a, first + b) for a, b in ranges])
+        batch = _batch(self.samples.read(order), rows, ranges, self.pin)
         done = first + rows
         return batch, (epoch + 1, 0) if done == size else (epoch, done)
+
+    def _order(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
+        """The samples at places of an epoch: the dataset's own order, or a shuffled one."""
+        own = getattr(self.samples.dataset, "order_rows", None)
+        if own is None:
+            return sample_order(self.seed, epoch, start, stop, self.samples.size)
+        found: NDArray[np.int64] = own(self.seed, epoch, start, stop)
+        return found
+
+
+def _batch(fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool) -> Batch:
+    """A rank's part of a batch; page-locked for a copy to the GPU that nobody waits for, if ``pin`` and there is one."""
+    if pin and torch.cuda.is_available():
+        fields = {name: value.pin_memory() for name, value in fields.items()}
+    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+
+def one_pass(
+    dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, *, batches: int | None = None, pin: bool = False
+) -> Iterator[Batch]:
+    """This rank's part of each batch of one pass over ``dataset``, in its order; the last batch has the rows that are left.
+
+    With ``batches`` no more than that many: their rows are spread evenly over the dataset and are the same each time. Ranks may get
+    different numbers of rows, some none.
+    """
+    check_count("data.batch_size", batch_size)
+    samples, parts, index = Samples(dataset), mesh.axis_size(AXES), mesh.index(rank, AXES)
+    total = samples.size if batches is None else min(samples.size, batches * batch_size)
+    for first in range(0, total, batch_size):
+        rows = min(batch_size, total - first)
+        ranges = rank_rows(rows, microbatches, parts, index)
+        places = np.concatenate([np.arange(first + a, first + b, dtype=np.int64) for a, b in ranges])
+        yield _batch(samples.read(_spread(places, samples.size, total)), rows, ranges, pin)
+
+
+def _spread(places: NDArray[np.int64], size: int, total: int) -> NDArray[np.int64]:
+    """floor(place x size / total), without a product that does not fit 63 bits."""
+    whole, rest = divmod(size, total)
+    return places * whole + places * rest // total
 
 
 class _Prefetch:
@@ -105,6 +147,8 @@ class _Prefetch:
 
     def stop(self) -> None:
         self.stopped.set()
+        with suppress(queue.Empty):
+            self.ready.get_nowait()  # so that a thread that waits for a place need not wait longer
         if self.thread is not threading.current_thread():
             self.thread.join(timeout=5)
 
@@ -117,17 +161,23 @@ class Loader:
     of it this rank takes its share over the mesh axis ``dp``; ranks that differ in other axes only get the
     same rows.
 
-    ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there.
+    A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With ``pin`` the
+    fields lie in page-locked memory where there is a GPU.
+
+    ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there. ``state_dict`` says the
+    same, and of which data, for a checkpoint.
     ``close``, the end of a ``with`` block, or the collection of the loader ends the thread. ConfigError for a
     dataset that is empty or yields samples that differ (:class:`Samples`); an exception inside the dataset is
     raised where the batch is asked for.
     """
 
-    def __init__(self, dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, seed: int = 0, *, pin: bool = False
+    ) -> None:
         check_count("data.batch_size", batch_size)
         check_count("parallel.microbatches", microbatches)
         parts, index = mesh.axis_size(AXES), mesh.index(rank, AXES)
-        self._source = _Source(Samples(dataset), batch_size, microbatches, seed, parts, index)
+        self._source = _Source(Samples(dataset), batch_size, microbatches, seed, parts, index, pin)
         self._state: State = (0, 0)
         self._prefetch: _Prefetch | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -155,6 +205,29 @@ class Loader:
         self.close()
         # A dataset that has shrunk since the state was taken: its epoch is over.
         self._state = (epoch, index) if index < self.samples else (epoch + 1, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and the data it is in, as JSON has them: ``epoch``, ``rows``, ``seed``, ``size``, ``digest``."""
+        epoch, rows = self._state
+        source = self._source
+        return {"epoch": epoch, "rows": rows, "seed": source.seed, "size": source.samples.size, "digest": source.samples.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from the position of a :meth:`state_dict`, of any number of ranks, batch size and microbatches.
+
+        ConfigError if the data, or the seed that orders them, are not those of that state: the position would mean other samples.
+        """
+        here = self.state_dict()
+        if not isinstance(state, Mapping) or set(state) != set(here):
+            raise ConfigError(f"loader state: {state!r} is not legal; legal: a table of {', '.join(here)}")
+        what = {"size": "samples", "digest": "digest", "seed": "train.seed"}
+        found = [f"{words} {state[key]}, here {here[key]}" for key, words in what.items() if state[key] != here[key]]
+        if found:
+            raise ConfigError(
+                f"the data is not the data of the checkpoint: it had {'; '.join(found)}; legal: the data and the train.seed that it "
+                "was written with, or a new run"
+            )
+        self.state = (state["epoch"], state["rows"])
 
     def __iter__(self) -> Iterator[Batch]:
         return self

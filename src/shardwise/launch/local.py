@@ -13,12 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.runtime.progress import read_record
+from shardwise.runtime.progress import ask_to_stop, read_record
 
 from .monitor import Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
@@ -35,12 +36,13 @@ class RunFailed(ShardwiseError):
     """A run ended because of one of its ranks.
 
     ``cause`` is "config", "shardwise", "non-finite", "communication" or "other" for an exception inside a rank, "hang" or "lost" otherwise;
-    ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the ranks were, the culprit's log.
+    ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the ranks were, the culprit's log;
+    ``ending`` is the number of seconds from the first sign of failure to the end of all ranks.
     """
 
-    def __init__(self, message: str, cause: str, rank: int | None, details: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, cause: str, rank: int | None, details: Sequence[str] = (), ending: float = 0.0) -> None:
         super().__init__(message)
-        self.cause, self.rank, self.details = cause, rank, tuple(details)
+        self.cause, self.rank, self.details, self.ending = cause, rank, tuple(details), ending
 
 
 def under_torchrun() -> bool:
@@ -49,11 +51,8 @@ def under_torchrun() -> bool:
 
 
 @contextmanager
-def run_folder(run_dir: Path, files: Sequence[str] = ()) -> Iterator[None]:
-    """Make the folder of a run and keep it for this process: :class:`ConfigError` where another run writes to it.
-
-    What an earlier run left there of logs, records and ``files`` is deleted.
-    """
+def run_folder(run_dir: Path) -> Iterator[None]:
+    """Make the folder of a run and keep it for this process: :class:`ConfigError` where another run writes to it."""
     try:
         for name in ("logs", "monitor"):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
@@ -67,9 +66,13 @@ def run_folder(run_dir: Path, files: Sequence[str] = ()) -> Iterator[None]:
             raise ConfigError(
                 f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each"
             ) from None
-        for old in (*run_dir.glob("logs/rank_*.log"), *run_dir.glob("monitor/rank_*"), *map(run_dir.joinpath, files)):
-            old.unlink(missing_ok=True)
         yield
+
+
+def clear_logs(run_dir: Path) -> None:
+    """Delete the logs that an earlier run left in its folder."""
+    for old in run_dir.glob("logs/*.log"):
+        old.unlink(missing_ok=True)
 
 
 def launch_local(
@@ -80,7 +83,9 @@ def launch_local(
     threads: int,
     hang_timeout: float = 20.0,
     tick: Callable[[], object] | None = None,
-) -> None:
+    on_stop: Callable[[], object] | None = None,
+    on_notice: Callable[[str], object] | None = None,
+) -> bool:
     """Run ``python COMMAND`` as ``ranks`` processes of this machine and wait for their end.
 
     Args:
@@ -89,19 +94,32 @@ def launch_local(
         threads: OpenMP threads of each.
         hang_timeout: seconds without progress after which a rank is taken to hang while others wait for it.
         tick: called ten times a second meanwhile.
+        on_stop: for ranks that stop when their record asks them to, as those of `shardwise train` do: on the first Ctrl-C, SIGTERM or
+            SIGHUP it is called and they are asked; only a second one ends them.
+        on_notice: gets what ranks have to tell the user.
 
-    Raises :class:`RunFailed` as soon as a rank has failed, been killed or stopped, or hangs; all ranks have ended then.  On
-    KeyboardInterrupt, SIGTERM and SIGHUP the ranks are ended first.
+    Returns whether the ranks were asked to stop.  Raises :class:`RunFailed` as soon as a rank has failed, been killed or stopped, or
+    hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP the ranks are ended first.
     """
     import torch
 
+    for old in run_dir.glob("monitor/rank_*"):
+        old.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex
-    watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=torch.cuda.is_available())
+    watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=torch.cuda.is_available(), on_notice=on_notice)
     agent = _Agent(command, ranks, run_id, threads)
+    asked = False
     with _signals():
         try:
             agent.start()
-            _watch(agent, watcher, tick)
+            try:
+                _watch(agent, watcher, tick)
+            except KeyboardInterrupt:
+                if on_stop is None:
+                    raise
+                asked = True
+                on_stop()
+                _watch(agent, watcher, partial(_ask_all_to_stop, watcher, tick))
         except BaseException as stop:
             if isinstance(stop, KeyboardInterrupt):
                 watcher.signal(signal.SIGINT)
@@ -115,26 +133,36 @@ def launch_local(
         raise agent.error
     if agent.exit_codes and not watcher.finished:
         raise _failure(watcher, None, agent.exit_codes)
+    return asked
+
+
+def _ask_all_to_stop(watcher: Watcher, tick: Callable[[], object] | None) -> None:
+    """Ask again and again: ranks that are still starting do not listen yet."""
+    for rank in range(watcher.ranks):
+        ask_to_stop(watcher.run_dir, rank)
+    if tick is not None:
+        tick()
 
 
 def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -> None:
     """Return when the agent is through; raise when a rank hangs."""
-    failed_at = finished_at = None
+    finished_at = None
     while agent.is_alive():
         agent.join(POLL)
         if tick is not None:
             tick()
         hang = watcher.look()
         errors = read_errors(watcher.run_dir)
-        if failed_at is None and (errors or watcher.lost):
-            failed_at = time.monotonic()
+        if watcher.failed_at is None and (errors or watcher.lost):
+            watcher.failed_at = time.monotonic()
         if finished_at is None and watcher.finished:
             finished_at = time.monotonic()
-        if failed_at is not None and time.monotonic() > failed_at + GRACE:
+        if watcher.failed_at is not None and time.monotonic() > watcher.failed_at + GRACE:
             watcher.kill()  # those that are stuck in a call do not hear the agent's SIGTERM
         elif finished_at is not None and time.monotonic() > finished_at + EXIT_TIME:
             watcher.kill()  # threads of a library keep the process
-        elif failed_at is None and hang is not None:
+        elif watcher.failed_at is None and hang is not None:
+            watcher.failed_at = time.monotonic()
             failure = _failure(watcher, hang, {})
             watcher.kill()
             raise failure
@@ -151,7 +179,8 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         return _failed(watcher, origin + first.message, first.kind, first.rank, [])
     if hang is not None:
         rank = hang.culprits[0] if hang.culprits else None
-        return _failed(watcher, hang.message, "hang", rank, watcher.report())
+        stacks = [line for culprit in hang.culprits for line in _stack(watcher, culprit)]
+        return _failed(watcher, hang.message, "hang", rank, [*watcher.report(), *stacks])
     failed = {error.rank for error in errors}
     ours = {rank for rank, one in watcher.watched.items() if one.killed}
     for asked in (False, True):  # SIGTERM is how the agent ends those that are left
@@ -161,6 +190,11 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
     if errors:
         return _failed(watcher, errors[0].message, errors[0].kind, errors[0].rank, [])
     return _failed(watcher, "the ranks ended", "lost", None, watcher.report())
+
+
+def _stack(watcher: Watcher, rank: int) -> list[str]:
+    frames = watcher.stack(rank)
+    return [f"rank {rank} is here (most recent call first):", *frames] if frames else []
 
 
 def _ended(code: int) -> str:
@@ -180,7 +214,8 @@ def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None,
     if rank is not None and cause != "config":
         lines = last_lines(log_path(watcher.run_dir, rank))
         details += [f"the end of {log_path(watcher.run_dir, rank)}:", *(f"  {line}" for line in lines)] if lines else []
-    return RunFailed(message, cause, rank, [*details, f"logs: {logs}"])
+    ending = 0.0 if watcher.failed_at is None else time.monotonic() - watcher.failed_at
+    return RunFailed(message, cause, rank, [*details, f"logs: {logs}"], ending)
 
 
 def last_lines(path: Path, count: int = LOG_LINES) -> list[str]:

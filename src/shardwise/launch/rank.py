@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import runpy
 import signal
@@ -22,6 +23,7 @@ from shardwise.core.errors import ShardwiseError, describe
 from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
 
 from .monitor import RankError, log_path
+from .watch import STACK_SIGNAL, stack_path
 
 FOLLOW_DELAY = 0.5  # seconds by which a rank that lost its peers ends later, so that whoever was first can say why
 PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
@@ -38,6 +40,8 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), name="shardwise-parent", daemon=True).start()
     signal.signal(signal.SIGTERM, _terminated)
     progress = Progress(record_path(run_dir, rank))
+    stack = stack_path(run_dir, rank).open("ab")  # open to the end: the answer must work wherever Python is
+    faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     try:
         yield progress
     except (KeyboardInterrupt, SystemExit) as stop:

@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.models import generate
+from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.interpreter import StepResult
 
 SAMPLE_TOKENS = 400
@@ -33,7 +34,8 @@ class MetricsWriter:
     """Appends one JSON object a step to ``file``, one step late: on a GPU reading a value would wait for the step.
 
     ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from one step's end to the next one's, reading the
-    batch included.
+    batch included.  ``utilisation(rows, seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with
+    what earlier parts of the run have written.
     """
 
     file: TextIO
@@ -42,8 +44,12 @@ class MetricsWriter:
     device: torch.device
     on_step: OnStep | None = None
     history: list[Metrics] = field(default_factory=list)
+    warn: Callable[[str], object] = print
+    utilisation: Callable[[int, float], float] | None = None
+    board: TensorBoard | None = None
     _last: float = field(default_factory=time.perf_counter)
     _pending: tuple[int, int, StepResult, float] | None = None
+    _failed: bool = False
 
     def add(self, step: int, rows: int, result: StepResult) -> None:
         """A step of ``rows`` rows has been issued: write the one before."""
@@ -51,6 +57,10 @@ class MetricsWriter:
         before, self._pending = self._pending, (step, rows, result, now - self._last)
         self._last = now
         self._write(before)
+
+    def restart_clock(self) -> None:
+        """What was done since the last step (an evaluation, saving) is no part of the next."""
+        self._last = time.perf_counter()
 
     def flush(self) -> None:
         """Write the last step."""
@@ -70,11 +80,25 @@ class MetricsWriter:
             "tokens_per_second": rows * self.tokens_per_row / seconds,
             "peak_memory_bytes": peak_memory(self.device),
         }
+        if self.utilisation is not None:
+            values["mfu"] = self.utilisation(rows, seconds)
         self.history.append(values)
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
+        self._append(values)
+        if self.board is not None:
+            self.board.add(values)
         if self.on_step is not None:
             self.on_step(values)
+
+    def _append(self, values: Metrics) -> None:
+        """A full disk costs metrics, not the run."""
+        try:
+            self.file.write(json.dumps(values) + "\n")
+            self.file.flush()
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                self.warn(f"step {values['step']}: metrics.jsonl cannot be written: {error.strerror}; the run goes on")
+            self._failed = True
 
     def summary(self) -> Metrics:
         """First and last loss, and medians over all steps but the first, which warms up."""
@@ -116,8 +140,8 @@ def save_weights(state: Mapping[str, Tensor], module: nn.Module, path: Path) -> 
     part.replace(path)
 
 
-def sample_text(module: nn.Module, prompt: bytes, decode: Callable[[Any], str], seed: int) -> str:
-    """Text that a language model over bytes writes after ``prompt``."""
+def sample_text(module: nn.Module, prompt: Sequence[int], decode: Callable[[Any], str], seed: int) -> str:
+    """Text that a language model writes after the tokens ``prompt``."""
     device = next(module.parameters()).device
     ids = torch.tensor([list(prompt)], device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -130,6 +154,21 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
+
+
+def tokens_per_row(example: Mapping[str, Tensor]) -> int:
+    """Tokens of a sample of text; a sample of anything else counts as one."""
+    ids = example.get("input_ids")
+    return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
+
+
+def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], object]) -> None:
+    """Append an object as a line; where the disk is full, the run goes on without it."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(values) + "\n")
+    except OSError as error:
+        warn(f"{path} cannot be written: {error.strerror}; the run goes on")
 
 
 def _number(value: Tensor) -> float | None:

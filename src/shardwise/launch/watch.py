@@ -13,11 +13,32 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.runtime.progress import Record, read_record
+from shardwise.runtime.progress import Record, read_record, record_path
 
 START_TIMEOUT = 300.0  # seconds for phases that may take long: imports, capture, saving
 LONGEST_LOOK = 1.0  # seconds counted at most between two looks: if we were stopped ourselves, so were perhaps the ranks
+STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
+STACK_TIME = 2.0  # seconds that it has to answer
+POLL_STACK = 0.1
+STACK_LINES = 30
 IDLE = 0.05  # share of a core below which a silent process is thought to do nothing
+
+
+def stack_path(run_dir: Path, rank: int) -> Path:
+    """Where rank ``rank`` writes its Python stack on :data:`STACK_SIGNAL`."""
+    return record_path(run_dir, rank).with_suffix(".stack")
+
+
+def _current_thread(text: str) -> list[str]:
+    """The frames of the thread that answered, the innermost first, from what ``faulthandler`` wrote."""
+    _, found, rest = text.partition("Current thread")
+    lines = (rest if found else text).splitlines()[1:]
+    frames = []
+    for line in lines:
+        if not line.startswith("  "):
+            break
+        frames.append(line)
+    return frames[:STACK_LINES]
 
 
 @dataclass
@@ -90,7 +111,7 @@ class Hang:
 class Watcher:
     """Looks at the ranks of one run: children of this process that torchelastic has given ``run_id``.
 
-    ``timeout`` is in seconds; ``asynchronous``: ranks on GPUs, whose waits are not seen, but who never take long to issue an
+    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs, whose waits are not seen, but who never take long to issue an
     instruction.
     """
 
@@ -100,6 +121,8 @@ class Watcher:
     timeout: float = 20.0
     asynchronous: bool = False
     start_timeout: float = START_TIMEOUT
+    on_notice: Callable[[str], object] | None = None
+    failed_at: float | None = None  # time.monotonic() of the first sign that a rank failed
     watched: dict[int, Watched] = field(default_factory=dict)
     _last: float = field(default_factory=time.monotonic)
 
@@ -109,7 +132,10 @@ class Watcher:
         seconds, self._last = min(now - self._last, LONGEST_LOOK), now
         self.find()
         for rank, one in self.watched.items():
+            told = one.record.notice if one.record is not None else ""
             one.look(partial(read_record, self.run_dir, rank), seconds)
+            if self.on_notice is not None and one.record is not None and one.record.notice not in ("", told):
+                self.on_notice(one.record.notice)
         return self._stopped() or self._hanging() or self._deadlocked() or self._silent()
 
     def find(self) -> None:
@@ -139,6 +165,23 @@ class Watcher:
     def report(self) -> list[str]:
         """One line a rank: where it is."""
         return [f"rank {rank}: {one.describe()}" for rank, one in sorted(self.watched.items())]
+
+    def stack(self, rank: int) -> list[str]:
+        """Where a rank's Python code is, as its main thread says when asked; nothing if it does not answer."""
+        one = self.watched.get(rank)
+        if one is None or one.stopped or not one.alive:
+            return []
+        path = stack_path(self.run_dir, rank)
+        with suppress(OSError, psutil.Error):
+            before = path.stat().st_size  # no file: the rank would die of the signal
+            one.process.send_signal(STACK_SIGNAL)
+            deadline = time.monotonic() + STACK_TIME
+            while time.monotonic() < deadline:
+                time.sleep(POLL_STACK)
+                text = path.read_bytes()[before:].decode(errors="replace")
+                if text.endswith("\n"):
+                    return _current_thread(text)
+        return []
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every rank's process, as a terminal would."""

@@ -14,9 +14,10 @@ def main() -> None:
     with rank_process(run_dir) as progress:
         from shardwise.config import load_config  # imports torch: only now, when its warnings go to the log
 
+        from .run import Side
         from .training import train
 
-        train(load_config(run_dir / "config.toml"), progress)
+        train(load_config(run_dir / "config.toml"), Side(progress))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,21 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
 
 
+def document_mask(documents: Tensor) -> Tensor:
+    """Which key (last dim) each query may look at, (B, 1, S, S) bool: those of its own document up to itself.
+
+    ``documents`` (B, S) says which document each token is of.
+    """
+    places = torch.arange(documents.shape[1], device=documents.device)
+    causal = places.unsqueeze(1) >= places
+    return ((documents.unsqueeze(2) == documents.unsqueeze(1)) & causal).unsqueeze(1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    """Attention of (B, heads, S, size), causal, or as ``mask`` (B, 1, S, S) allows."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+
+
 class Attention(nn.Module):
     """Causal self-attention (B, S, width) -> (B, S, width), with one linear for queries, keys and values."""
 
@@ -29,10 +44,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         size = x.shape[-1] // self.heads
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, size)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+        y = attend(q, k, v, mask, self.dropout if self.training else 0.0)
         return self.proj(y.transpose(1, 2).flatten(2))
 
 
@@ -59,8 +74,8 @@ class Block(nn.Module):
         self.mlp = MLP(width, hidden)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), mask))
         return x + self.drop(self.mlp(self.norm2(x)))
 
 
@@ -106,14 +121,19 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or the loss if there are ``labels``.
 
-        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored.
+        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored. ``documents`` (B, S), growing along S, says which
+        document each token is of: attention stays inside documents, and positions begin anew in each.
         """
-        positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        mask = None if documents is None else document_mask(documents)
+        if mask is None:
+            positions = torch.arange(input_ids.shape[1], device=input_ids.device)
+        else:
+            positions = mask.squeeze(1).sum(-1) - 1  # tokens of the same document before this one
         x = self.drop(self.wte(input_ids) + self.wpe(positions))
         for block in self.blocks:
-            x = block(x)
+            x = block(x, mask)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits if labels is None else token_loss(logits, labels)

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .gpt import token_loss
+from .gpt import attend, document_mask, token_loss
 
 
 class RMSNorm(nn.Module):
@@ -59,11 +59,11 @@ class Attention(nn.Module):
             return x
         return x.unsqueeze(2).expand(-1, -1, self.groups, -1, -1).flatten(1, 2)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
         q = rotate(self._heads(self.q_proj(x)), rotary)
         k = self._shared(rotate(self._heads(self.k_proj(x)), rotary))
         v = self._shared(self._heads(self.v_proj(x)))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = attend(q, k, v, mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -95,8 +95,8 @@ class Block(nn.Module):
         self.norm2 = RMSNorm(width)
         self.mlp = SwiGLU(width, hidden)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x), rotary)
+    def forward(self, x: Tensor, rotary: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.attention(self.norm1(x), rotary, mask)
         return x + self.mlp(self.norm2(x))
 
 
@@ -137,11 +137,16 @@ class Llama(nn.Module):
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss for aligned ``labels``."""
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss for aligned ``labels``.
+
+        ``documents`` (B, S) says which document each token is of: attention stays inside documents. Positions need not begin anew,
+        for rotary attention sees their differences only.
+        """
+        mask = None if documents is None else document_mask(documents)
         x = self.embedding(input_ids)
         rotary = self.rotary[:, : input_ids.shape[1]].to(x.dtype)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits if labels is None else token_loss(logits, labels)

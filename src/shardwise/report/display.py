@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections import deque
@@ -24,15 +25,21 @@ Metrics = dict[str, Any]
 
 
 class Follower:
-    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end."""
+    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end.
+
+    A file that has been replaced (by a run that goes on from a checkpoint) is read from its beginning.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+        self._path, self._offset, self._inode = path, 0, 0
 
     def read(self) -> list[Metrics]:
         """The objects written since the last call."""
         try:
             with self._path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._offset, self._inode = 0, inode
                 file.seek(self._offset)
                 text = file.read()
         except FileNotFoundError:
@@ -45,8 +52,9 @@ class Follower:
 class Display:
     """A progress bar on a terminal; elsewhere a line now and then.  :meth:`update` reads what is new and shows it."""
 
-    def __init__(self, console: Console, run_dir: Path, steps: int, start: str) -> None:
+    def __init__(self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0) -> None:
         self._console, self._steps, self._start = console, steps, start
+        self._evaluations, self._evaluated = Follower(run_dir / "evaluations.jsonl"), first
         self._about = run_dir / "about.json"
         self._described = False
         self._follower = Follower(run_dir / "metrics.jsonl")
@@ -85,6 +93,7 @@ class Display:
             for line in describe(json.loads(self._about.read_text(encoding="utf-8"))):
                 self.say(line)
         self._recent.extend(new)
+        self._show_evaluations()
         if self._bar is not None:
             if new:
                 self._bar.show(new[-1], self._speed, self._left)
@@ -92,6 +101,13 @@ class Display:
         elif new and self._due(new[-1]["step"]):
             self._shown = time.monotonic()
             self.say(self._line(new[-1]))
+
+    def _show_evaluations(self) -> None:
+        for one in self._evaluations.read():
+            if one["step"] > self._evaluated:
+                self._evaluated = one["step"]
+                perplexity = f", perplexity {one['perplexity']:.2f}" if "perplexity" in one else ""
+                self.say(f"after step {one['step']}: validation loss {decimal(one['validation_loss'])}{perplexity}")
 
     def _due(self, step: int) -> bool:
         return step + 1 == self._steps or time.monotonic() > self._shown + LINE_INTERVAL
@@ -150,8 +166,10 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
     """The result of a run (``result.json``, ``seconds`` in all) as a table, and the text that the model wrote."""
     first, last = decimal(result["loss_first"]), decimal(result["loss_last"])
     speed = result["tokens_per_second"]
+    perplexity = f" (perplexity {result['perplexity']:.2f})" if "perplexity" in result else ""
     rows = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
+        "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
         "speed": None if speed is None else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
         "time": f"{duration(seconds)}, of it {duration(result['training_seconds'])} training",
         "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",

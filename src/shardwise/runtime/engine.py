@@ -64,14 +64,14 @@ class Engine:
         self.memory = Memory(buckets, leaves, buffers, torch.zeros((), dtype=torch.float32, device=comm.device))
         self.interpreter = Interpreter(comm, self.memory, batch_axes(compiled.plan), seed, clip_norm, progress)
 
-    def step(self, fields: Mapping[str, Tensor], rows: int) -> StepResult:
+    def step(self, fields: Mapping[str, Tensor], rows: int, stop: bool = False) -> StepResult:
         """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
 
-        All ranks call it together.  Returns device tensors; nothing is read on the host.
+        All ranks call it together; those that shall stop say so.  Returns device tensors; nothing is read on the host.
         """
         traces = self.choose(fields, rows)
         program = self.compiled.programs(traces[0], len(traces))[0]
-        given = StepInput(fields, rows, self.step_index, self.optimizer.learning_rate(self.step_index))
+        given = StepInput(fields, rows, self.step_index, self.optimizer.learning_rate(self.step_index), stop)
         result = self.interpreter.run(traces, program, given)
         self.step_index += 1
         return result
@@ -80,7 +80,7 @@ class Engine:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled)
-        for name in {n for t in traces for u in t.units for n in u.parameters} - set(self.memory.leaves):
+        for name in {n for t in traces for u in t.units for n in u.parameters} & set(self.unused):
             self.memory.leaves[name] = self.unused[name].to(self.comm.device, _compute_dtype(traces[0], self.unused[name]))
         program = compiled.programs(traces[0], len(traces))[0]
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))

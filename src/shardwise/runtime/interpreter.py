@@ -33,25 +33,31 @@ class Memory:
 
 @dataclass
 class StepInput:
-    """One rank's part of a batch: rows of its microbatches one after the other, of a batch of ``rows`` rows in all."""
+    """One rank's part of a batch: rows of its microbatches one after the other, of a batch of ``rows`` rows in all.
+
+    ``stop``: this rank has been asked to stop after the step, or soon after.
+    """
 
     fields: Mapping[str, Tensor]
     rows: int
     step: int
     lr: float
+    stop: bool = False
 
 
 @dataclass
 class StepResult:
     """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
 
-    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.
+    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
+    number of ranks that have been asked to stop, the same on all.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     weight: Tensor
+    stop: Tensor
 
 
 @dataclass
@@ -96,7 +102,9 @@ class _Step:
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
-        self.loss = torch.zeros((), dtype=self.wide, device=comm.device)
+        # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
+        self.shared = torch.tensor([0.0, self.given.stop], dtype=self.wide, device=comm.device)
+        self.loss = self.shared[0]
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         self.coefficient: Tensor | None = None
         self.start: list[int] = []
@@ -129,7 +137,7 @@ class _Step:
         for at in list(self.handles):
             self.wait(at, program)
         self.commit_buffers()
-        return StepResult(self.loss, self.norm, self.memory.halted.clone(), self.amount())
+        return StepResult(self.loss, self.norm, self.memory.halted.clone(), self.amount(), self.shared[1])
 
     def amount(self) -> Tensor:
         """What the batch weighs among others."""
@@ -301,7 +309,7 @@ class _Step:
 
     def reduce(self, one: Instruction) -> None:
         if one.bucket < 0:
-            self.collective(one, self.loss, "loss")
+            self.collective(one, self.shared, "loss")
         else:
             self.collective(one, self.memory.buckets[one.bucket].grad, f"gradient bucket {one.bucket}")
 

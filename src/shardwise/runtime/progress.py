@@ -1,7 +1,7 @@
 """What a rank is doing, told to whoever watches: a small record in a file that both map into memory.
 
 Each rank owns one record and writes it before every instruction and around every blocking wait; a write is one
-``struct.pack_into``.
+``struct.pack_into``.  The byte after the record is the watcher's: not zero asks the rank to stop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from shardwise.core.instruction import Instruction
 
 RUN_DIR = "SHARDWISE_RUN_DIR"  # environment variable: where the launcher of a user's script looks for records
-RECORD = struct.Struct("<Qqi???d96s200sQ")  # the fields of Record but for the rank, and once more the number of writes
+RECORD = struct.Struct("<Qqi???d96s200s240sQ")  # the fields of Record but for the rank, and once more the number of writes
+TIMELINE = 32  # phases that are remembered: those of the start
 TORN_READS = 20  # times that a record is read again because it is being written
 TORN_WAIT = 0.5e-3  # seconds in between
 
@@ -27,7 +28,7 @@ class Record:
 
     ``waiting``: it is blocked in a communication, ``waiting_for``; ``patient``: it is in a phase that may take long (the start,
     saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the epoch; ``step`` is -1
-    outside of steps.
+    outside of steps.  ``notice`` is the last thing that it had to tell the user: here, as a full disk takes no log.
     """
 
     rank: int
@@ -40,6 +41,7 @@ class Record:
     time: float
     doing: str
     waiting_for: str
+    notice: str = ""
 
     @property
     def place(self) -> str:
@@ -58,12 +60,14 @@ class Progress:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w+b") as file:
-            file.truncate(RECORD.size)
-            self._memory = mmap.mmap(file.fileno(), RECORD.size)
+            file.write(bytes(RECORD.size + 1))  # not truncate: a write into a hole of a full disk would kill the process
+            file.flush()
+            self._memory = mmap.mmap(file.fileno(), RECORD.size + 1)
         self._texts: dict[int, tuple[Instruction, bytes]] = {}  # by identity: hashing an instruction takes longer
         self._writes, self._step, self._position = 0, -1, -1
         self._patient = self._done = False
-        self._doing = self._waiting_for = b""
+        self._doing = self._waiting_for = self._notice = b""
+        self.timeline: list[tuple[str, float]] = []  # phases and when they began (time.time()), for logs
         self.phase("starting")
 
     @staticmethod
@@ -74,9 +78,16 @@ class Progress:
 
     def phase(self, text: str, *, patient: bool = True) -> None:
         """Work outside of a step; ``patient``: it may take long."""
+        if len(self.timeline) < TIMELINE:
+            self.timeline.append((text, time.time()))
         self._step, self._position, self._patient = -1, -1, patient
         self._doing, self._waiting_for = text.encode(), b""
         self._write()
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether whoever watches has asked this rank to stop (:func:`ask_to_stop`)."""
+        return self._memory[RECORD.size] != 0
 
     def begin(self, step: int) -> None:
         """A step begins, with reading its batch."""
@@ -97,6 +108,11 @@ class Progress:
         self._waiting_for = what.encode() if what else b""
         self._write()
 
+    def tell(self, notice: str) -> None:
+        """Something that the user has to know."""
+        self._notice = notice.encode()
+        self._write()
+
     def finish(self) -> None:
         """The rank has done all its work."""
         self._done = True
@@ -106,13 +122,23 @@ class Progress:
         self._writes += 1
         RECORD.pack_into(
             self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient, self._done,
-            time.time(), self._doing, self._waiting_for, self._writes,
+            time.time(), self._doing, self._waiting_for, self._notice, self._writes,
         )  # fmt: skip
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
     """Where rank ``rank`` keeps its record."""
     return run_dir / "monitor" / f"rank_{rank}"
+
+
+def ask_to_stop(run_dir: Path, rank: int) -> None:
+    """Ask a rank to stop after its step; nothing happens while it has no record."""
+    try:
+        with record_path(run_dir, rank).open("r+b") as file:
+            file.seek(RECORD.size)
+            file.write(b"\1")
+    except OSError:
+        return
 
 
 def read_record(run_dir: Path, rank: int) -> Record | None:
@@ -123,11 +149,11 @@ def read_record(run_dir: Path, rank: int) -> Record | None:
             found = path.read_bytes()
         except OSError:
             return None
-        if len(found) != RECORD.size:
+        if len(found) != RECORD.size + 1:
             return None
-        *numbers, doing, waiting_for, writes = RECORD.unpack(found)
+        *numbers, doing, waiting_for, notice, writes = RECORD.unpack(found[:-1])
         if writes and writes == numbers[0]:  # a write begins with zeros and ends with the last field
-            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (doing, waiting_for))
+            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (doing, waiting_for, notice))
             return Record(rank, *numbers, *texts)
         time.sleep(TORN_WAIT)
     return None

@@ -1,0 +1,25 @@
+"""Checkpoints: written by any number of ranks while training goes on, read by any other number, never unpickled."""
+
+from __future__ import annotations
+
+from .atoms import Gather, Piece, alone
+from .export import export
+from .reader import Checkpoint, checkpoints, latest
+from .weights import Weights, load_weights, read_weights
+from .writer import CheckpointWriter, Saved, Saving
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointWriter",
+    "Gather",
+    "Piece",
+    "Saved",
+    "Saving",
+    "Weights",
+    "alone",
+    "checkpoints",
+    "export",
+    "latest",
+    "load_weights",
+    "read_weights",
+]

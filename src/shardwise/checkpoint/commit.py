@@ -1,0 +1,127 @@
+"""What ranks tell each other while a checkpoint is written, and how rank 0 makes it complete."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.layout import Box
+
+from .atoms import Piece, dtype_name, dtype_names
+from .container import Entry, HashedFile
+from .folder import MANIFEST, free_name, publish, sync_folder
+from .manifest import FileRecord, Manifest, Stored, TensorRecord
+
+SLACK = 1 << 20  # bytes for headers and the manifest, when free space is looked at
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A rank before it writes: its bytes, the bytes that it sees free on the disk, and why it cannot write."""
+
+    step: int
+    nbytes: int
+    free: int
+    error: str | None
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Ready:
+        """From :meth:`to_bytes`."""
+        return Ready(**json.loads(data))
+
+
+def refusal(ranks: Sequence[Ready]) -> str | None:
+    """Why nobody should begin to write, or None; the same on all ranks, as they look at the same answers."""
+    for rank, ready in enumerate(ranks):
+        if ready.error is not None:
+            return f"rank {rank}: {ready.error}"
+        if ready.step != ranks[0].step:
+            return f"rank {rank} saves step {ready.step}, rank 0 step {ranks[0].step}"
+    needed, free = sum(ready.nbytes for ready in ranks) + SLACK, min(ready.free for ready in ranks)
+    return f"no space left: it needs {needed:,} bytes, {free:,} are free" if needed > free else None
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A rank after it has written: its file, None where it had nothing to write, and the pieces in it.
+
+    A piece is [tensor, shape, dtype, key or None, start, stop]; one without elements has no key.
+    """
+
+    file: str | None
+    nbytes: int
+    sha256: str
+    pieces: list[list[Any]]
+    error: str | None
+
+    @staticmethod
+    def of(
+        pieces: Sequence[Piece], entries: Sequence[Entry], file: str | None, nbytes: int, sha256: str, error: str | None
+    ) -> RankRecord:
+        """From the pieces of a rank, those in the file first, and their entries in it."""
+        keys = [entry.key for entry in entries] + [None] * (len(pieces) - len(entries))
+        described = [
+            [one.name, list(one.shape), dtype_name(one.tensor.dtype), key, list(one.box.start), list(one.box.stop)]
+            for one, key in zip(pieces, keys, strict=True)
+        ]
+        return RankRecord(file, nbytes, sha256, described, error)
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> RankRecord:
+        """From :meth:`to_bytes`."""
+        return RankRecord(**json.loads(data))
+
+
+def commit(folder: Path, part: Path, step: int, meta: Mapping[str, Any], records: Sequence[RankRecord]) -> Path:
+    """Write the manifest into ``part`` and make it a checkpoint of ``folder``.
+
+    Raises:
+        ShardwiseError: a rank failed, or the pieces of all ranks do not tile every tensor.
+        OSError: the disk does not take it.
+    """
+    for rank, record in enumerate(records):
+        if record.error is not None:
+            raise ShardwiseError(f"rank {rank}: {record.error}")
+    files = {one.file: FileRecord(one.nbytes, one.sha256) for one in records if one.file is not None}
+    manifest = Manifest(step, len(records), meta, files, _tensors(records))
+    wrong = manifest.fault()
+    if wrong:
+        raise ShardwiseError(f"the pieces of all ranks are no whole checkpoint: {wrong}")
+    file = HashedFile(part / MANIFEST)
+    try:
+        file.write(manifest.to_bytes())
+        file.sync()
+    finally:
+        file.close()
+    path = free_name(folder, step)
+    publish(part, path)
+    sync_folder(folder.parent)  # for the first checkpoint, which has made the folder
+    return path
+
+
+def _tensors(records: Sequence[RankRecord]) -> dict[str, TensorRecord]:
+    """The tensors that the pieces of all ranks are parts of."""
+    heads: dict[str, tuple[tuple[int, ...], str]] = {}
+    stored: dict[str, list[Stored]] = {}
+    for rank, record in enumerate(records):
+        for name, shape, dtype, key, start, stop in record.pieces:
+            head = heads.setdefault(name, (tuple(shape), dtype))
+            if head != (tuple(shape), dtype):
+                raise ShardwiseError(f"tensor {name!r} is {dtype} {shape} on rank {rank}, {head[1]} {list(head[0])} on another")
+            boxes = stored.setdefault(name, [])
+            if key is not None and record.file is not None:
+                boxes.append(Stored(record.file, key, Box(tuple(start), tuple(stop))))
+    known = dtype_names()
+    return {name: TensorRecord(shape, known[dtype], tuple(stored[name])) for name, (shape, dtype) in heads.items()}

@@ -1,0 +1,193 @@
+"""The safetensors container: eight bytes of length, a JSON header, the values in little-endian order without gaps.
+
+Source: the format's own description, https://github.com/huggingface/safetensors#format.  Written here in one pass, so that the
+values are hashed on their way from staging memory to the disk and copied nowhere else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+
+from .atoms import dtype_name, dtype_names
+from .strict import LARGEST, FileError, parse_json, regular_size
+
+ALIGN = 64
+LONGEST_HEADER = 99_000_000  # safetensors reads headers up to 100 MB
+CHUNK = 8 << 20  # bytes in one write and one update of a hash
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a file; ``start`` and ``stop`` are bytes, from the first byte of values on."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    stop: int
+
+
+def lay_out(tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> list[Entry]:
+    """Place tensors one after the other; wide dtypes have to come first, for each to be aligned to its own width."""
+    found, end = [], 0
+    for key, shape, dtype in tensors:
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        found.append(Entry(key, tuple(shape), dtype, start, end))
+    return found
+
+
+def header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the values, padded so that they begin at a multiple of 64 bytes."""
+    if sys.byteorder != "little":
+        raise ShardwiseError("checkpoints can only be written by a little-endian machine")
+    described: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for entry in entries:
+        offsets = [entry.start, entry.stop]
+        described[entry.key] = {"dtype": dtype_name(entry.dtype), "shape": list(entry.shape), "data_offsets": offsets}
+    text = json.dumps(described, separators=(",", ":")).encode()
+    if len(text) > LONGEST_HEADER:
+        raise ShardwiseError(
+            f"{len(entries):,} tensors are too many for one safetensors file: its header has {len(text):,} bytes"
+        )
+    text += b" " * (-(len(text) + 8) % ALIGN)
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The tensors of a file and its metadata.
+
+    Raises:
+        ConfigError: naming the file, where it is not a whole and well-formed safetensors file.
+    """
+    size = regular_size(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+            if length > size - 8:
+                raise FileError(path, f"not a safetensors file, or cut short: it has {size} bytes")
+            text = file.read(length)
+    except OSError as error:
+        raise FileError(path, f"cannot be read: {error.strerror}") from error
+    described = parse_json(path, text)
+    if not isinstance(described, dict):
+        raise FileError(path, "not a safetensors file: its header is no JSON object")
+    metadata = described.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
+        raise FileError(path, "not a safetensors file: its metadata are not text")
+    entries = {key: _entry(path, key, value) for key, value in described.items()}
+    end = 0
+    for entry in sorted(entries.values(), key=lambda entry: (entry.start, entry.stop)):
+        if entry.start != end:
+            raise FileError(path, f"the values of {entry.key!r} begin at byte {entry.start} instead of {end}")
+        end = entry.stop
+    if size != 8 + length + end:
+        raise FileError(path, f"has {size} bytes; its header asks for {8 + length + end}")
+    return entries, metadata
+
+
+def _entry(path: Path, key: str, value: Any) -> Entry:
+    """A tensor as the header describes it, checked."""
+    wrong = FileError(path, f"not a safetensors file: the header's entry {key!r} is not legal")
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise wrong
+    name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
+        raise wrong
+    if any(not isinstance(number, int) or isinstance(number, bool) or number < 0 for number in [*shape, *offsets]):
+        raise wrong
+    if math.prod(max(number, 1) for number in shape) > LARGEST:
+        raise wrong
+    if not isinstance(name, str) or name not in dtype_names():
+        raise FileError(path, f"{key!r} has the unknown dtype {name!r}; legal: {', '.join(dtype_names())}")
+    dtype = dtype_names()[name]
+    if offsets[1] - offsets[0] != math.prod(shape) * dtype.itemsize:
+        raise FileError(path, f"{key!r} has {offsets[1] - offsets[0]} bytes for the shape {shape} of {name}")
+    return Entry(key, tuple(shape), dtype, offsets[0], offsets[1])
+
+
+class HashedFile:
+    """A new file that is hashed while it is written; ``close`` puts it on the disk for good."""
+
+    def __init__(self, path: Path) -> None:
+        self.nbytes = 0
+        self._hash = hashlib.sha256()
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes; OSError where the disk takes no more.  Neither hashing nor writing holds the GIL."""
+        view = memoryview(data)
+        for start in range(0, len(view), CHUNK):
+            chunk = view[start : start + CHUNK]
+            self._hash.update(chunk)
+            while chunk:
+                chunk = chunk[os.write(self._fd, chunk) :]
+        self.nbytes += len(view)
+
+    def sync(self) -> None:
+        """Wait until all of it is on the disk."""
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        """Close it, written or not."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    @property
+    def sha256(self) -> str:
+        """The digest of what has been written."""
+        return self._hash.hexdigest()
+
+
+def write_file(
+    path: Path,
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    read: Callable[[str], Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write tensors that ``read`` gives one at a time: at most one of them is in memory."""
+    ordered = sorted(tensors, key=lambda tensor: -tensor[2].itemsize)
+    file = HashedFile(path)
+    try:
+        file.write(header(lay_out(ordered), metadata))
+        for key, _, _ in ordered:
+            file.write(bytes_of(read(key)))
+        file.sync()
+    finally:
+        file.close()
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor, in row-major order, on the CPU."""
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if not flat.numel():
+        return memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
+
+
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file; ConfigError where it cannot be read."""
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(CHUNK))
+    try:
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                digest.update(buffer[:count])
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    return digest.hexdigest()

@@ -1,0 +1,139 @@
+"""A checkpoint's model as a folder of safetensors that other programs read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError
+
+from .container import write_file
+from .folder import sync_folder
+from .manifest import TensorRecord
+from .reader import Checkpoint
+from .weights import INDEX, MODEL, SINGLE, aliases_of
+
+SHARD_BYTES = 5 * 2**30
+
+
+def export(checkpoint: Checkpoint, out: Path, *, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype | None = None) -> list[Path]:
+    """Write the model of a checkpoint into the new folder ``out``; returns the files.
+
+    A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once.  Any other gets
+    plain safetensors, whose metadata map the other names of tied tensors to the one that is there.  Files larger than
+    ``shard_bytes`` are split, with an index.  ``dtype`` converts floating tensors.  The checkpoint is verified first, one tensor
+    at a time is in memory, and ``out`` appears when all of it is written.
+
+    Raises:
+        ConfigError: a damaged checkpoint, one without a model, an ``out`` that is not empty, or a disk that does not take it.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out}: exists and is not empty; legal: a new or empty folder")
+    if shard_bytes < 1:
+        raise ConfigError(f"shard_bytes: {shard_bytes} is not legal; legal: 1 or more")
+    checkpoint.verify()
+    part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        part.mkdir()
+        files = _write(checkpoint, part, shard_bytes, dtype)
+        sync_folder(part)
+        part.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return [out / file for file in files]
+
+
+def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dtype | None) -> list[str]:
+    """Write all files into ``part``; returns their names."""
+    tensors = _tensors(checkpoint, dtype)
+    transformers = _transformers(checkpoint)
+    aliases = aliases_of(checkpoint)
+    if transformers is not None and transformers["config"].get("tie_word_embeddings") is False:
+        # from_pretrained ties nothing then, so that each name needs its values
+        tensors.update({alias: tensors[name] for alias, name in aliases.items()})
+    metadata = {"format": "pt"} if transformers is not None else {"format": "pt", **aliases}
+    shards = _shards(tensors, shard_bytes)
+    names = [SINGLE] if len(shards) == 1 else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+
+    def read(name: str) -> Tensor:
+        return checkpoint.read(MODEL + aliases.get(name, name)).to(tensors[name].dtype)
+
+    for file, keys in zip(names, shards, strict=True):
+        write_file(part / file, [(key, tensors[key].shape, tensors[key].dtype) for key in keys], read, metadata)
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        where = {key: file for file, keys in zip(names, shards, strict=True) for key in keys}
+        _write_json(part / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        names.append(INDEX)
+    if transformers is not None:
+        _write_json(part / "config.json", _config(transformers, tensors))
+        names.append("config.json")
+    return names
+
+
+def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, TensorRecord]:
+    """The model's tensors by their names in the model, with the dtype that they are written in."""
+    found = {}
+    for name, one in checkpoint.tensors.items():
+        if name.startswith(MODEL):
+            chosen = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
+            found[name.removeprefix(MODEL)] = TensorRecord(one.shape, chosen, ())
+    if not found:
+        raise ConfigError(f"{checkpoint.path}: holds no tensor whose name begins with {MODEL!r}: there is no model to export")
+    return found
+
+
+def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """Class and configuration of a transformers model, as the checkpoint has them; None for another model."""
+    model = checkpoint.meta.get("model")
+    found = model.get("transformers") if isinstance(model, Mapping) else None
+    if found is None:
+        return None
+    if not isinstance(found, Mapping) or not isinstance(found.get("class"), str) or not isinstance(found.get("config"), Mapping):
+        raise ConfigError(f"{checkpoint.path}: meta.model.transformers has to hold a class and a config")
+    if not isinstance(found["config"].get("model_type"), str):
+        raise ConfigError(f"{checkpoint.path}: meta.model.transformers.config has no model_type, which from_pretrained needs")
+    return {"class": found["class"], "config": dict(found["config"])}
+
+
+def _config(transformers: Mapping[str, Any], tensors: Mapping[str, TensorRecord]) -> dict[str, Any]:
+    """What ``config.json`` holds: the model's class, and as dtype the one that the tensors have."""
+    config = {**transformers["config"], "architectures": [transformers["class"]]}
+    dtypes = {one.dtype for one in tensors.values() if one.dtype.is_floating_point}
+    if len(dtypes) == 1:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtypes.pop()).removeprefix("torch.")
+    return config
+
+
+def _shards(tensors: Mapping[str, TensorRecord], shard_bytes: int) -> list[list[str]]:
+    """The names of each file: in order, as many as fit; a larger tensor has a file of its own."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and held + tensor.nbytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += tensor.nbytes
+    return shards
+
+
+def _write_json(path: Path, value: Mapping[str, Any] | Sequence[Any]) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

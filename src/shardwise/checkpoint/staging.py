@@ -1,0 +1,167 @@
+"""Staging: the values of a moment, copied aside within bounded memory and read from there by a thread that writes.
+
+The pieces are one stream of bytes.  The memory is cut into blocks: one thread fills free blocks, in order, another empties them.
+If the stream is no longer than the memory, the filler never waits.  If it is longer, filling goes on as blocks come back.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.core.flat import range_boxes
+
+from .atoms import Piece
+
+BLOCK = 16 << 20
+UNIT = 64  # blocks begin at multiples of it, so that every dtype is aligned in them
+LEAST_BYTES = 4 * UNIT
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes ``start`` to ``stop`` of the stream: ``raw`` where they are contiguous in memory, else the ``strided`` tensor."""
+
+    start: int
+    stop: int
+    raw: Tensor | None
+    strided: Tensor | None = None
+
+
+def runs_of(pieces: Sequence[Piece]) -> list[Run]:
+    """The stream of ``pieces``, in order; neighbours in memory become one run."""
+    found: list[Run] = []
+    end = 0
+    for piece in pieces:
+        tensor, start = piece.tensor.detach(), end
+        end = start + piece.nbytes
+        if start == end:
+            continue
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            found.append(Run(start, end, None, tensor))
+            continue
+        raw = tensor.reshape(-1).view(torch.uint8)
+        joined = _joined(found[-1].raw, raw) if found else None
+        found[-1:] = [Run(found[-1].start, end, joined)] if joined is not None else [*found[-1:], Run(start, end, raw)]
+    return found
+
+
+def _joined(before: Tensor | None, after: Tensor) -> Tensor | None:
+    """Both as one view, if they are neighbours in the same memory."""
+    if before is None or before.untyped_storage().data_ptr() != after.untyped_storage().data_ptr():
+        return None
+    if before.storage_offset() + before.numel() != after.storage_offset():
+        return None
+    view = torch.empty(0, dtype=torch.uint8, device=after.device)
+    return view.set_(after.untyped_storage(), before.storage_offset(), (before.numel() + after.numel(),), (1,))
+
+
+class Staging:
+    """Memory for values on their way to the disk, made once and used again; ``bound`` is the most bytes it may take."""
+
+    def __init__(self, bound: int | None) -> None:
+        self.bound = bound
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes it takes now."""
+        return self._memory.numel()
+
+    def needed(self, nbytes: int) -> int:
+        """The bytes it takes once a stream of ``nbytes`` has passed through it."""
+        whole = -(-nbytes // UNIT) * UNIT
+        return max(self.nbytes, whole if self.bound is None else min(whole, self.bound // UNIT * UNIT))
+
+    def prepare(self, nbytes: int, pinned: bool) -> None:
+        """Make the memory for a stream of ``nbytes``, and touch each page of it; pinned memory is for copies from a GPU."""
+        size = self.needed(nbytes)
+        if size > self.nbytes or (pinned and not self._memory.is_pinned()):
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes first: never both
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
+
+    def blocks(self, nbytes: int) -> list[Tensor]:
+        """The memory in blocks; several, where it is smaller than the stream, so that filling and emptying overlap."""
+        size = BLOCK if nbytes <= self.nbytes else max(min(BLOCK, self.nbytes // 4 // UNIT * UNIT), UNIT)
+        return [self._memory[start : start + size] for start in range(0, self.nbytes, size)]
+
+
+class Stream:
+    """One passage of runs through blocks.  ``fill`` is called by the thread that has the values, ``take`` by the one that writes."""
+
+    def __init__(self, runs: Sequence[Run], blocks: Sequence[Tensor]) -> None:
+        self._runs = runs
+        self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._taken: Tensor | None = None
+        for block in blocks:
+            self._free.put(block)
+
+    def fill(self) -> None:
+        """Copy all runs; returns when the last byte is copied, or when the taker has given up."""
+        total = self._runs[-1].stop if self._runs else 0
+        position, index, event = 0, 0, None
+        try:
+            while position < total:
+                block = self._free.get()
+                if block is None:
+                    return
+                stop = min(position + block.numel(), total)
+                while index < len(self._runs) and self._runs[index].start < stop:
+                    run = self._runs[index]
+                    _copy(run, max(run.start, position), min(run.stop, stop), block, position)
+                    if run.stop > stop:
+                        break
+                    index += 1
+                event = _recorded(block)
+                self._full.put((block[: stop - position], event))
+                position = stop
+            if event is not None:
+                event.synchronize()
+        finally:
+            self._full.put(None)
+
+    def take(self) -> memoryview | None:
+        """The next bytes, to be used before the next call; None after the last, also where ``fill`` ended early."""
+        if self._taken is not None:
+            self._free.put(self._taken)
+            self._taken = None
+        item = self._full.get()
+        if item is None:
+            return None
+        block, event = item
+        if event is not None:
+            event.synchronize()
+        self._taken = block
+        return memoryview(block.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
+
+    def give_up(self) -> None:
+        """Nothing more is taken: ``fill`` returns instead of waiting for a free block."""
+        self._free.put(None)
+
+
+def _copy(run: Run, start: int, stop: int, block: Tensor, position: int) -> None:
+    """Copy bytes ``start`` to ``stop`` of the stream into a block that begins at ``position``."""
+    into = block[start - position : stop - position]
+    if run.raw is not None:
+        into.copy_(run.raw[start - run.start : stop - run.start], non_blocking=True)
+        return
+    tensor = run.strided
+    assert tensor is not None
+    values, width, done = into.view(tensor.dtype), tensor.dtype.itemsize, 0
+    for box in range_boxes(tuple(tensor.shape), (start - run.start) // width, (stop - run.start) // width):
+        values[done : done + box.numel].view(box.shape).copy_(tensor[box.slices], non_blocking=True)
+        done += box.numel
+
+
+def _recorded(block: Tensor) -> torch.cuda.Event | None:
+    """An event after the copies into a block that a GPU makes."""
+    if not block.is_pinned():
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event

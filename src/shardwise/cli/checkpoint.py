@@ -1,0 +1,170 @@
+"""``shardwise checkpoint``: what a run has saved, whether it is whole, and its weights for other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.core.errors import ConfigError, check_choice
+
+from .common import reported
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.reader import Checkpoint
+
+app = typer.Typer(
+    name="checkpoint", help="List, inspect, verify and export checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+One = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's for its latest one.")]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@app.command("list")
+def list_(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")], json: Json = False) -> None:
+    """The complete checkpoints of a run, and whether their manifests can be read."""
+    with reported(json):
+        rows = [_row(path) for path in _of_run(run_dir)]
+        _print_rows(f"checkpoints of {run_dir}", rows, json)
+
+
+@app.command()
+def inspect(checkpoint: One, json: Json = False) -> None:
+    """What a checkpoint holds: tensors, files, and what the run said of itself."""
+    with reported(json):
+        _inspect(_open(checkpoint), json)
+
+
+@app.command()
+def verify(
+    path: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_OR_RUN_DIR", help="A checkpoint's folder, or a run's for all of its.")
+    ],
+    json: Json = False,
+) -> None:
+    """Read every byte: is each file what the manifest says?  Exit code 1 where one is not."""
+    with reported(json):
+        paths = [path] if _is_checkpoint(path) else _of_run(path)
+        rows = [_row(one, verify=True) for one in paths]
+        _print_rows(f"verified {path}", rows, json)
+    if any(row["error"] for row in rows):
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    checkpoint: One,
+    out_folder: Annotated[Path, typer.Argument(metavar="OUT_FOLDER", help="A new folder.")],
+    dtype: Annotated[str | None, typer.Option(help=f"Convert floating weights: {', '.join(DTYPES)}.")] = None,
+    shard_gib: Annotated[float, typer.Option(help="Split into files of about this many GiB.", min=0.001)] = 5.0,
+    json: Json = False,
+) -> None:
+    """Write the model as safetensors, for `from_pretrained` where it is a model of transformers."""
+    with reported(json):
+        if dtype is not None:
+            check_choice("--dtype", dtype, DTYPES)
+        import torch
+
+        from shardwise.checkpoint.export import export as write
+        from shardwise.report.tables import grid, make_console, print_json, show, size
+
+        opened = _open(checkpoint)
+        chosen = getattr(torch, dtype) if dtype else None
+        files = write(opened, out_folder, shard_bytes=int(shard_gib * 2**30), dtype=chosen)
+        if json:
+            print_json({"checkpoint": str(opened.path), "step": opened.step, "files": [str(file) for file in files]})
+            return
+        rows = [(file.name, size(file.stat().st_size)) for file in files]
+        show(make_console(), grid(f"step {opened.step} in {out_folder}", ("file", ">size"), rows))
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a path is meant as one checkpoint: by its manifest, or by its name, where the manifest is gone."""
+    from shardwise.checkpoint.folder import MANIFEST, step_of
+
+    return (path / MANIFEST).exists() or step_of(path) is not None
+
+
+def _of_run(path: Path) -> list[Path]:
+    """The checkpoints of a run's folder, or of the folder of checkpoints in it; ConfigError where there is none."""
+    from shardwise.checkpoint.reader import checkpoints
+
+    if not path.is_dir():
+        raise ConfigError(f"{path}: no such folder; legal: a run's folder")
+    found = checkpoints(path / "checkpoints") or checkpoints(path)
+    if not found:
+        raise ConfigError(f"{path}: has no complete checkpoint; legal: a run's folder with checkpoints/step_…")
+    return found
+
+
+def _open(path: Path) -> Checkpoint:
+    """A checkpoint, or the latest one of a run."""
+    from shardwise.checkpoint.reader import Checkpoint
+
+    return Checkpoint.open(path if _is_checkpoint(path) else _of_run(path)[-1])
+
+
+def _row(path: Path, verify: bool = False) -> dict[str, Any]:
+    """A checkpoint in a few words; ``error`` where it is not whole."""
+    from shardwise.checkpoint.reader import Checkpoint
+
+    row: dict[str, Any] = {"path": str(path), "step": None, "ranks": None, "tensors": None, "bytes": None, "error": None}
+    try:
+        opened = Checkpoint.open(path)
+        row |= {"step": opened.step, "ranks": opened.manifest.ranks, "tensors": len(opened.tensors), "bytes": opened.nbytes}
+        if verify:
+            opened.verify()
+    except ConfigError as error:
+        row["error"] = str(error)
+    return row
+
+
+def _print_rows(title: str, rows: list[dict[str, Any]], json: bool) -> None:
+    from shardwise.report.tables import grid, make_console, print_json, show, size
+
+    if json:
+        print_json({"checkpoints": rows})
+        return
+    cells = [
+        (Path(row["path"]).name, row["tensors"], row["ranks"], size(row["bytes"]), row["error"] or "ok")
+        if row["bytes"] is not None
+        else (Path(row["path"]).name, "", "", "", row["error"])
+        for row in rows
+    ]
+    show(make_console(), grid(title, ("checkpoint", ">tensors", ">ranks", ">size", "state"), cells))
+
+
+def _inspect(opened: Checkpoint, json: bool) -> None:
+    from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
+
+    if json:
+        tensors = {
+            name: {"shape": list(one.shape), "dtype": str(one.dtype).removeprefix("torch."), "pieces": len(one.pieces)}
+            for name, one in opened.tensors.items()
+        }
+        files = {name: {"bytes": file.nbytes, "sha256": file.sha256} for name, file in opened.manifest.files.items()}
+        print_json({"path": str(opened.path), "step": opened.step, "meta": dict(opened.meta), "files": files, "tensors": tensors})
+        return
+    plain = {key: value for key, value in opened.meta.items() if not isinstance(value, dict) and "\n" not in str(value)}
+    elements = sum(one.nbytes // one.dtype.itemsize for name, one in opened.tensors.items() if name.startswith("model."))
+    about = {
+        "step": opened.step,
+        "saved by": f"{opened.manifest.ranks} rank{'s' * (opened.manifest.ranks != 1)}",
+        "files": f"{len(opened.manifest.files)}, {size(opened.nbytes)}",
+        "model": f"{count(elements)} elements",
+    }
+    rows = [
+        (
+            name,
+            "×".join(map(str, one.shape)) or "scalar",
+            str(one.dtype).removeprefix("torch."),
+            len(one.pieces),
+            size(one.nbytes),
+        )
+        for name, one in opened.tensors.items()
+    ]
+    tables = pairs(str(opened.path), {**about, **{key: value for key, value in plain.items() if key != "step"}})
+    show(make_console(), tables, grid("tensors", ("name", "shape", "dtype", ">pieces", ">size"), rows))

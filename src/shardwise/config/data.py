@@ -1,0 +1,84 @@
+"""What depends on several keys of ``[data]``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from shardwise.core.errors import ConfigError
+from shardwise.data.cache import default_cache_dir
+from shardwise.data.sources import exists
+from shardwise.data.tokenizer import BYTES, open_tokenizer
+
+from .draft import Draft
+from .files import file_exists, there
+from .sections import rules
+
+KINDS = ("data.source", "data.mix", "data.factory")
+OF_TEXT = ("text_field", "tokenizer", "end_token", "attention", "cache_dir")
+VALIDATION = 0.01  # of the documents
+
+
+def complete_data(draft: Draft) -> int | None:
+    """Fill in the defaults of ``[data]``; the tokens that its tokenizer has, or None for no text or no such tokenizer."""
+    kinds = [key for key in KINDS if draft.given(key)]
+    for key in kinds[1:]:
+        draft.refuse(key, f"{' or '.join(KINDS)}, not both" if len(kinds) == 2 else f"one of {', '.join(KINDS)}")
+    if draft.given("data.arguments") and "data.factory" not in kinds:
+        draft.refuse("data.arguments", "left out, for it belongs to data.factory")
+    file_exists(draft, "data.factory")
+    if "data.factory" in kinds:
+        _not_text(draft)
+        return None
+    if not kinds:
+        draft.default("data.source", "stdlib")
+    _sources_exist(draft)
+    defaults = {"text_field": "text", "tokenizer": BYTES, "validation": VALIDATION, "attention": "full", "cache_dir": None}
+    for name, value in defaults.items():
+        draft.default(f"data.{name}", default_cache_dir() if name == "cache_dir" else value)
+    return _tokenizer(draft)
+
+
+def _not_text(draft: Draft) -> None:
+    """Keys of text would be ignored: refuse them."""
+    draft.default("data.validation", 0.0)
+    for name in OF_TEXT:
+        if draft.given(f"data.{name}") and draft.sound(f"data.{name}"):
+            draft.refuse(f"data.{name}", "left out, for it belongs to data.source and data.mix")
+    if draft.sound("data.validation") and draft["data.validation"]:
+        draft.refuse("data.validation", "0 or left out, for documents of a data.factory cannot be told apart")
+
+
+def _sources_exist(draft: Draft) -> None:
+    named: dict[str, Any] = {"data.source": draft["data.source"]}
+    if draft.sound("data.mix"):
+        named["data.mix"] = [part["source"] for part in draft["data.mix"] or ()]
+    for key, value in named.items():
+        for source in _flat(value) if draft.sound(key) else ():
+            if draft.sound(key) and not there(source, exists):
+                draft.refuse(key, rules("data")[key.partition(".")[2]].legal, f"{source} does not exist")
+
+
+def _flat(value: Any) -> list[str]:
+    if value is None or isinstance(value, str):
+        return [] if value is None else [value]
+    return [source for part in value for source in _flat(part)]
+
+
+def _tokenizer(draft: Draft) -> int | None:
+    """The tokens of the tokenizer, whose end token is filled in."""
+    name, end = "data.tokenizer", "data.end_token"
+    if not draft.sound(name, end):
+        return None
+    if draft[name] == BYTES and draft.given(end):
+        draft.refuse(end, "left out, for it belongs to a tokenizer.json; byte 0 ends a document of bytes")
+        return None
+    try:
+        opened = open_tokenizer(draft[name], draft[end])
+    except ConfigError as error:
+        message = " ".join(re.sub(r"^data\.\w+( = \S+)?: ", "", str(error)).split())
+        key = end if str(error).startswith(end) and draft.given(end) else name
+        draft.refuse(key, rules("data")[key.partition(".")[2]].legal, message)
+        return None
+    draft.default(end, opened.end_token)
+    return opened.vocabulary

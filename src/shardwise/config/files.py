@@ -1,0 +1,25 @@
+"""Do the files that a config names exist?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from .draft import Draft
+
+
+def there(path: str, test: Callable[[str], bool]) -> bool:
+    """``test(path)``, false for a name that no file can have."""
+    try:
+        return test(path)
+    except (OSError, ValueError):
+        return False
+
+
+def file_exists(draft: Draft, key: str) -> None:
+    """Refuse a reference to a function in a file that is not there."""
+    if draft[key] is None or not draft.sound(key):
+        return
+    place = draft[key].rpartition(":")[0]
+    if place.endswith(".py") and not there(place, os.path.isfile):
+        draft.refuse(key, "a Python file that exists", f"There is no {place}")

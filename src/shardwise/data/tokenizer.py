@@ -1,0 +1,146 @@
+"""Tokenizers: bytes as they are, or a `tokenizer.json` of the tokenizers library."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shardwise.core.errors import ConfigError, did_you_mean
+
+BYTES = "bytes"
+BYTE_VOCABULARY = 256
+END_TOKENS = ("<|endoftext|>", "</s>", "<eos>", "[SEP]")
+LONG = 1 << 20  # bytes of text that are encoded in one go
+BATCH = 1 << 20  # bytes of documents that are encoded together
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer(Protocol):
+    """``vocabulary`` tokens, of which ``end`` (its name is ``end_token``) ends every document; ``digest`` says what the tokens of a
+    text depend on."""
+
+    vocabulary: int
+    end: int
+    end_token: str | None
+    digest: str
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of each text, without an end."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; what is no token of this vocabulary is replaced or left out."""
+
+
+def token_dtype(vocabulary: int) -> np.dtype[Any]:
+    """The smallest unsigned integers that hold all tokens."""
+    return np.dtype(next(kind for kind in (np.uint8, np.uint16, np.uint32) if vocabulary <= np.iinfo(kind).max + 1))
+
+
+def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
+    """``"bytes"``, or the tokenizer in a file; ``end_token`` is the token that ends a document (default: the usual ones)."""
+    return BytesTokenizer() if name == BYTES else JsonTokenizer(name, end_token)
+
+
+class BytesTokenizer:
+    """Bytes are tokens; byte 0, which text does not have, ends a document."""
+
+    def __init__(self) -> None:
+        self.vocabulary, self.end, self.digest = BYTE_VOCABULARY, 0, BYTES
+        self.end_token: str | None = None
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The bytes of each text: uint8."""
+        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of bytes, whatever is not UTF-8 (or no byte at all) replaced by U+FFFD."""
+        return bytes(i if 0 <= i < BYTE_VOCABULARY else 0xFF for i in map(int, ids)).decode("utf-8", errors="replace")
+
+
+class JsonTokenizer:
+    """A tokenizer of the tokenizers library in the file ``path``.
+
+    Text that looks like a special token is text, and the file's truncation, padding and template are left aside: documents are
+    encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read or has no such token.
+    """
+
+    def __init__(self, path: str, end_token: str | None = None) -> None:
+        try:
+            content = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"data.tokenizer: cannot read {path}: {error.strerror}; legal: {_LEGAL}") from error
+        self._tokenizer = _parse(path, content)
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ConfigError(f"data.tokenizer: {path} has no tokens; legal: {_LEGAL}")
+        self.vocabulary = max(vocabulary.values()) + 1
+        self.end_token: str | None = _end_token(path, vocabulary, end_token)
+        self.end = vocabulary[str(self.end_token)]
+        self.digest = hashlib.sha256(content).hexdigest()
+        self._dtype = token_dtype(self.vocabulary)
+
+    def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
+        """The tokens of each text, which is decoded as UTF-8 (what is not is U+FFFD); a long text is encoded in parts."""
+        parts = [list(_parts(text)) for text in texts]
+        flat = [part.decode("utf-8", errors="replace") for each in parts for part in each]
+        encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        tokens = [[np.array(next(encodings).ids, dtype=self._dtype) for _ in each] for each in parts]
+        return [each[0] if len(each) == 1 else np.concatenate([np.empty(0, self._dtype), *each]) for each in tokens]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; numbers that are none are left out."""
+        text: str = self._tokenizer.decode([i for i in map(int, ids) if 0 <= i < self.vocabulary], skip_special_tokens=False)
+        return text
+
+
+_LEGAL = '"bytes", or the path of a tokenizer.json (`shardwise tokenizer train` makes one)'
+
+
+def _parse(path: str, content: bytes) -> Any:
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError as error:
+        raise ConfigError(
+            f"data.tokenizer: {path} takes the library tokenizers, which cannot be imported ({error}); legal: pip install tokenizers"
+        ) from error
+    try:
+        tokenizer = Library.from_buffer(content)
+    except Exception as error:  # the library raises nothing more particular
+        raise ConfigError(f"data.tokenizer: {path} is no tokenizer: {error}; legal: {_LEGAL}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _end_token(path: str, vocabulary: dict[str, int], wanted: str | None) -> str:
+    if wanted is not None:
+        if wanted not in vocabulary:
+            near = did_you_mean(wanted, [token for token in vocabulary if token[:1] in "<[" and len(token) > 2])
+            raise ConfigError(f'data.end_token = "{wanted}": no token of {path}; legal: one of its tokens.{near}')
+        return wanted
+    found = next((token for token in END_TOKENS if token in vocabulary), None)
+    if found is None:
+        raise ConfigError(f"data.end_token: {path} has none of {', '.join(END_TOKENS)}; legal: the token that ends a document")
+    return found
+
+
+def _parts(text: bytes) -> Iterator[bytes]:
+    """A long text in parts, cut after a line's end, before a blank, or at least between characters."""
+    start = 0
+    while len(text) - start > LONG:
+        stop = start + LONG
+        cut = text.rfind(b"\n", start, stop) + 1 or text.rfind(b" ", start + 1, stop)
+        if cut <= start:
+            cut = stop
+            while text[cut] & 0xC0 == 0x80 and cut > stop - 4:
+                cut -= 1
+        yield text[start:cut]
+        start = cut
+    if start < len(text):
+        yield text[start:]

@@ -1,0 +1,115 @@
+"""Tokenising one piece of work; as ``python -m shardwise.data.worker``, one piece after the other for a parent process.
+
+The parent writes a job as one line of JSON and reads one line of JSON back: what the piece gave, or the error. A worker ends when
+its parent does, for its input ends then. It imports neither torch nor what the user's script imports.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from shardwise.core.errors import ConfigError
+
+from .documents import Fragment, Span, read
+from .tokenizer import BATCH, Tokenizer, open_tokenizer, token_dtype
+
+SIDES = ("train", "validation")
+KEY = b"shardwise validation\0"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A piece of work and where its tokens go: ``<out>.train`` and ``<out>.validation``."""
+
+    spans: tuple[Span, ...]
+    field: str
+    tokenizer: str
+    end_token: str | None
+    validation: float
+    out: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """For each of :data:`SIDES` the documents that ended in a piece and their tokens, ends included."""
+
+    documents: tuple[int, int]
+    tokens: tuple[int, int]
+
+
+def side(digest: bytes, validation: float) -> int:
+    """0 (train) or 1 (validation) for a document with this SHA-256: a function of its content alone."""
+    number = int.from_bytes(hashlib.sha256(KEY + digest).digest()[:8], "big")
+    return int(number < validation * 2.0**64)
+
+
+def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
+    """Write the tokens of a piece, each document followed by the end token.  ConfigError for what is no document."""
+    dtype = token_dtype(tokenizer.vocabulary)
+    end = np.array([tokenizer.end], dtype).tobytes()
+    documents, tokens = [0, 0], [0, 0]
+    with open(f"{job.out}.{SIDES[0]}", "wb") as train, open(f"{job.out}.{SIDES[1]}", "wb") as validation:
+        files: tuple[BinaryIO, BinaryIO] = (train, validation)
+
+        def flush(batch: list[Fragment]) -> None:
+            for fragment, ids in zip(batch, tokenizer.encode([fragment.text for fragment in batch]), strict=True):
+                digest = fragment.digest or hashlib.sha256(fragment.text).digest()
+                at = side(digest, job.validation)
+                files[at].write(ids.tobytes())
+                tokens[at] += len(ids) + fragment.last
+                if fragment.last:
+                    files[at].write(end)
+                    documents[at] += 1
+
+        batch: list[Fragment] = []
+        held = 0
+        for fragment in read(job.spans, job.field):
+            batch.append(fragment)
+            held += len(fragment.text)
+            if held >= BATCH:
+                flush(batch)
+                batch, held = [], 0
+        flush(batch)
+    return Done((documents[0], documents[1]), (tokens[0], tokens[1]))
+
+
+def main() -> None:
+    """Serve jobs until the input ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the parent too, which ends this process
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process for each core already
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a library prints is no answer
+    made: dict[tuple[str, str | None], Tokenizer] = {}
+    for line in sys.stdin:
+        job = job_of(json.loads(line))
+        try:
+            key = (job.tokenizer, job.end_token)
+            if key not in made:
+                made[key] = open_tokenizer(*key)
+            answer: dict[str, Any] = asdict(tokenise(job, made[key]))
+        except ConfigError as error:
+            answer = {"config": str(error)}
+        except OSError as error:
+            answer = {"os": [error.errno, error.strerror, str(error.filename or Path(job.out).parent)]}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def job_of(values: dict[str, Any]) -> Job:
+    """A job from its JSON."""
+    spans: Sequence[dict[str, Any]] = values.pop("spans")
+    return Job(spans=tuple(Span(**span) for span in spans), **values)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""What a run finds in its folder: nothing, a run to go on with, or one that is set aside.  Nothing is deleted but logs."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardwise.checkpoint.reader import Checkpoint, latest
+from shardwise.config import Config
+from shardwise.config.toml import shown
+from shardwise.core.errors import ConfigError
+
+CHECKPOINTS = "checkpoints"
+KEPT = (".lock", "logs", "monitor")
+SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
+FREE = ("model.weights",)  # only the start of a run looks at them
+SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "parallel.dp", "data.cache_dir")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from, if any, and what to tell the user."""
+
+    checkpoint: Path | None = None
+    step: int = 0
+    notices: list[str] = field(default_factory=list)
+
+
+def prepare_folder(config: Config) -> Found:
+    """Look into ``train.run_dir``, whose lock this process holds, and make it ready.
+
+    An unfinished run with a checkpoint goes on (``train.resume = "auto"``); a finished one, or one not to go on with, moves to a
+    folder of its own beside.  Raises ConfigError where a run to go on with is of another configuration, naming the keys.
+    """
+    folder = Path(config.train.run_dir)
+    path = latest(folder / CHECKPOINTS)
+    if path is None:
+        return Found(notices=_set_aside(folder) if (folder / "weights.safetensors").exists() else [])
+    if config.train.resume == "never":
+        return Found(notices=_set_aside(folder))
+    checkpoint = Checkpoint.open(path)
+    if checkpoint.step >= config.train.steps:
+        return Found(notices=_set_aside(folder))
+    changes = dict(_changes(checkpoint.meta.get("config"), config))
+    wrong = [key for key in changes if key.startswith(SAME) and key not in FREE]
+    if wrong:
+        words = "; ".join(f"{key}: {changes[key]}" for key in wrong)
+        raise ConfigError(
+            f"train.run_dir = {shown(str(folder))}: an unfinished run of another configuration is there, at step {checkpoint.step} "
+            f'({words}); legal: the same configuration, another folder, or train.resume = "never", which sets that run aside'
+        )
+    told = [f"{key}: {change}" for key, change in changes.items() if key not in SILENT and key not in FREE]
+    notices = [f"going on from step {checkpoint.step} ({path})"]
+    return Found(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
+
+
+def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
+    """Keys whose values differ between the checkpoint's configuration and this one, with both values."""
+    old = tomllib.loads(before) if isinstance(before, str) else {}
+    new = tomllib.loads(config.resolved())
+    for section in new:
+        for key in sorted({**old.get(section, {}), **new[section]}):
+            values = [tables.get(section, {}).get(key) for tables in (old, new)]
+            if old and values[0] != values[1]:
+                yield f"{section}.{key}", " → ".join("none" if value is None else shown(value) for value in values)
+
+
+def _set_aside(folder: Path) -> list[str]:
+    """Move what a run left into the first free ``FOLDER-N``."""
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+        number += 1
+    aside.mkdir()
+    for entry in sorted(folder.iterdir()):
+        if entry.name != ".lock":
+            os.rename(entry, aside / entry.name)
+    for name in ("logs", "monitor"):
+        (folder / name).mkdir()
+    return [f"the earlier run is now in {aside}"]
+
+
+def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
+    """Cut a file of JSON lines back to those of steps before ``before``, and return them; a missing file has none."""
+    if not path.exists():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            values = json.loads(line)
+        except ValueError:  # the line that a killed run was writing
+            continue
+        if isinstance(values, dict) and isinstance(values.get("step"), int) and values["step"] < before:
+            kept.append(values)
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
+    part.replace(path)
+    return kept

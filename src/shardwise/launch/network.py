@@ -1,0 +1,76 @@
+"""Which network interface reaches the ranks on other hosts.
+
+gloo takes the one that this host's own name resolves to, which is the loopback on many hosts, and then connects to itself.  The
+route to where the ranks meet says better.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import MutableMapping
+from contextlib import suppress
+from ipaddress import ip_address
+
+import psutil
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.runtime.rendezvous import Rendezvous
+
+INTERFACE_FORMS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # NCCL takes a bare name for a prefix
+DISCARD = 9  # a port; nothing is sent there
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface by which this host reaches ``address``, a name or an IP address.
+
+    None where it is this host by the loopback, or cannot be reached.
+    """
+    source = source_towards(address)
+    return None if source is None else _owner(source)
+
+
+def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) -> None:
+    """Tell gloo and NCCL by which interface to reach the ranks on other hosts; all ranks call it, before they make a group.
+
+    What the user has set stays, and where all ranks are on one host nothing is done.  On the host whose address is
+    ``MASTER_ADDR`` that name may be the loopback: its ranks look for a way to a rank elsewhere instead.
+    """
+    if environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE"):
+        return
+    source = source_towards(environment["MASTER_ADDR"])
+    met.store.set(f"source/{met.rank}", source or "")
+    wanted = [name for name in INTERFACE_FORMS if not environment.get(name)]
+    if not wanted:
+        return
+    peers = (met.store.get(f"source/{rank}").decode() for rank in range(met.size) if source is None and rank != met.rank)
+    source = source or next(filter(None, (source_towards(peer) for peer in peers if peer)), None)
+    if source is None:
+        return  # by all that can be seen, the ranks share one host
+    interface = _owner(source)
+    if interface is None:
+        raise ShardwiseError(
+            f"no network interface of this host has its own address {source}; set {' and '.join(wanted)} to the name of the one "
+            "by which the hosts reach each other."
+        )
+    for name in wanted:
+        environment[name] = INTERFACE_FORMS[name].format(interface)
+
+
+def source_towards(address: str) -> str | None:
+    """The IP address from which this host sends to ``address``; None where that is the loopback, or there is no way."""
+    with suppress(OSError):  # a name that does not resolve; an address without a route
+        for family, kind, protocol, _, target in socket.getaddrinfo(address, DISCARD, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)  # chooses a route; a datagram socket sends nothing
+                source = str(probe.getsockname()[0]).partition("%")[0]
+                if not ip_address(source).is_loopback:
+                    return source
+    return None
+
+
+def _owner(source: str) -> str | None:
+    """The interface that has an address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == source for entry in addresses):
+            return str(name)
+    return None

@@ -1,0 +1,62 @@
+"""A run that goes on after the loss of a rank: all ranks start again from the last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shardwise.checkpoint.reader import latest
+
+from .folder import CHECKPOINTS
+from .local import RunFailed
+
+CAUSES = ("lost", "hang", "communication")  # an exception of a rank's own would come again
+
+
+class LaunchLog:
+    """``logs/launcher.log``: what happened to the run as a whole, each line with its time."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "logs" / "launcher.log"
+
+    def write(self, text: str) -> None:
+        """Append a line; a full disk does not end the run."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{time.strftime('%H:%M:%S')} {text}\n")
+        except OSError:
+            return
+
+
+def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say: Callable[[str], object]) -> bool:
+    """Call ``start``, which runs all ranks to their end, and again after a rank was lost, killed or hung.
+
+    Raises the last :class:`RunFailed` after ``limit`` restarts in a row without a new checkpoint, and at once where starting again
+    would not help (an error in the model, the data, the configuration).
+    """
+    log = LaunchLog(run_dir)
+    in_a_row, before = 0, _last(run_dir)
+    while True:
+        began = time.monotonic()
+        log.write("starting the ranks")
+        try:
+            asked = start()
+            log.write(f"the ranks ended after {time.monotonic() - began:.1f} s{', as they were asked to' if asked else ''}")
+            return asked
+        except RunFailed as failure:
+            last = _last(run_dir)
+            in_a_row = in_a_row + 1 if last == before else 1
+            before = last
+            for line in (str(failure), *failure.details):
+                log.write(line)
+            log.write(f"all ranks had ended {failure.ending:.1f} s after the first sign of it")
+            if failure.cause not in CAUSES or in_a_row > limit:
+                raise
+            place = f"from {last.name}" if last is not None else "from the beginning"
+            say(f"{failure}; starting again {place} (restart {in_a_row} of {limit})")
+            log.write(f"starting again {place} (restart {in_a_row} of {limit})")
+
+
+def _last(run_dir: Path) -> Path | None:
+    return latest(run_dir / CHECKPOINTS)

@@ -1,0 +1,264 @@
+"""One rank's run: steps, evaluations, samples and checkpoints, and what they leave in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch import Tensor, nn
+
+from shardwise.checkpoints import Checkpoints
+from shardwise.config import Config
+from shardwise.config.build import Data
+from shardwise.data.loader import Loader
+from shardwise.report.tensorboard import TensorBoard
+from shardwise.runtime.progress import Progress
+from shardwise.trainer import NonFiniteError, Trainer
+
+from .evaluation import evaluate
+from .folder import CHECKPOINTS, keep_lines
+from .matmul import MatmulChoice
+from .peak import mfu, model_flops, peak_flops
+from .results import Metrics, MetricsWriter, OnStep, append_line, sample_text, save_weights, tokens_per_row, write_json
+
+log = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What surrounds a rank: ``asked`` says whether it shall stop, ``warn`` reaches the user, ``on_step`` gets rank 0's metrics."""
+
+    progress: Progress
+    asked: Callable[[], bool] | None = None
+    warn: Callable[[str], object] | None = None
+    on_step: OnStep | None = None
+
+    @property
+    def stop(self) -> bool:
+        return self.progress.asked_to_stop if self.asked is None else self.asked()
+
+    def tell(self, text: str) -> None:
+        """Into the log, and to the user."""
+        log.warning(text)
+        (self.warn or self.progress.tell)(text)
+
+
+@dataclass
+class Run:
+    """A rank that is ready to train; ``module`` is the plain model with its initial weights."""
+
+    config: Config
+    module: nn.Module
+    trainer: Trainer
+    data: Data
+    matmul: MatmulChoice | None
+    side: Side
+    metrics: MetricsWriter | None = None
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.train.run_dir)
+
+    def train(self) -> bool:
+        """All steps that are left, and a checkpoint; False if it was asked to stop before the last of them."""
+        trainer = self.trainer
+        loader = trainer.loader(self.data.train, self.config.data.batch_size)
+        with loader, self._checkpoints() as checkpoints:
+            self.side.progress.phase("looking for a checkpoint")
+            first = checkpoints.restore(loader) or 0
+            self.describe(checkpoints, first)
+            with self._metrics(first):
+                self._steps(first, loader, checkpoints)
+            if trainer.engine.step_index > first:
+                self._save(checkpoints, loader, wait=True)
+        return trainer.engine.step_index >= self.config.train.steps
+
+    def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
+        """A step that is not finite ends the run; the weights before it are saved."""
+        trainer, metrics = self.trainer, self.metrics
+        try:
+            for step in range(first, self.config.train.steps):
+                self.side.progress.begin(step)
+                batch = next(loader)
+                if self.side.stop:
+                    trainer.request_stop()
+                result = trainer.step(batch)
+                if metrics is not None:
+                    metrics.add(step, batch.rows, result)
+                if self._after(step + 1, checkpoints, loader) and metrics is not None:
+                    metrics.restart_clock()
+                if trainer.stopping:
+                    break
+            trainer.finish()
+        except NonFiniteError:
+            state = trainer.state_dict()
+            if trainer.comm.rank == 0:
+                save_weights(state, self.module, self.folder / "weights.safetensors")
+            raise
+
+    def _after(self, done: int, checkpoints: Checkpoints, loader: Loader) -> bool:
+        """What is due after ``done`` steps: an evaluation, a sample, a checkpoint; whether there was anything."""
+        train, every = self.config.train, self.config.checkpoint.every
+        last = done == train.steps
+        for saved in checkpoints.poll():
+            log.info(saved)
+        evaluates = train.eval_every > 0 and self.data.validation is not None and (last or done % train.eval_every == 0)
+        if evaluates:
+            self._evaluate(done)
+        samples = train.sample_every > 0 and done % train.sample_every == 0 and not last
+        if samples:
+            self._sample(done)
+        saves = every > 0 and done % every == 0 and not last
+        if saves:
+            self._save(checkpoints, loader)
+        return evaluates or samples or saves
+
+    def _save(self, checkpoints: Checkpoints, loader: Loader, wait: bool = False) -> None:
+        self.side.progress.phase(f"saving a checkpoint after step {self.trainer.engine.step_index - 1}")
+        checkpoints.save(loader)
+        if wait:
+            checkpoints.wait()
+            for saved in checkpoints.poll():
+                log.info(saved)
+
+    def _evaluate(self, done: int) -> None:
+        self.side.progress.phase(f"evaluating after step {done - 1}")
+        trainer = self.trainer
+        batches = trainer.one_pass(self.data.validation, self.config.data.batch_size, self.config.train.eval_batches)
+        found = evaluate(trainer, batches, perplexity=self.data.decode is not None)
+        if trainer.comm.rank == 0:
+            values = {"step": done, **found}
+            append_line(self.folder / "evaluations.jsonl", values, self.side.tell)
+            log.info("evaluation: %s", values)
+            if self.metrics is not None and self.metrics.board is not None:
+                self.metrics.board.add(values)
+
+    def _sample(self, done: int) -> None:
+        """All ranks give their part of the state; rank 0 writes."""
+        self.side.progress.phase(f"writing a sample after step {done - 1}")
+        state = self.trainer.state_dict()
+        text = self._text(state) if self.trainer.comm.rank == 0 else None
+        if text is not None:
+            append_line(self.folder / "samples.jsonl", {"step": done, "text": text}, self.side.tell)
+            if self.metrics is not None and self.metrics.board is not None:
+                self.metrics.board.text(done, "sample", text)
+
+    def _text(self, state: Mapping[str, Tensor]) -> str | None:
+        """What an own model of text writes."""
+        if self.data.decode is None or self.data.encode is None or self.config.model.name is None:
+            return None
+        self.module.load_state_dict(dict(state))
+        prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
+        return sample_text(self.module.to(self.trainer.comm.device), prompt, self.data.decode, self.config.train.seed)
+
+    def _checkpoints(self) -> Checkpoints:
+        config = self.config.checkpoint
+        meta: dict[str, Any] = {"config": self.config.resolved(), "shardwise": version("shardwise")}
+        model = getattr(self.module, "config", None)
+        if hasattr(model, "to_dict"):
+            values = json.loads(json.dumps(model.to_dict(), default=str))
+            meta["model"] = {"transformers": {"class": type(self.module).__name__, "config": values}}
+        return Checkpoints(
+            self.trainer, self.folder / CHECKPOINTS, keep_last=config.keep_last, keep_every=config.keep_every,
+            staging_bytes=None if config.staging_mib is None else config.staging_mib << 20, meta=meta, warn=self.side.tell,
+        )  # fmt: skip
+
+    @contextmanager
+    def _metrics(self, first: int) -> Iterator[MetricsWriter | None]:
+        if self.trainer.comm.rank != 0:
+            yield None
+            return
+        history = keep_lines(self.folder / "metrics.jsonl", first)
+        keep_lines(self.folder / "evaluations.jsonl", first + 1)
+        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            tokens = tokens_per_row(self.trainer.compiled.example)
+            board = TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None
+            self.metrics = MetricsWriter(
+                file, self.trainer.engine.optimizer, tokens, self.trainer.comm.device, self.side.on_step, history,
+                warn=self.side.tell, utilisation=self._utilisation(), board=board,
+            )  # fmt: skip
+            try:
+                yield self.metrics
+            finally:
+                self.metrics.flush()
+                if board is not None:
+                    board.close()
+
+    def _utilisation(self) -> Callable[[int, float], float] | None:
+        """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
+        trainer, rows = self.trainer, self.config.data.batch_size
+        peak = peak_flops(trainer.comm.device, trainer.plan.precision)
+        flops = model_flops(trainer.compiled.general, rows, trainer.plan.microbatches)
+        if peak is None or flops is None:
+            return None
+        return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)
+
+    def describe(self, checkpoints: Checkpoints, first: int) -> None:
+        """What is known before the first step, for people and for the parent."""
+        trainer, folder = self.trainer, self.folder
+        phases = self._phases()
+        log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
+        ceiling = checkpoints.ceiling
+        log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
+        if trainer.comm.rank != 0:
+            return
+        general = trainer.compiled.general
+        programs = trainer.compiled.programs(general, trainer.plan.microbatches)
+        (folder / "program.txt").write_text("\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8")
+        about = {
+            "ranks": trainer.plan.mesh.size,
+            "device": str(trainer.comm.device.type),
+            "communicator": type(trainer.comm).__name__,
+            "threads": self.config.train.threads,
+            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
+            "units": len(general.units),
+            "float32_matmul": None if self.matmul is None else vars(self.matmul),
+            "start_seconds": age(),
+            "first_step": first,
+            "staging_bytes": ceiling,
+            "phases": phases,
+            "notes": trainer.notes,
+        }
+        write_json(folder / "about.json", about)
+        for line in (*trainer.notes, *([str(self.matmul)] if self.matmul else [])):
+            log.info(line)
+        log.info("%d parameters in %d units, from step %d", about["parameters"], about["units"], first)
+
+    def _phases(self) -> str:
+        """``starting 2.1 s, connecting 0.1 s, …``: what the start took."""
+        marks = [*self.side.progress.timeline, ("", time.time())]
+        began = time.time() - age()
+        marks[0] = (marks[0][0], began)  # "starting": the interpreter and its imports
+        return ", ".join(f"{text} {after - at:.1f} s" for (text, at), (_, after) in zip(marks, marks[1:], strict=False))
+
+    def finish(self, state: Mapping[str, Tensor]) -> None:
+        """Save the weights, let an own model of text write, and sum up."""
+        folder = self.folder
+        save_weights(state, self.module, folder / "weights.safetensors")
+        written = {"weights": str(folder / "weights.safetensors")}
+        self.side.progress.phase("writing a sample")
+        text = self._text(state)
+        if text is not None:
+            (folder / "sample.txt").write_text(text, encoding="utf-8")
+            written["sample"] = str(folder / "sample.txt")
+        assert self.metrics is not None
+        mesh, device = self.trainer.plan.mesh, self.trainer.comm.device
+        result: Metrics = {**self.metrics.summary(), "ranks": mesh.size, "device": device.type, "run_dir": str(folder), **written}
+        evaluations = keep_lines(folder / "evaluations.jsonl", self.config.train.steps + 1)
+        result |= {key: evaluations[-1][key] for key in ("validation_loss", "perplexity") if evaluations and key in evaluations[-1]}
+        write_json(folder / "result.json", result)
+        log.info("done: %s", result)
+
+
+def age() -> float:
+    """Seconds since this process began."""
+    return time.time() - float(psutil.Process().create_time())

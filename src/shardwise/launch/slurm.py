@@ -1,0 +1,170 @@
+"""Ranks that SLURM has started: ``srun`` with one task per device, its variables translated into torchrun's.
+
+=====================  ================================================================================
+``RANK``               ``SLURM_PROCID``
+``WORLD_SIZE``         ``SLURM_STEP_NUM_TASKS``, else ``SLURM_NTASKS``
+``LOCAL_RANK``         ``SLURM_LOCALID``
+``LOCAL_WORLD_SIZE``   this node's entry of ``SLURM_STEP_TASKS_PER_NODE``, else of ``SLURM_TASKS_PER_NODE``,
+                       else ``SLURM_NTASKS_PER_NODE``
+``GROUP_RANK``         ``SLURM_NODEID``
+``MASTER_ADDR``        the first of ``SLURM_STEP_NODELIST``, else of ``SLURM_JOB_NODELIST``; 127.0.0.1 on one node
+``MASTER_PORT``        :func:`port_of` job and step
+``TORCHELASTIC_RUN_ID``  ``slurm-JOB.STEP``
+=====================  ================================================================================
+
+There is no agent: rank 0 hosts the store.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping, MutableMapping
+from itertools import product
+
+from shardwise.core.errors import ConfigError
+
+SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: the steps of a batch script, of an interactive allocation and the like count from here
+PORTS = range(20000, 32768)  # above the usual services, below the ports that Linux gives to outgoing connections
+STEP_STRIDE = 8191  # prime: the steps of a job get ports far from those of the jobs started just after it
+MOST_HOSTS = 1 << 16  # as in SLURM
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def adopt(environment: MutableMapping[str, str], terminal: bool | None = None) -> bool:
+    """Make this process a rank if it is one of several tasks of a SLURM step, and say whether it is.
+
+    ``environment`` gets torchrun's variables.  It is left alone under torchrun, outside of SLURM, in batch scripts and allocations
+    (no step, so no other tasks), in the shell of ``srun --pty``, and in a step of one task: there, the local launcher starts all
+    devices.  ``MASTER_ADDR`` and ``MASTER_PORT`` of the user's stay.
+
+    Args:
+        environment: ``os.environ``.
+        terminal: whether standard input is a terminal (default: look).  What runs inside the shell of ``srun --pty`` inherits
+            ``SLURM_PTY_PORT``, the tasks of a second ``srun`` too; only the shell's own commands also have its terminal.
+
+    Raises :class:`ConfigError` that names the variable where one is missing, malformed or contradicts another.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment or not environment.get("SLURM_PROCID") or not environment.get("SLURM_STEP_ID"):
+        return False
+    step = _number(environment, "SLURM_STEP_ID")
+    tasks = _number(environment, _first(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1)
+    if step >= SPECIAL_STEPS or tasks == 1:
+        return False
+    if "SLURM_PTY_PORT" in environment and (sys.stdin.isatty() if terminal is None else terminal):
+        return False
+    job = _number(environment, "SLURM_JOB_ID")
+    ranks = _ranks(environment, tasks)
+    for name, value in ranks.items():
+        if environment.get(name, value) != value:
+            raise ConfigError(
+                f"environment variable {name}: {environment[name]!r} contradicts SLURM's; legal: {value}, or leave it unset."
+            )
+    one_node = ranks["LOCAL_WORLD_SIZE"] == ranks["WORLD_SIZE"]
+    master = {
+        "MASTER_ADDR": environment.get("MASTER_ADDR") or ("127.0.0.1" if one_node else _nodes(environment)[0]),
+        "MASTER_PORT": environment.get("MASTER_PORT") or str(port_of(job, step)),
+    }
+    environment.update(ranks, **master, TORCHELASTIC_RUN_ID=f"slurm-{job}.{step}")
+    environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    return True
+
+
+def port_of(job: int, step: int) -> int:
+    """The port of a step's store, from 20000 to 32767: another for each of the next 12768 jobs, and for each step of a job."""
+    return PORTS[(job + STEP_STRIDE * step) % len(PORTS)]
+
+
+def expand_nodes(nodes: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
+    """The hosts of ``node[01-03,07],gpu5``, in that order; a name with several brackets counts up its last one first.
+
+    :class:`ConfigError` calls the variable ``name``.
+    """
+    error = ConfigError(f"environment variable {name}: {nodes!r} is not legal; legal: hosts such as node[01-03,07],gpu5.")
+    hosts: list[str] = []
+    for part in re.split(r",(?![^\[]*\])", nodes):  # commas outside of brackets
+        pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, the inside of a bracket, text, ...
+        if not part or any(set(text) & set("[] \t\n") for text in pieces):
+            raise error
+        choices = [_numbers(piece, error) if index % 2 else [piece] for index, piece in enumerate(pieces)]
+        count = 1
+        for choice in choices:
+            count *= len(choice)
+        if len(hosts) + count > MOST_HOSTS:
+            raise error
+        hosts += ["".join(words) for words in product(*choices)]
+    return hosts
+
+
+def expand_tasks(tasks: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
+    """``4(x2),3`` is ``[4, 4, 3]``; :class:`ConfigError` calls the variable ``name``."""
+    counts: list[int] = []
+    for part in tasks.split(","):
+        match = _TASKS.fullmatch(part)
+        times = int(match[2] or 1) if match else 0
+        if match is None or not 1 <= times <= MOST_HOSTS:
+            raise ConfigError(f"environment variable {name}: {tasks!r} is not legal; legal: tasks of each node, such as 4(x2),3.")
+        counts += [int(match[1])] * times
+    return counts
+
+
+def _numbers(ranges: str, error: ConfigError) -> list[str]:
+    """``01-03,07`` is 01, 02, 03, 07: as many digits as the first of a range has."""
+    numbers: list[str] = []
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise error
+        first, last = int(match[1]), int(match[2] or match[1])
+        if not first <= last < first + MOST_HOSTS:
+            raise error
+        numbers += [str(number).zfill(len(match[1])) for number in range(first, last + 1)]
+    return numbers
+
+
+def _ranks(environment: Mapping[str, str], tasks: int) -> dict[str, str]:
+    """Torchrun's numbers of this process."""
+    node = _number(environment, "SLURM_NODEID")
+    counts, source = _tasks_per_node(environment)
+    if sum(counts) != tasks or node >= len(counts):
+        where = f"SLURM_NODEID = {node}" if sum(counts) == tasks else f"{tasks} tasks"
+        raise ConfigError(f"environment variable {source}: {environment[source]!r} does not fit {where}; start with srun.")
+    return {
+        "RANK": str(_number(environment, "SLURM_PROCID", below=tasks)),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_RANK": str(_number(environment, "SLURM_LOCALID", below=counts[node])),
+        "LOCAL_WORLD_SIZE": str(counts[node]),
+        "GROUP_RANK": str(node),
+    }
+
+
+def _tasks_per_node(environment: Mapping[str, str]) -> tuple[list[int], str]:
+    """Tasks of each node of the step, and the variable that says so."""
+    lists = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    name = _first(environment, *lists, "SLURM_NTASKS_PER_NODE")
+    if name in lists:
+        return expand_tasks(environment[name], name), name
+    return [_number(environment, name, least=1)] * len(_nodes(environment)), name
+
+
+def _nodes(environment: Mapping[str, str]) -> list[str]:
+    name = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    return expand_nodes(environment[name], name)
+
+
+def _first(environment: Mapping[str, str], *names: str) -> str:
+    """The first of the variables that has a value."""
+    found = next((name for name in names if environment.get(name)), None)
+    if found is None:
+        raise ConfigError(f"environment variable {names[0]} is not set in this SLURM step, nor {' nor '.join(names[1:])}.")
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str, least: int = 0, below: int | None = None) -> int:
+    text = environment.get(name, "")
+    if text.isascii() and text.isdigit() and least <= int(text) and (below is None or int(text) < below):
+        return int(text)
+    bound = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
+    raise ConfigError(f"environment variable {name}: {text!r} is not legal; legal: an integer {bound}.")

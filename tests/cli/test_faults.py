@@ -1,0 +1,238 @@
+"""Runs that are interrupted, killed, or out of disk: they go on from the last checkpoint, as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardwise.checkpoint import checkpoints
+
+TINY = [
+    "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2",
+    "data.validation=0", "checkpoint.every=20", "model.dropout=0.1",
+]  # fmt: skip
+ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
+STEPS = 300
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    words = random.Random(0)
+    path.write_text(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(3000)))
+    return f"data.source={path}"
+
+
+class Command:
+    """A ``shardwise train`` under way."""
+
+    def __init__(self, folder: Path, text: str, *more: str, steps: int = STEPS) -> None:
+        arguments = ["train", *TINY, text, f"train.steps={steps}", f"train.run_dir={folder}", *more]
+        self.folder = folder
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "shardwise", *arguments], env=ENVIRONMENT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+
+    def end(self, seconds: float = 100.0) -> str:
+        try:
+            output, _ = self.process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return output
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(metrics(self.folder)) <= step:
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def ranks(self) -> list[psutil.Process]:
+        found = [p for p in psutil.Process(self.process.pid).children() if "shardwise.launch.worker" in p.cmdline()]
+        return sorted(found, key=lambda p: int(p.environ()["RANK"]))
+
+    def kill(self) -> None:
+        """SIGKILL to the launcher and all ranks, as by a power cut."""
+        processes = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+        for process in processes:
+            process.kill()
+        self.process.communicate()
+        psutil.wait_procs(processes, timeout=10)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    try:
+        lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def curve(folder: Path) -> list[tuple[int, float, float]]:
+    return [(one["step"], one["loss"], one["grad_norm"]) for one in metrics(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    """A run that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    command = Command(folder, text)
+    output = command.end()
+    assert command.process.returncode == 0, output
+    assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step_00000280", "step_00000300"]
+    return folder
+
+
+def same(folder: Path, whole: Path) -> None:
+    """Every step once, with the losses of the undisturbed run: no gap, no repeat; the weights bit for bit."""
+    assert curve(folder) == curve(whole)
+    ours, theirs = (load_file(path / "weights.safetensors") for path in (folder, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, text: str, whole: Path, number: signal.Signals) -> None:
+    folder = tmp_path / "run"
+    command = Command(folder, text)
+    command.wait_for_step(30)
+    command.process.send_signal(number)
+    output = command.end()
+    assert command.process.returncode == 130, output
+    last = checkpoints(folder / "checkpoints")[-1]
+    done = len(metrics(folder))
+    assert last.name == f"step_{done:08d}" and 30 < done < STEPS
+    assert f"stopped after {done} steps, with a checkpoint" in " ".join(output.split())
+    again = Command(folder, text)
+    output = again.end()
+    assert again.process.returncode == 0 and f"going on from step {done}" in " ".join(output.split()), output
+    same(folder, whole)
+
+
+def test_a_killed_rank_costs_seconds(tmp_path: Path, text: str, whole: Path) -> None:
+    folder = tmp_path / "run"
+    command = Command(folder, text)
+    command.wait_for_step(50)
+    victim = command.ranks()[1]
+    victim.kill()
+    killed = time.time()
+    output = " ".join(command.end().split())
+    assert command.process.returncode == 0, output
+    assert "rank 1 was killed (SIGKILL" in output and "starting again from step_000000" in output
+    same(folder, whole)
+    log = (folder / "logs" / "launcher.log").read_text()
+    assert "rank 1 was killed" in log and "restart 1 of 3" in log and log.count("starting the ranks") == 2
+    ready = (folder / "logs" / "rank_0.log").read_text().split("ready after ")
+    assert len(ready) == 3 and "capturing the model" in ready[2]  # every phase timed
+    about = folder / "about.json"
+    assert about.stat().st_mtime - killed < 10, f"training again {about.stat().st_mtime - killed:.1f} s after the kill"
+
+
+def test_restarts_end(tmp_path: Path, text: str) -> None:
+    """A rank that is lost again and again without any new checkpoint."""
+    folder = tmp_path / "run"
+    command = Command(folder, text, "train.max_restarts=1", "checkpoint.every=0", steps=100000)
+    for times in range(2):
+        command.wait_for_step(3)
+        command.ranks()[times].kill()
+        time.sleep(1)
+        deadline = time.monotonic() + 30
+        while command.process.poll() is None and len(metrics(folder)) > 3 and time.monotonic() < deadline:
+            time.sleep(0.02)  # the second attempt begins a new file
+    output = command.end()
+    assert command.process.returncode == 1
+    assert output.count("starting again from the beginning") == 1 and "rank 1 was killed" in output, output
+
+
+def kills(folder: Path, text: str, whole: Path, count: int, seed: int) -> None:
+    """Kill everything at random moments, saves included, until the run ends; then it must be as if nobody had."""
+    moments = random.Random(seed)
+    best, killed = -1, 0
+    for _ in range(20 * count):
+        command = Command(folder, text, "checkpoint.every=1", "train.resume=auto")
+        try:
+            command.wait_for_step(max(best, 0) + moments.randrange(4) if killed < count else STEPS - 1)
+            time.sleep(moments.random() * 0.05)
+        finally:
+            if killed < count:
+                command.kill()
+        if killed >= count:
+            output = command.end()
+            assert command.process.returncode == 0, output
+            break
+        killed += 1
+        found = checkpoints(folder / "checkpoints")
+        last = int(found[-1].name.removeprefix("step_")) if found else 0
+        assert last >= best, f"step {best} was saved, and now only step {last} is there"
+        best = last
+    same(folder, whole)
+
+
+def test_kills_at_random_moments(tmp_path: Path, text: str, whole: Path) -> None:
+    kills(tmp_path / "run", text, whole, 4, seed=1)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_fifty_kills_at_random_moments(tmp_path: Path, text: str, whole: Path) -> None:
+    kills(tmp_path / "run", text, whole, 50, seed=2)
+
+
+def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, whole: Path) -> None:
+    """A mount of a few hundred KiB, filled while the run goes on and freed again."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(disk)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        folder = disk / "run"
+        command = Command(folder, text)
+        command.wait_for_step(45)
+        filler = disk / "filler"
+        with filler.open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        time.sleep(1.0)
+        before = len(checkpoints(folder / "checkpoints"))
+        filler.unlink()
+        output = command.end()
+        assert before >= 1 and command.process.returncode == 0, output
+        words = " ".join(output.split())
+        assert "was not saved: " in words and "the last good one is" in words, output
+        ours, theirs = (load_file(path / "weights.safetensors") for path in (folder, whole))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    finally:
+        subprocess.run(["umount", str(disk)], check=False)
+
+
+def test_what_is_in_the_folder(tmp_path: Path, text: str) -> None:
+    """A finished run is set aside; an unfinished one of another configuration is refused; "never" sets it aside."""
+    folder = tmp_path / "run"
+    assert Command(folder, text, steps=4).end() and (folder / "weights.safetensors").exists()
+    first = Command(folder, text, steps=4)
+    assert "the earlier run is now in" in first.end() and (tmp_path / "run-1" / "weights.safetensors").exists()
+    unfinished = Command(folder, text, steps=8)  # longer than the last checkpoint: it goes on
+    assert "going on from step 4" in unfinished.end() and len(metrics(folder)) == 8
+    other = Command(folder, text, "model.width=32", steps=12)
+    output = " ".join(other.end().split())
+    assert other.process.returncode == 2 and "model.width: 16 → 32" in output and "train.resume" in output, output
+    anew = Command(folder, text, "model.width=32", "train.resume=never", steps=4)
+    assert "the earlier run is now in" in anew.end() and len(metrics(folder)) == 4
+    assert len(metrics(tmp_path / "run-2")) == 8

@@ -1,0 +1,197 @@
+"""k steps, a checkpoint, and the rest on any number of ranks: the same weights as without an interruption."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint import Checkpoint, latest
+from shardwise.checkpoints import Checkpoints
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.models import GPT
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.trainer import Trainer
+
+STEPS = 6
+BATCH = 5
+State = dict[str, Tensor]
+
+
+class Rows:
+    """Seventeen rows of tokens: with batches of five an epoch ends unevenly after the fourth."""
+
+    def __init__(self, size: int = 17, length: int = 6) -> None:
+        self.tokens = torch.randint(0, 11, (size, length + 1), generator=torch.Generator().manual_seed(5))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.tokens[index, :-1], "labels": self.tokens[index, 1:]}
+
+
+class Normed(nn.Module):
+    """Running statistics, a buffer outside the state dict, a frozen parameter, one that nothing reads, and a 0-d one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Parameter(torch.randn(5), requires_grad=False)
+        self.unread = nn.Parameter(torch.randn(3))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        self.seen.add_(1)
+        hidden = self.norm(self.embed(input_ids)) * self.scale + self.frozen + self.seen
+        return nn.functional.cross_entropy((hidden @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+def gpt() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT(vocabulary=11, width=8, layers=2, heads=2, context=6, dropout=0.2)
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(1)
+    return Normed()
+
+
+MODELS = {"gpt": gpt, "normed": normed}
+COMPILED: dict[tuple[str, int, str], Compiled] = {}
+
+
+def compiled(model: str, ranks: int, precision: str) -> Compiled:
+    key = (model, ranks, precision)
+    if key not in COMPILED:
+        batch = {name: torch.stack([Rows()[i][name] for i in range(2)]) for name in ("input_ids", "labels")}
+        module = MODELS[model]().double() if precision == "fp64" else MODELS[model]()
+        COMPILED[key] = Compiled(module, Plan(Mesh.of(dp=ranks), 1, "none", precision), batch)  # type: ignore[arg-type]
+    return COMPILED[key]
+
+
+def run(
+    folder: Path, ranks: int, stop: int, *, model: str = "gpt", precision: str = "fp64", name: str = "adamw", rows: int = 17,
+    save: bool = True, **options: Any,
+) -> tuple[State, list[list[int]]]:  # fmt: skip
+    """Go on from the folder's checkpoint to step ``stop`` and save; the state, and where each batch stood in the data."""
+    made = compiled(model, ranks, precision)
+
+    def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
+        choice = OptimizerChoice(name, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=STEPS)  # type: ignore[arg-type]
+        trainer = Trainer(made, choice, made.plan, {}, clip_norm=0.5, seed=3, comm=comm)
+        positions = []
+        with trainer.loader(Rows(rows), BATCH) as loader, Checkpoints(trainer, folder, **options) as checkpoints:
+            checkpoints.restore(loader)
+            while trainer.engine.step_index < stop:
+                positions.append(list(loader.state))
+                trainer.step(next(loader))
+            if save:
+                checkpoints.save(loader)
+        state = trainer.state_dict() | {f"buffer {n}": b.clone() for n, b in trainer.engine.memory.buffers.items()}
+        return state, positions
+
+    return run_ranks(made.plan.mesh, rank, timeout=60)[0]
+
+
+def worst(ours: State, truth: State) -> float:
+    errors = [float((ours[n].double() - truth[n].double()).norm() / truth[n].double().norm().clamp(min=1e-30)) for n in truth]
+    assert ours.keys() == truth.keys() and all(map(math.isfinite, errors))
+    return max(errors)
+
+
+PAIRS = random.Random(7).sample(list(itertools.product(range(1, STEPS), (1, 2, 3), (1, 2, 3, 4))), 20)
+
+
+@pytest.mark.parametrize(("k", "before", "after"), PAIRS)
+def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path, k: int, before: int, after: int) -> None:
+    model = "normed" if k % 2 else "gpt"
+    name = ("adamw", "nadam", "sgd")[k % 3]
+    truth, places = run(tmp_path / "whole", before, STEPS, model=model, name=name)
+    _, first = run(tmp_path / "parts", before, k, model=model, name=name)
+    state, rest = run(tmp_path / "parts", after, STEPS, model=model, name=name)
+    assert first + rest == places
+    if before == after:
+        assert all(torch.equal(state[n], truth[n]) for n in truth)
+    assert worst(state, truth) <= 1e-12
+
+
+def test_bit_equal_in_bf16(tmp_path: Path) -> None:
+    """The fp32 masters are what is saved, not the bf16 copies."""
+    truth, _ = run(tmp_path / "whole", 2, STEPS, precision="bf16")
+    run(tmp_path / "parts", 2, 3, precision="bf16")
+    state, _ = run(tmp_path / "parts", 2, STEPS, precision="bf16")
+    assert all(torch.equal(state[n], truth[n]) for n in truth)
+    assert Checkpoint.open(latest(tmp_path / "parts")).tensors["model.blocks.0.attention.qkv.weight"].dtype == torch.float32  # type: ignore[arg-type]
+
+
+def test_other_precision(tmp_path: Path) -> None:
+    run(tmp_path, 2, 2, precision="fp64")
+    wide, _ = run(tmp_path, 2, 2, precision="fp64")
+    narrow, _ = run(tmp_path, 1, 2, precision="fp32", save=False)
+    assert all(torch.equal(narrow[n], wide[n].to(narrow[n].dtype)) for n in wide)
+
+
+def test_without_optimizer_state_it_would_differ(tmp_path: Path) -> None:
+    """A control: the parity above is no matter of course."""
+    truth, _ = run(tmp_path / "whole", 1, STEPS)
+    run(tmp_path / "parts", 1, 3)
+    made = compiled("gpt", 1, "fp64")
+
+    def rank(comm: ThreadCommunicator) -> State:
+        choice = OptimizerChoice("adamw", lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=STEPS)
+        trainer = Trainer(made, choice, made.plan, {}, clip_norm=0.5, seed=3, comm=comm)
+        with trainer.loader(Rows(), BATCH) as loader, Checkpoints(trainer, tmp_path / "parts") as checkpoints:
+            checkpoints.restore(loader)
+            for memory in trainer.engine.memory.buckets:
+                for state in memory.optimizer.state_views(memory.layout.entries).values():
+                    state["exp_avg"].zero_()
+            while trainer.engine.step_index < STEPS:
+                trainer.step(next(loader))
+        return trainer.state_dict()
+
+    state = run_ranks(made.plan.mesh, rank, timeout=60)[0]
+    assert worst(state, {n: truth[n] for n in state}) > 1e-6
+
+
+def test_refused(tmp_path: Path) -> None:
+    run(tmp_path, 2, 2)
+    path = str(latest(tmp_path))
+    with pytest.raises(ConfigError, match="optimizer"):
+        run(tmp_path, 1, 3, name="adagrad")
+    with pytest.raises(ConfigError, match=path):
+        run(tmp_path, 1, 3, model="normed")
+    with pytest.raises(ConfigError, match="data"):
+        run(tmp_path, 1, 3, rows=18)
+    damaged = Path(path) / "rank_00001.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(ConfigError, match=str(damaged)):
+        run(tmp_path, 2, 3)
+
+
+def test_a_stop_is_agreed_upon() -> None:
+    """Ranks are asked in different steps; all see it in the same one."""
+    made = compiled("gpt", 3, "fp64")
+
+    def rank(comm: ThreadCommunicator) -> int:
+        trainer = Trainer(made, OptimizerChoice("sgd", lr=1e-2), made.plan, {}, comm=comm)
+        with trainer.loader(Rows(), BATCH) as loader:
+            while not trainer.stopping:
+                if trainer.engine.step_index == 2 + comm.rank:
+                    trainer.request_stop()
+                trainer.step(next(loader))
+        return trainer.engine.step_index
+
+    assert run_ranks(made.plan.mesh, rank, timeout=60) == [3, 3, 3]
