@@ -8,18 +8,20 @@ if TYPE_CHECKING:
     from shardwise.core.mesh import Mesh
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
+    from shardwise.loop import distribute
     from shardwise.trainer import NonFiniteError, Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "distribute": "shardwise.loop",
     "Mesh": "shardwise.core.mesh",
     "NonFiniteError": "shardwise.trainer",
     "OptimizerChoice": "shardwise.core.optim",
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.trainer",
 }
-__all__ = ["Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
+__all__ = ["distribute", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:

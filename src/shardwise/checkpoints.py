@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -42,10 +43,31 @@ class Checkpoints:
         self._step = self._good = -1  # the last step that was to be saved, and the last that has been
         self._ended: list[Saved] = []
         self._background = Background(trainer.comm)
+        self._check_shared()
         self._writer = CheckpointWriter(
             self.folder, trainer.comm.rank, trainer.comm.mesh.size, self._background.gather, staging_bytes=staging_bytes,
             keep_last=keep_last, keep_every=keep_every, warn=warn,
         )  # fmt: skip
+
+    def _check_shared(self) -> None:
+        """All ranks must see what rank 0 writes: no checkpoint could be completed otherwise."""
+        rank, gather = self.trainer.comm.rank, self._background.gather
+        probe = self.folder / f".seen-{uuid.uuid4().hex}"
+        try:
+            if rank == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                probe.touch()
+            name = gather(probe.name.encode())[0].decode()
+            seen = gather(b"1" if (self.folder / name).exists() else b"0")
+        finally:
+            if rank == 0:
+                probe.unlink(missing_ok=True)
+        blind = [index for index, answer in enumerate(seen) if answer != b"1"]
+        if blind:
+            raise ConfigError(
+                f"{self.folder}: rank {', '.join(map(str, blind))} does not see what rank 0 writes there; legal: a folder on a file "
+                "system that all hosts share (train.run_dir)"
+            )
 
     @property
     def ceiling(self) -> int:

@@ -90,12 +90,17 @@ def test_a_rank_in_trouble_ends_the_run(tmp_path: Path, trouble: str, message: s
         "train", "train.devices=2", f"model.factory={TROUBLED}:troubled",
         f"model.arguments={{trouble='{trouble}', sample={sample}}}",
         f"data.factory={TROUBLED}:points", "data.batch_size=4", "train.steps=1000000", "train.hang_timeout=3",
-        f"train.run_dir={tmp_path}",
+        f"train.run_dir={tmp_path}", "train.max_restarts=0",
     )  # fmt: skip
     assert time.monotonic() - start < 60  # of which the start takes most
     assert done.returncode == 1
     assert message in done.stderr, done.stderr
     assert f"rank 1 is about to {trouble}" in done.stderr  # the end of its log
+    if trouble != "kill":
+        assert "rank 0: waits" in done.stderr  # who waits for it
+    if trouble == "hang":
+        assert "rank 1 is here (most recent call first):" in done.stderr
+        assert "troubled.py" in done.stderr and "in forward" in done.stderr  # its Python stack
     assert "Traceback" not in done.stdout + done.stderr
     metrics = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert len(metrics) in (2, 3)  # written one step late

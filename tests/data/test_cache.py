@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import settle
 
+from conftest import settle
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.data import Corpus, cache, documents, fingerprint, open_corpus, tokenise, worker
 from shardwise.data.cache import TokenCache, verify_cache
@@ -331,9 +331,7 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(folder: Path, tmp_pat
     assert printed[0][-1].startswith("done")
 
 
-def test_a_worker_that_dies_is_an_error_and_leaves_nothing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_dies_is_an_error_and_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE", 2000)
     do = tokenise._Processes._do
 

@@ -70,7 +70,9 @@ def test_a_cut_never_divides_a_character(tmp_path: Path, place: int) -> None:
 
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"text": "one"}\n\n   \n{"other": 1, "text": "tw\\u00f6"}\r\n{"text": null}\n{"text": ""}\n{"text": "\\ud800!"}')
+    path.write_bytes(
+        b'{"text": "one"}\n\n   \n{"other": 1, "text": "tw\\u00f6"}\r\n{"text": null}\n{"text": ""}\n{"text": "\\ud800!"}'
+    )
     assert texts(path) == [b"one", "twö".encode(), b"?!"]
 
 

@@ -44,7 +44,9 @@ def test_any_place_is_found_by_itself(weights: list[float], start: int, count: i
     assert (together[1] >= 0).all() and (together[1] <= places).all()
 
 
-@pytest.mark.parametrize(("sizes", "weights"), [((7, 20, 3), (0.5, 0.3, 0.2)), ((5, 5), (1, 9)), ((1, 50), (3, 1)), ((11,), (2,))])
+@pytest.mark.parametrize(
+    ("sizes", "weights"), [((7, 20, 3), (0.5, 0.3, 0.2)), ((5, 5), (1, 9)), ((1, 50), (3, 1)), ((11,), (2,))]
+)
 def test_every_sample_once_in_its_own_epochs(sizes: tuple[int, ...], weights: tuple[float, ...]) -> None:
     mixture = Mixture([part(size, 1000 * n) for n, size in enumerate(sizes)], weights)
     epochs = 30

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.launch.network import interface_towards, source_towards
+from shardwise.runtime.network import interface_towards, source_towards
 
 TINY = ["model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2"]
 STEPS = 5
@@ -175,7 +175,7 @@ def test_torchrun_on_two_hosts(hosts: tuple[Host, Host], text: str, local: Curve
 FIND = """
 import json, sys
 from torch.distributed import FileStore
-from shardwise.launch.network import choose_interfaces, interface_towards
+from shardwise.runtime.network import choose_interfaces, interface_towards
 from shardwise.runtime.rendezvous import Rendezvous
 rank, store, peer, master = int(sys.argv[1]), *sys.argv[2:]
 environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": master}

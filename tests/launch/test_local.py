@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.launch.local import RunFailed, last_lines, launch_local, run_folder, under_torchrun
+from shardwise.launch.local import RunFailed, clear_logs, last_lines, launch_local, run_folder, under_torchrun
 
 
 def launch(tmp_path: Path, script: str, *, ranks: int = 2, hang_timeout: float = 20.0) -> list[str]:
@@ -127,12 +127,14 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
 
 def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     with run_folder(tmp_path / "run"):
-        (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        (tmp_path / "run" / "logs" / "rank_0.log").write_text("of an earlier run")
         (tmp_path / "run" / "own.txt").write_text("of the user's")
         with pytest.raises(ConfigError, match="another run is writing"), run_folder(tmp_path / "run"):
             pass
-    with run_folder(tmp_path / "run", ["metrics.jsonl"]):
+    with run_folder(tmp_path / "run"):
+        clear_logs(tmp_path / "run")
         assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "logs", "monitor", "own.txt"]
+        assert not list((tmp_path / "run" / "logs").iterdir())
     with pytest.raises(ConfigError, match="cannot write"), run_folder(tmp_path / "run" / "own.txt" / "below"):
         pass
 

@@ -18,6 +18,7 @@ from shardwise.data import Loader, sample_order
 from shardwise.launch import matmul
 from shardwise.launch.matmul import FAST, SAFE, SQUARE, choose_matmul, typical_shapes
 from shardwise.launch.results import MetricsWriter, save_weights
+from shardwise.launch.run import Side
 from shardwise.launch.training import train
 from shardwise.models import Llama
 from shardwise.runtime.interpreter import StepResult
@@ -72,7 +73,7 @@ def _settings() -> Iterator[None]:
 def run(tmp_path: Path, *overrides: str) -> Config:
     """One rank that trains; what it leaves is in ``tmp_path``."""
     config = load_config(None, ["train.devices=1", f"train.run_dir={tmp_path}", *overrides], hardware=Hardware(cores=1))
-    train(config, Progress(record_path(tmp_path, 0)))
+    train(config, Side(Progress(record_path(tmp_path, 0))))
     return config
 
 

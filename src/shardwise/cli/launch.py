@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ from shardwise.config import Hardware
 from shardwise.core.errors import ConfigError
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.monitor import log_path
+from shardwise.launch.rank import run_script
+from shardwise.launch.slurm import adopt
 from shardwise.report.tables import print_json
 
 
@@ -20,6 +23,11 @@ def run(
     """Run the script; what rank 0 prints goes to the terminal, what every rank prints to its log."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such file; legal: a Python script")
+    if adopt(os.environ):
+        if ranks not in (None, int(os.environ["WORLD_SIZE"])):
+            raise ConfigError(f"--ranks {ranks}: legal: {os.environ['WORLD_SIZE']}, the tasks that srun has started")
+        run_script(str(script), arguments)
+        return
     if under_torchrun():
         raise ConfigError(f"torchrun has started this process already; legal: torchrun {script} itself")
     hardware = Hardware.here()

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from . import tokenizer
+from . import checkpoint, tokenizer
 from .common import reported, split_arguments
 
 app = typer.Typer(
@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 
 
+app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(tokenizer.app, name="tokenizer")
 
 Arguments = Annotated[

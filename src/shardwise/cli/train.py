@@ -47,7 +47,11 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
         ranks = config.train.devices
         display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step)
         with nullcontext() if json or not first else display:
-            asked = _train_here(config, display if first and not json else None) if under_torchrun() else _train_local(config, display, quiet=json)
+            asked = (
+                _train_here(config, display if first and not json else None)
+                if under_torchrun()
+                else _train_local(config, display, quiet=json)
+            )
     if asked:
         step = _last_step(folder)
         console.print(f"stopped after {step} steps, with a checkpoint; the same command goes on from there", markup=False)

@@ -154,7 +154,7 @@ def _devices(draft: Draft, hardware: Hardware) -> None:
         devices = hardware.world or _fitting_devices(draft, hardware)
     draft.default("train.devices", devices)
     draft.default("parallel.dp", devices)
-    draft.default("train.threads", max(1, hardware.cores // devices))
+    draft.default("train.threads", max(1, hardware.cores // (hardware.local or devices)))
     if draft["parallel.dp"] != devices:
         draft.refuse("parallel.dp", f"train.devices = {devices}, for all devices are data parallel")
 

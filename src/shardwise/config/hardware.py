@@ -10,12 +10,14 @@ from dataclasses import dataclass
 class Hardware:
     """``gpus`` is a hard limit of ranks where there are any; otherwise ``cores`` of the CPU, a soft one.
 
-    ``world`` is the number of ranks that somebody else has already started (torchrun), or None.
+    ``world`` is the number of ranks that somebody else has already started (torchrun), ``local`` that of those on this host, or
+    None.
     """
 
     cores: int
     gpus: int = 0
     world: int | None = None
+    local: int | None = None
 
     @staticmethod
     def here() -> Hardware:
@@ -25,8 +27,11 @@ class Hardware:
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        world = os.environ.get("WORLD_SIZE", "") if "TORCHELASTIC_RUN_ID" in os.environ else ""
-        return Hardware(cores, gpus, int(world) if world.isdigit() and int(world) > 0 else None)
+        started = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
+        world, local = (started.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        if local.isdigit() and cores * int(local) <= (os.cpu_count() or 1):
+            local = "1"  # bound to cores of its own, as by srun
+        return Hardware(cores, gpus, *(int(count) if count.isdigit() and int(count) > 0 else None for count in (world, local)))
 
     @property
     def devices(self) -> int:

@@ -56,7 +56,7 @@ def _hash(file: SourceFile, on_bytes: OnBytes | None) -> str:
     return whole.hexdigest()
 
 
-def _hash_file(path: str, on_bytes: OnBytes | None) -> "hashlib._Hash":
+def _hash_file(path: str, on_bytes: OnBytes | None) -> hashlib._Hash:
     digest = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0) as file:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -71,6 +74,8 @@ class JsonTokenizer:
 
     def __init__(self, path: str, end_token: str | None = None) -> None:
         try:
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                raise OSError(errno.EINVAL, "no regular file")
             content = Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"data.tokenizer: cannot read {path}: {error.strerror}; legal: {_LEGAL}") from error

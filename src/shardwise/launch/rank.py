@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -99,15 +99,20 @@ def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
 
 
-def main() -> None:
+def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a script as ``python SCRIPT ARGUMENTS`` would."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(os.path.abspath(script))
+    runpy.run_path(script, run_name="__main__")
+
+
+def main() -> None:
+    """Run a script as one rank: what this module's command line says."""
     run_dir, script, *arguments = sys.argv[1:]
     with rank_process(Path(run_dir)) as progress:
         progress.phase(f"running {script}")
         os.environ[RUN_DIR] = run_dir  # a Trainer in the script goes on with the record
-        sys.argv = [script, *arguments]
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
+        run_script(script, arguments)
 
 
 if __name__ == "__main__":

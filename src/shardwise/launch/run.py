@@ -254,7 +254,9 @@ class Run:
         mesh, device = self.trainer.plan.mesh, self.trainer.comm.device
         result: Metrics = {**self.metrics.summary(), "ranks": mesh.size, "device": device.type, "run_dir": str(folder), **written}
         evaluations = keep_lines(folder / "evaluations.jsonl", self.config.train.steps + 1)
-        result |= {key: evaluations[-1][key] for key in ("validation_loss", "perplexity") if evaluations and key in evaluations[-1]}
+        result |= {
+            key: evaluations[-1][key] for key in ("validation_loss", "perplexity") if evaluations and key in evaluations[-1]
+        }
         write_json(folder / "result.json", result)
         log.info("done: %s", result)
 

@@ -67,6 +67,6 @@ class Background:
 
     def close(self) -> None:
         """Leave the others; all ranks together."""
-        if self._group is not None:
-            dist.destroy_process_group(None if self._owns_default else self._group)
+        if self._group is not None and self._owns_default:
+            dist.destroy_process_group()
         self._group = None

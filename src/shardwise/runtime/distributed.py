@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,6 +27,7 @@ from shardwise.runtime.communicator import (
     OnWait,
     as_bytes,
 )
+from shardwise.runtime.network import choose_interfaces
 from shardwise.runtime.rendezvous import rendezvous
 
 Start: TypeAlias = Callable[..., dist.Work | None]
@@ -79,6 +81,7 @@ class DistributedCommunicator(BaseCommunicator):
     ) -> DistributedCommunicator:
         """Join the processes that torchrun's environment variables name; :meth:`close` leaves them again."""
         met = rendezvous("distributed", max(timeout, START_TIMEOUT))
+        choose_interfaces(met, os.environ)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(

@@ -1,0 +1,216 @@
+"""A user's own training loop, left as it is: a model, a loss and an optimizer that stand for the steps of a :class:`Trainer`.
+
+Forward, backward and update of a step are one program.  It runs in ``optimizer.step()``; what comes before says on which batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.trainer import Trainer
+
+HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that do not change what they compute
+
+
+def distribute(
+    model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerChoice, plan: Plan | None = None, **options: Any
+) -> tuple[Model, Optimizer]:
+    """A model and an optimizer to use in place of these, in an ordinary loop on all ranks::
+
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow, :meth:`Trainer.loader` reads
+    only those).  So the ranks' loaders must agree: seed them alike; the first batch is compared.  ``loss`` has a value after
+    ``optimizer.step()``.  The model is captured at the first batch.
+
+    Args:
+        model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see :class:`Trainer`).
+        optimizer: one of torch's, over all parameters of the model; its numbers are read now.
+        plan: how the step is divided; by default data parallel over all ranks.
+        options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
+    """
+    choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
+    theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
+    steps = _Steps(model, choice, plan or Plan(mesh=Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1")))), options)
+    return Model(steps), Optimizer(steps, theirs)
+
+
+class Loss:
+    """The loss of a batch: a number once the step is done."""
+
+    def __init__(self, steps: _Steps, batch: Batch | None, value: Tensor | None = None) -> None:
+        self._steps, self._batch, self._value = steps, batch, value
+
+    def backward(self) -> None:
+        """Let the next ``optimizer.step()`` be on this batch."""
+        if self._batch is None or self._value is not None:
+            raise ShardwiseError("loss.backward(): this loss is that of an evaluation or of a step that is done")
+        if self._steps.due is not None:
+            raise ShardwiseError(
+                "loss.backward(): called twice before optimizer.step(); legal: one batch a step, and Plan(microbatches=...) to divide it"
+            )
+        self._steps.due = (self, self._batch)
+
+    def detach(self) -> Tensor:
+        """The value, on this rank's device; it is that of the whole batch on every rank."""
+        if self._value is None:
+            raise ShardwiseError("the value of this loss is known after optimizer.step(): forward, backward and update run there")
+        return self._value
+
+    def item(self) -> float:
+        return float(self.detach().item())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse("loss", name, "backward, item, detach and float; other terms of a loss belong into the model's forward")
+
+
+class Model:
+    """Stands for the module that is trained: ``model(**batch)`` is its loss."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps, self._training = steps, True
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Loss:
+        """The loss of a batch: at once in evaluation mode, else after ``optimizer.step()``."""
+        names = inspect.signature(self._steps.module.forward).parameters
+        batch = self._steps.part({**dict(zip(names, args, strict=False)), **kwargs})
+        if not self._training:
+            return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
+        if not torch.is_grad_enabled():
+            raise ShardwiseError("model(...) without gradients in training mode; legal: after model.eval()")
+        return Loss(self._steps, batch)
+
+    def train(self, mode: bool = True) -> Self:
+        self._training = mode
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full single-device state; all ranks call it."""
+        return self._steps.trainer.state_dict()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse("model", name, "a call, train, eval and state_dict; gradients are clipped by distribute(..., clip_norm=...)")
+
+
+class Optimizer:
+    """Stands for the optimizer: ``step`` runs the step."""
+
+    def __init__(self, steps: _Steps, theirs: torch.optim.Optimizer | None) -> None:
+        self._steps, self._theirs = steps, theirs
+        self._lr = None if theirs is None else float(theirs.param_groups[0]["lr"])
+
+    def step(self) -> None:
+        """Forward, backward and update on the batch of the last ``loss.backward()``."""
+        if self._steps.due is None:
+            raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
+        if self._theirs is not None and float(self._theirs.param_groups[0]["lr"]) != self._lr:
+            raise ShardwiseError(
+                'the learning rate was changed from outside; legal: a schedule of OptimizerChoice("adamw", schedule="cosine", ...)'
+            )
+        (loss, batch), self._steps.due = self._steps.due, None
+        loss._value = self._steps.trainer.step(batch).loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: every step computes its gradients anew."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse("optimizer", name, "step and zero_grad")
+
+
+class _Steps:
+    """What model, loss and optimizer share: the trainer, made at the first batch, and the batch of the next step."""
+
+    def __init__(self, module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any]) -> None:
+        self.module, self.plan = module, plan
+        self.due: tuple[Loss, Batch] | None = None
+        self._choice, self._options = choice, options
+        self._trainer: Trainer | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise ShardwiseError("the model is not captured yet; legal: after the first batch")
+        return self._trainer
+
+    def part(self, whole: Mapping[str, Tensor]) -> Batch:
+        """This rank's rows of a batch."""
+        if self._trainer is None:
+            self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
+            atexit.register(self._trainer.close)
+            _compare(self._trainer, whole)
+        mesh, rows = self.plan.mesh, next(iter(whole.values())).shape[0]
+        rank = self._trainer.comm.rank
+        ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
+        mine = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
+        return Batch(mine, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+
+def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerChoice:
+    """What one of torch's optimizers computes; :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
+    name = type(optimizer).__name__.lower()
+    if not type(optimizer).__module__.startswith("torch.optim") or name not in CHOICES["name"]:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} is not legal; legal: {', '.join(CHOICES['name'])} of torch.optim."
+        )
+    if len(optimizer.param_groups) != 1:
+        raise ConfigError(
+            f"optimizer: {len(optimizer.param_groups)} groups of parameters are not legal; legal: one, or an OptimizerChoice "
+            '(its decay = "matrices" keeps weight decay off norms and biases).'
+        )
+    group = dict(optimizer.param_groups[0])
+    if {id(p) for p in group.pop("params")} != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise ConfigError("optimizer: it must have exactly the parameters of the model that require gradients.")
+    known = {field.name for field in fields(OptimizerChoice)}
+    numbers = {key: value for key, value in group.items() if key in known and name in APPLIES.get(key, (name,))}
+    for key in group.keys() - numbers.keys() - set(HOW):
+        decoupled = key == "decoupled_weight_decay" and (name == "adamw" or not group["weight_decay"])
+        if group[key] and not decoupled:
+            raise ConfigError(f"optimizer: {key} = {group[key]!r} is not legal; legal: {key} off, as by default.")
+    return OptimizerChoice(name=name, decay="all", **numbers)  # type: ignore[arg-type]
+
+
+def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
+    """:class:`ConfigError` on all ranks unless they have read the same batch."""
+    word = 0
+    for name in sorted(batch):
+        word = zlib.crc32(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), word)
+    word %= 1 << 20  # so that the sums below stay inside of 64 bits
+    sums = torch.tensor([word, word * word], device=trainer.comm.device)
+    trainer.comm.all_reduce(sums, trainer.plan.mesh.names, what="the comparison of the first batch").wait()
+    total, squares = sums.tolist()
+    if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
+        raise ConfigError(
+            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
+        )
+
+
+def _refuse(what: str, name: str, legal: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ShardwiseError(f"{what}.{name} is not there under distribute(); legal: {legal}.")

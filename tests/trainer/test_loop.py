@@ -1,0 +1,132 @@
+"""A user's own loop, unchanged: model, loss and optimizer stand for the trainer's steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise import Mesh, OptimizerChoice, Plan
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.loop import choice_of, distribute
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.second(self.first(x).tanh()) - y).square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, 4, generator=generator), "y": torch.randn(6, 1, generator=generator)}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-6),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, momentum=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_loop_gives_the_same_numbers(name: str) -> None:
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain, ours = net(), net()
+    expected = run(plain, OPTIMIZERS[name](plain.parameters()))
+    plan = Plan(mesh=Mesh.of(dp=1), microbatches=2)
+    model, optimizer = distribute(ours, OPTIMIZERS[name](ours.parameters()), plan)
+    assert run(model, optimizer) == pytest.approx(expected, rel=2e-5)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-4, atol=1e-6)
+
+
+def test_an_evaluation_in_between() -> None:
+    plain = net()
+    model, optimizer = distribute(net(), OptimizerChoice("sgd", lr=0.1))
+    model.eval()
+    first = model(**batch(7)).item()
+    assert first == pytest.approx(plain(**batch(7)).item(), rel=1e-5)
+    model.train()
+    model(batch(0)["x"], batch(0)["y"]).backward()  # also by position
+    optimizer.step()
+    assert model.eval()(**batch(7)).item() != first
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    model, optimizer = distribute(net(), OptimizerChoice("sgd", lr=0.1))
+    with pytest.raises(ShardwiseError, match="after loss.backward"):
+        optimizer.step()
+    loss = model(**batch(0))
+    with pytest.raises(ShardwiseError, match="known after optimizer.step"):
+        loss.item()
+    with pytest.raises(TypeError):
+        loss * 2
+    loss.backward()
+    with pytest.raises(ShardwiseError, match="called twice before"):
+        loss.backward()
+    optimizer.step()
+    assert float(loss) == loss.item() and f"{loss:.2f}" == f"{loss.item():.2f}"
+    with pytest.raises(ShardwiseError, match="a step that is done"):
+        loss.backward()
+    with pytest.raises(ShardwiseError, match="model.parameters is not there .* clip_norm"):
+        model.parameters()
+    with pytest.raises(ShardwiseError, match="optimizer.param_groups is not there"):
+        _ = optimizer.param_groups
+    with torch.no_grad(), pytest.raises(ShardwiseError, match="after model.eval"):
+        model(**batch(0))
+
+
+def test_a_learning_rate_changed_from_outside() -> None:
+    ours = net()
+    theirs = torch.optim.SGD(ours.parameters(), lr=0.1)
+    model, optimizer = distribute(ours, theirs)
+    schedule = torch.optim.lr_scheduler.StepLR(theirs, 1)
+    model(**batch(0)).backward()
+    optimizer.step()
+    theirs.step()
+    schedule.step()
+    model(**batch(1)).backward()
+    with pytest.raises(ShardwiseError, match="learning rate was changed"):
+        optimizer.step()
+
+
+def test_optimizers_that_cannot_be_said() -> None:
+    model = net()
+    groups = [{"params": model.first.parameters()}, {"params": model.second.parameters(), "lr": 1.0}]
+    for optimizer, message in (
+        (torch.optim.AdamW(groups), "2 groups"),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad = True is not legal"),
+        (torch.optim.RMSprop(model.parameters(), centered=True), "centered = True"),
+        (torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.1), "dampening = 0.1"),
+        (torch.optim.AdamW(model.first.parameters()), "exactly the parameters"),
+        (torch.optim.Adamax(model.parameters()), "Adamax is not legal; legal: adamw, sgd"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choice_of(optimizer, model)
+    assert choice_of(torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True), model) == OptimizerChoice(
+        "adamw", lr=2e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, decay="all"
+    )
