@@ -191,7 +191,16 @@ def measure(one: Variant, step: int) -> None:
 
 
 def worker(rank: int, port: int, name: str, rounds: int, folder: Path, results: Any) -> None:
-    """One rank of the processes in which one rival and ours save in turns."""
+    """One rank of the processes in which one rival and ours save in turns; a failure ends it at once, the groups' threads with it."""
+    try:
+        take_turns(rank, port, name, rounds, folder, results)
+    except Exception as error:
+        print(f"{name}, rank {rank}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def take_turns(rank: int, port: int, name: str, rounds: int, folder: Path, results: Any) -> None:
+    """The body of :func:`worker`."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(RANKS))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
     torch.set_num_threads(1)
@@ -252,7 +261,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for each rival")
-    parser.add_argument("--rivals", nargs="*", default=list(RIVALS))
+    # the blocking stager's cache is pinned memory, which torch makes only where there is an accelerator
+    able = [name for name in RIVALS if torch.accelerator.is_available() or "cached" not in name]
+    parser.add_argument("--rivals", nargs="*", default=able, choices=RIVALS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoints import Checkpoints
     from shardwise.core.mesh import Mesh
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Checkpoints": "shardwise.checkpoints",
     "distribute": "shardwise.loop",
     "Mesh": "shardwise.core.mesh",
     "NonFiniteError": "shardwise.trainer",
@@ -21,7 +23,7 @@ _HOMES = {
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.trainer",
 }
-__all__ = ["distribute", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
+__all__ = ["Checkpoints", "distribute", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from saving_of_checkpoints import flat_pieces, same, save, state, whole
 
 import shardwise.checkpoint.container as container
 import shardwise.checkpoint.folder as folders
+import shardwise.checkpoint.staging as staging
 from shardwise.checkpoint.folder import all_complete
 from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.checkpoint.writer import CheckpointWriter
@@ -150,3 +152,23 @@ def test_killed_at_any_moment_the_last_complete_one_loads(tmp_path: Path) -> Non
     found = dict(line.split(": ") for line in done.stdout.splitlines())
     assert int(found["kills"]) == 30 and int(found["steps"]) > 30, found
     assert int(found["leftovers"]) >= 5, f"most kills should hit a save: {found}"
+
+
+@pytest.mark.parametrize("bound", [None, 256])
+def test_values_that_cannot_be_copied_make_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bound: int | None
+) -> None:
+    copies, copy = [0], staging._copy
+
+    def fail(*arguments: Any) -> None:
+        copies[0] += 1
+        if copies[0] > 2:
+            raise RuntimeError("device lost")
+        copy(*arguments)
+
+    monkeypatch.setattr(staging, "_copy", fail)
+    pieces = [whole("x", torch.ones(700)), whole("y", torch.ones(5, 4).t()), whole("z", torch.ones(9))]
+    warned: list[str] = []
+    saved = save(tmp_path, 1, [pieces, []], warned=warned, staging_bytes=bound)
+    assert len({one.error for one in saved}) == 1 and saved[0].path is None and not list(tmp_path.iterdir())
+    assert len(warned) == 1 and ("device lost" in warned[0] or "not staged to the end" in warned[0])

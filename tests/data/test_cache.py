@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ class Work:
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     counted, hash_file, do = Work(), fingerprint._hash_file, tokenise.tokenise
 
     def hashing(*arguments: Any) -> Any:
@@ -48,7 +47,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
 
     monkeypatch.setattr(fingerprint, "_hash_file", hashing)
     monkeypatch.setattr(tokenise, "tokenise", doing)
-    yield counted
+    return counted
 
 
 @pytest.fixture
@@ -370,6 +369,18 @@ def test_files_that_change_while_they_are_read(folder: Path, tmp_path: Path, mon
     assert not list((tmp_path / "c").glob("*/train.bin"))
 
 
+def test_files_that_are_gone_while_they_are_read(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    do = tokenise.tokenise
+
+    def meddle(*arguments: Any) -> Any:
+        (folder / "003.txt").unlink()
+        return do(*arguments)
+
+    monkeypatch.setattr(tokenise, "tokenise", meddle)
+    with pytest.raises(ConfigError, match=r"data.source: cannot read .*003.txt: No such file"):
+        open_corpus(str(folder), cache_dir=str(tmp_path / "c"))
+
+
 def test_folders_that_cannot_keep_tokens(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"data.cache_dir = .*/file/x: cannot keep tokens there: Not a directory"):
@@ -420,3 +431,8 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
         found = open_corpus(str(tmp_path / "corpus"), cache_dir=str(tmp_path / f"c{workers}"), workers=workers)
         assert text_of(found, "train") == b"a file whose name is not UTF-8\0"
     assert cache.default_cache_dir() == str(tmp_path / "xdg" / "shardwise" / "tokens")
+
+
+def test_tokenising_needs_no_torch() -> None:
+    code = "import sys, shardwise.data.worker; from shardwise.data import open_corpus; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -92,7 +92,10 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     if data.validation:
         notices += [_too_little(corpus) for corpus, part in zip(corpora, apart, strict=True) if part is None]
     tokenizer = corpora[0].tokenizer
-    encode = lambda text: tokenizer.encode([text.encode(errors="replace")])[0].tolist()  # noqa: E731
+
+    def encode(text: str) -> list[int]:
+        return [int(token) for token in tokenizer.encode([text.encode(errors="replace")])[0]]
+
     return Data(train, validation, tokenizer.decode, encode, Samples(train).digest, tuple(notices))
 
 

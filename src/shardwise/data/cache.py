@@ -32,7 +32,7 @@ from .tokenise import OnProgress, Side, default_workers, tokenise_all
 from .tokenizer import Tokenizer, Tokens, token_dtype
 from .worker import SIDES, Job
 
-FORMAT = 1
+FORMAT = 1  # of the folder, and of the way from text to tokens
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,11 @@ def _checksum(index: dict[str, Any]) -> str:
 def _check_unchanged(files: Sequence[SourceFile]) -> None:
     """ConfigError if a file has changed since it was hashed: its tokens would be kept under the wrong key."""
     for file in files:
-        states = [os.stat(path) for path in file.members or (file.path,)]
-        if (sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)) != (file.size, file.mtime_ns):
+        try:
+            states = [os.stat(path) for path in file.members or (file.path,)]
+        except OSError:
+            states = []
+        if not states or (sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)) != (file.size, file.mtime_ns):
             raise ConfigError(f"data.source: {file.path} changed while it was read; legal: files that nobody writes to")
 
 

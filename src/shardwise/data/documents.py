@@ -6,12 +6,13 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from shardwise.core.errors import ConfigError, did_you_mean
 
 from .sources import SourceFile
 
+# Where long texts are cut decides which tokens they become: who changes this, or LONG in tokenizer.py, changes FORMAT in cache.py.
 PIECE = 8 << 20  # bytes of a piece of work, about
 SEARCH = 1 << 16  # bytes in which a line's end is looked for where a long text is cut
 ROWS = 1024  # rows of a parquet file or a dataset that are read at a time
@@ -29,8 +30,7 @@ class Span:
     digest: str = ""  # SHA-256 of the whole file, where the file is the document
 
 
-@dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """Text of one document, all of it or a part.
 
     ``digest`` is the SHA-256 of the whole document, or None where ``text`` is all of it; ``first`` and ``last`` say which of its
@@ -80,10 +80,13 @@ def read(spans: Sequence[Span], field: str) -> Iterator[Fragment]:
     """
     readers = {"jsonl": _lines, "parquet": _parquet_rows, "dataset": _dataset_rows}
     for span in spans:
-        if span.kind == "text":
-            yield _text(span)
-        else:
-            yield from (Fragment(text) for text in readers[span.kind](span, field) if text)
+        try:
+            if span.kind == "text":
+                yield _text(span)
+            else:
+                yield from (Fragment(text) for text in readers[span.kind](span, field) if text)
+        except OSError as error:
+            raise ConfigError(f"data.source: cannot read {span.path}: {error.strerror or error}") from error
 
 
 def _spans(file: SourceFile, digest: str) -> Iterator[Span]:

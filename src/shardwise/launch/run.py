@@ -164,7 +164,7 @@ class Run:
         config = self.config.checkpoint
         meta: dict[str, Any] = {"config": self.config.resolved(), "shardwise": version("shardwise")}
         model = getattr(self.module, "config", None)
-        if hasattr(model, "to_dict"):
+        if model is not None and hasattr(model, "to_dict"):
             values = json.loads(json.dumps(model.to_dict(), default=str))
             meta["model"] = {"transformers": {"class": type(self.module).__name__, "config": values}}
         return Checkpoints(

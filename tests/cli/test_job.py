@@ -1,0 +1,129 @@
+"""What surrounds the steps of ``shardwise train``: evaluation, records, exported weights and runs that start from them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.checkpoint import checkpoints
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
+LLAMA = [
+    "model.transformers=LlamaForCausalLM",
+    "model.config={vocab_size=256, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, "
+    "num_key_value_heads=1, max_position_embeddings=16, tie_word_embeddings=true}",
+]  # fmt: skip
+TINY = ["data.sequence_length=16", "data.batch_size=4", "train.devices=2"]
+
+
+def shardwise(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, timeout=100, env=ENVIRONMENT, check=False
+    )
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A hundred documents, some of them for validation."""
+    folder = tmp_path_factory.mktemp("text")
+    rows = [json.dumps({"text": f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3}) for number in range(100)]
+    (folder / "songs.jsonl").write_text("\n".join(rows))
+    return f"data.source={folder / 'songs.jsonl'}"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    folder = tmp_path_factory.mktemp("llama") / "run"
+    done = shardwise(
+        "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={folder}", "train.steps=12", "train.eval_every=5",
+        "train.tensorboard=true", "data.attention=document",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "after step 5: validation loss" in done.stdout and "perplexity" in done.stdout
+    return folder
+
+
+def test_evaluations(llama: Path) -> None:
+    found = lines(llama / "evaluations.jsonl")
+    assert [one["step"] for one in found] == [5, 10, 12]
+    assert all(one["perplexity"] == pytest.approx(math.exp(one["validation_loss"])) for one in found)
+    assert found[-1]["validation_loss"] < found[0]["validation_loss"]
+    result = json.loads((llama / "result.json").read_text())
+    assert result["validation_loss"] == found[-1]["validation_loss"]
+
+
+def test_tensorboard_has_the_metrics(llama: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(llama / "tensorboard"))
+    events.Reload()
+    losses = [(one.step, one.value) for one in events.Scalars("loss")]
+    assert losses == [(one["step"], pytest.approx(one["loss"])) for one in lines(llama / "metrics.jsonl")]
+    assert [one.step for one in events.Scalars("validation_loss")] == [5, 10, 12]
+
+
+def test_exported_weights_load_and_start_a_run(llama: Path, text: str, tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    last = checkpoints(llama / "checkpoints")[-1]
+    done = shardwise("checkpoint", "export", str(last), str(tmp_path / "model"))
+    assert done.returncode == 0, done.stderr
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    from safetensors.torch import load_file
+
+    ours = load_file(llama / "weights.safetensors")
+    theirs = model.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    again = shardwise(
+        "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={tmp_path / 'run'}", "train.steps=1",
+        f"model.weights={tmp_path / 'model'}", "data.attention=document", "optimizer.warmup_steps=0",
+    )  # fmt: skip
+    assert again.returncode == 0, again.stderr
+    fresh, trained = lines(llama / "metrics.jsonl")[0]["loss"], lines(tmp_path / "run" / "metrics.jsonl")[0]["loss"]
+    assert trained < fresh - 0.3
+    wrong = shardwise("train", *TINY, text, f"model.weights={tmp_path / 'model'}", f"train.run_dir={tmp_path / 'no'}")
+    assert wrong.returncode == 2 and "model.weights" in wrong.stderr, wrong.stderr
+
+
+def test_plot_of_a_run(llama: Path, tmp_path: Path) -> None:
+    done = shardwise("plot", str(llama), "--out", str(tmp_path / "curves.png"), "--json")
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    assert run["steps"] == 12 and run["validation_loss"] is not None
+    assert (tmp_path / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_sigterm_under_torchrun(tmp_path: Path, text: str) -> None:
+    """torchrun passes the signal on; the ranks agree on a step, save, and end."""
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise", "train",
+        "model.width=16", "model.layers=1", "model.heads=2", *TINY, text, "train.steps=100000", f"train.run_dir={tmp_path}",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    (last,) = checkpoints(tmp_path / "checkpoints")
+    done = len(lines(tmp_path / "metrics.jsonl"))
+    assert last.name == f"step_{done:08d}", output
+    assert f"stopped after {done} steps, with a checkpoint" in " ".join(output.split())
