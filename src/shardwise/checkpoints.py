@@ -74,6 +74,10 @@ class Checkpoints:
         """Bytes of memory that saving takes at most on this rank, beside the training's."""
         return self._writer.ceiling(state.owned(self.trainer.engine))
 
+    def prepare(self) -> int:
+        """Take the memory that saving needs now, so that the first save does not; returns its bytes."""
+        return self._writer.prepare(state.owned(self.trainer.engine))
+
     def save(self, loader: Loader | None = None) -> None:
         """Save as it is after the last step; returns as soon as the state is copied, and writes in the background.
 

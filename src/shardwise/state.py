@@ -78,6 +78,8 @@ def _bucket(memory: BucketMemory, start: int, stop: int) -> Iterator[Piece]:
         if first < last:
             yield from _cut(f"model.{entry.name}", masters[entry.name], first, last)
             yield from _states(entry, states[entry.name], first, last)
+        elif not entry.numel and start <= entry.offset < max(stop, 1):
+            yield _whole(f"model.{entry.name}", masters[entry.name])
 
 
 def _states(entry: FlatEntry, state: Mapping[str, Tensor], first: int, last: int) -> Iterator[Piece]:
@@ -106,5 +108,5 @@ def _replicated(engine: Engine) -> Iterator[Piece]:
     learned = {name for memory in engine.memory.buckets for name in memory.leaves}
     own = engine.compiled.module.state_dict(keep_vars=True)
     for name, value in {**engine.memory.leaves, **engine.unused, **engine.memory.buffers}.items():
-        if name not in learned and value.numel():
+        if name not in learned:
             yield _whole(f"model.{name}" if name in own else f"extra.{name}", value)

@@ -195,3 +195,19 @@ def test_a_stop_is_agreed_upon() -> None:
         return trainer.engine.step_index
 
     assert run_ranks(made.plan.mesh, rank, timeout=60) == [3, 3, 3]
+
+
+def test_a_parameter_without_elements_is_kept(tmp_path: Path) -> None:
+    class Empty(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.none = nn.Embedding(11, 5), nn.Parameter(torch.zeros(0, 3))
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            logits = self.embed(input_ids) @ self.embed.weight.T
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + self.none.sum()
+
+    MODELS["empty"] = Empty
+    run(tmp_path, 3, 2, model="empty")
+    assert Checkpoint.open(latest(tmp_path)).tensors["model.none"].shape == (0, 3)  # type: ignore[arg-type]
+    run(tmp_path, 2, 3, model="empty")

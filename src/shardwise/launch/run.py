@@ -207,7 +207,7 @@ class Run:
         trainer, folder = self.trainer, self.folder
         phases = self._phases()
         log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
-        ceiling = checkpoints.ceiling
+        ceiling = checkpoints.prepare()
         log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
         if trainer.comm.rank != 0:
             return
