@@ -13,6 +13,7 @@ from shardwise.checkpoint.writer import CheckpointWriter, Saved
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Loader
 from shardwise.runtime.background import Background
+from shardwise.runtime.communicator import CommunicationError
 from shardwise.trainer import Trainer
 
 
@@ -145,5 +146,6 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, CommunicationError):  # a rank that is gone would be waited for in vain
+            self.close()

@@ -40,7 +40,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A hundred documents, some of them for validation."""
     folder = tmp_path_factory.mktemp("text")
-    rows = [json.dumps({"text": f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3}) for number in range(100)]
+    rows = [
+        json.dumps({"text": f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3}) for number in range(100)
+    ]
     (folder / "songs.jsonl").write_text("\n".join(rows))
     return f"data.source={folder / 'songs.jsonl'}"
 

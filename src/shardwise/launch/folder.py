@@ -41,7 +41,7 @@ def prepare_folder(config: Config) -> Found:
     path = latest(folder / CHECKPOINTS)
     if path is None:
         return Found(notices=_set_aside(folder) if (folder / "weights.safetensors").exists() else [])
-    if config.train.resume == "never":
+    if config.train.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return Found(notices=_set_aside(folder))
     checkpoint = Checkpoint.open(path)
     if checkpoint.step >= config.train.steps:

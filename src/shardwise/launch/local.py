@@ -314,7 +314,9 @@ def _signals() -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> Any:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    # A run under nohup ignores SIGHUP, and goes on doing so.
+    wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in wanted}
     try:
         yield
     finally:

@@ -109,6 +109,7 @@ class MetricsWriter:
             "loss_last": self.history[-1]["loss"] if self.history else None,
             "tokens_per_second": _median(steady, "tokens_per_second"),
             "step_seconds": _median(steady, "step_seconds"),
+            **({"mfu": _median(steady, "mfu")} if steady and "mfu" in steady[-1] else {}),
             "training_seconds": sum(one["step_seconds"] for one in self.history),
             "peak_memory_bytes": max((one["peak_memory_bytes"] for one in self.history), default=None),
         }
@@ -178,4 +179,4 @@ def _number(value: Tensor) -> float | None:
 
 
 def _median(history: list[Metrics], key: str) -> float | None:
-    return statistics.median(one[key] for one in history) if history else None
+    return statistics.median(one[key] for one in history if key in one) if history else None

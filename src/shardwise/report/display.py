@@ -125,7 +125,7 @@ class Display:
         digits = len(str(self._steps))
         return (
             f"step {last['step'] + 1:>{digits}}/{self._steps}  loss {decimal(last['loss'])}  "
-            f"{self._speed:,.0f} tokens/s  {duration(self._left)} left"
+            f"{self._speed:,.0f} tokens/s  {_mfu(last)}{duration(self._left)} left"
         )
 
 
@@ -143,6 +143,10 @@ def describe(about: Metrics) -> list[str]:
     return lines + [f"note: {note}" for note in about["notes"]]
 
 
+def _mfu(last: Metrics) -> str:
+    return f"{last['mfu']:.0%} MFU  " if "mfu" in last else ""
+
+
 class _Bar:
     """The progress bar of a terminal."""
 
@@ -156,7 +160,7 @@ class _Bar:
         self.start, self.stop, self.refresh = self._progress.start, self._progress.stop, self._progress.refresh
 
     def show(self, last: Metrics, speed: float, left: float) -> None:
-        numbers = f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {duration(left)} left"
+        numbers = f"loss {decimal(last['loss'])}  {speed:,.0f} tokens/s  {_mfu(last)}{duration(left)} left"
         done = last["step"] + 1
         description = f"step {done}/{self._steps}" if done < self._steps else "saving"
         self._progress.update(self._task, description=description, total=self._steps, completed=done, numbers=numbers)
@@ -171,6 +175,7 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
         "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
         "speed": None if speed is None else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
+        "MFU": f"{result['mfu']:.1%}" if result.get("mfu") is not None else None,
         "time": f"{duration(seconds)}, of it {duration(result['training_seconds'])} training",
         "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",
         "files": result["run_dir"],
