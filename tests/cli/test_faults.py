@@ -224,7 +224,7 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
         ours, theirs = (load_file(path / "weights.safetensors") for path in (folder, whole))
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     finally:
-        subprocess.run(["umount", str(disk)], check=False)
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
 
 
 def test_what_is_in_the_folder(tmp_path: Path, text: str) -> None:

@@ -122,6 +122,8 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     (rank,) = psutil.Process(launcher.pid).children()
     launcher.kill()
     launcher.wait()
+    with run_folder(tmp_path / "run"):  # at once: it waits for the rank, which would go on writing
+        assert not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE
     assert psutil.wait_procs([rank], timeout=10)[1] == []
 
 
@@ -133,7 +135,7 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
             pass
     with run_folder(tmp_path / "run"):
         clear_logs(tmp_path / "run")
-        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", "logs", "monitor", "own.txt"]
+        assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", ".ranks", "logs", "monitor", "own.txt"]
         assert not list((tmp_path / "run" / "logs").iterdir())
     with pytest.raises(ConfigError, match="cannot write"), run_folder(tmp_path / "run" / "own.txt" / "below"):
         pass

@@ -70,13 +70,16 @@ def test_bar_on_a_terminal_fits_its_width(tmp_path: Path) -> None:
 
 def test_run_describes_itself(tmp_path: Path) -> None:
     about = {
+        "checkpoint_every": 20, "staging_bytes": 3 << 20,
         "ranks": 2, "device": "cpu", "threads": 1, "parameters": 1_853_760, "units": 6, "start_seconds": 5.04,
         "notes": ["batch dim is static"],
         "float32_matmul": {"precision": "medium", "fast_error": 3e-7, "safe_error": 2e-7},
     }  # fmt: skip
     lines = describe(about)
     assert lines[0] == "2 ranks x 1 thread on cpu, 1.9 M parameters in 6 units, started in 5.0 s"
-    assert '"medium"' in lines[1] and "as accurate as" in lines[1] and lines[2] == "note: batch dim is static"
+    assert '"medium"' in lines[1] and "as accurate as" in lines[1]
+    assert lines[2] == "checkpoints every 20 steps and at the end; saving stages at most 3.0 MiB a rank"
+    assert lines[3] == "note: batch dim is static"
     assert max(map(len, lines)) <= 80
     (tmp_path / "about.json").write_text(json.dumps(about))
     out = console()

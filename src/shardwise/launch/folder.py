@@ -15,8 +15,10 @@ from shardwise.config import Config
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
 
+from .monitor import RANKS_LOCK
+
 CHECKPOINTS = "checkpoints"
-KEPT = (".lock", "logs", "monitor")
+LOCKS = (".lock", RANKS_LOCK)
 SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
 FREE = ("model.weights",)  # only the start of a run looks at them
 SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "parallel.dp", "data.cache_dir")
@@ -77,7 +79,7 @@ def _set_aside(folder: Path) -> list[str]:
         number += 1
     aside.mkdir()
     for entry in sorted(folder.iterdir()):
-        if entry.name != ".lock":
+        if entry.name not in LOCKS:
             os.rename(entry, aside / entry.name)
     for name in ("logs", "monitor"):
         (folder / name).mkdir()

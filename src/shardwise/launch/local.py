@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.progress import ask_to_stop, read_record
 
-from .monitor import Kind, first_cause, log_path, read_errors
+from .monitor import RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
 # glibc gives freed activations back to the system and faults them in again: 100 MB a step of a small GPT.  Ranks keep them.
@@ -29,6 +29,7 @@ ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": s
 POLL = 0.1  # seconds between two looks at the ranks
 EXIT_TIME = 15.0  # seconds that processes have to end once all have done their work
 GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
+ORPHAN_TIME = 15.0  # seconds that ranks of a killed launcher have to end
 LOG_LINES = 6  # of the culprit's log, shown with a failure
 
 
@@ -66,7 +67,24 @@ def run_folder(run_dir: Path) -> Iterator[None]:
             raise ConfigError(
                 f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each"
             ) from None
+        _wait_for_ranks(run_dir)
         yield
+
+
+def _wait_for_ranks(run_dir: Path) -> None:
+    """Ranks whose launcher was killed notice it within a second, and until then write: wait for their end."""
+    deadline = time.monotonic() + ORPHAN_TIME
+    with (run_dir / RANKS_LOCK).open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ConfigError(
+                        f"train.run_dir: ranks of an earlier run still write to {run_dir}; legal: to end them, or another folder"
+                    ) from None
+            time.sleep(POLL)
 
 
 def clear_logs(run_dir: Path) -> None:

@@ -12,6 +12,8 @@ from typing import Literal
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.progress import record_path
 
+RANKS_LOCK = ".ranks"  # each rank shares this lock of the run's folder until it ends
+
 Kind = Literal["config", "shardwise", "non-finite", "communication", "other"]
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import faulthandler
+import fcntl
 import os
 import runpy
 import signal
@@ -22,7 +23,7 @@ from typing import NoReturn
 from shardwise.core.errors import ShardwiseError, describe
 from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
 
-from .monitor import RankError, log_path
+from .monitor import RANKS_LOCK, RankError, log_path
 from .watch import STACK_SIGNAL, stack_path
 
 FOLLOW_DELAY = 0.5  # seconds by which a rank that lost its peers ends later, so that whoever was first can say why
@@ -36,6 +37,8 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
     An error ends the process with code 1, an interruption with 130 or 143.
     """
     rank = int(os.environ["RANK"])
+    lock = (run_dir / RANKS_LOCK).open("w")  # to the end of the process
+    fcntl.flock(lock, fcntl.LOCK_SH)
     _redirect(log_path(run_dir, rank))
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), name="shardwise-parent", daemon=True).start()
     signal.signal(signal.SIGTERM, _terminated)
@@ -52,6 +55,7 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to know
         _fail(run_dir, rank, error)
     progress.finish()
+    lock.close()
 
 
 def message_of(error: BaseException) -> str:

@@ -224,6 +224,7 @@ class Run:
             "float32_matmul": None if self.matmul is None else vars(self.matmul),
             "start_seconds": age(),
             "first_step": first,
+            "checkpoint_every": self.config.checkpoint.every,
             "staging_bytes": ceiling,
             "phases": phases,
             "notes": trainer.notes,
