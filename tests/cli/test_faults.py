@@ -177,7 +177,7 @@ def kills(folder: Path, text: str, whole: Path, count: int, seed: int, steps: in
         last = int(found[-1].name.removeprefix("step_")) if found else 0
         assert last >= best, f"step {best} was saved, and now only step {last} is there"
         best = last
-    command = Command(folder, text, "checkpoint.every=1", steps=steps)
+    command = Command(folder, text, "checkpoint.every=100", steps=steps)
     output = command.end()
     assert command.process.returncode == 0, output
     same(folder, whole)
@@ -190,10 +190,10 @@ def test_kills_at_random_moments(tmp_path: Path, text: str, whole: Path) -> None
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_fifty_kills_at_random_moments(tmp_path: Path, text: str) -> None:
-    command = Command(tmp_path / "whole", text, steps=2000)
+    command = Command(tmp_path / "whole", text, steps=1200)
     output = command.end()
     assert command.process.returncode == 0, output
-    kills(tmp_path / "run", text, tmp_path / "whole", 50, seed=2, steps=2000)
+    kills(tmp_path / "run", text, tmp_path / "whole", 50, seed=2, steps=1200)
 
 
 def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, whole: Path) -> None:

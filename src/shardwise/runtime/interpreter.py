@@ -103,8 +103,10 @@ class _Step:
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
         # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
-        self.shared = torch.tensor([0.0, self.given.stop], dtype=self.wide, device=comm.device)
-        self.loss = self.shared[0]
+        self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
+        self.loss, stop = self.shared
+        if self.given.stop:
+            stop.fill_(1.0)
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         self.coefficient: Tensor | None = None
         self.start: list[int] = []
@@ -141,7 +143,8 @@ class _Step:
 
     def amount(self) -> Tensor:
         """What the batch weighs among others."""
-        return torch.tensor(self.given.rows, device=self.owner.comm.device) if self.counts is None else self.counts.sum()
+        # Not torch.tensor: a copy to the GPU that the host waits for.
+        return torch.full((), self.given.rows, device=self.owner.comm.device) if self.counts is None else self.counts.sum()
 
     def wait(self, at: int, program: Program) -> None:
         """Wait for an instruction and all before it on its lane: the latest of a lane stands for them in ``waits``."""
@@ -285,13 +288,12 @@ class _Step:
 
     def weight(self, m: int) -> Tensor:
         """w_m: the microbatch's share of targets, or of rows, as a device tensor."""
+        if self.counts is None:
+            first, last = shard_range(self.given.rows, self.microbatches, m)
+            return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
         if self.weights is None:
-            if self.counts is not None:
-                counts = self.counts.to(self.wide)
-                self.weights = counts / counts.sum()
-            else:
-                sizes = [b - a for a, b in (shard_range(self.given.rows, self.microbatches, i) for i in range(self.microbatches))]
-                self.weights = torch.tensor(sizes, dtype=self.wide, device=self.owner.comm.device) / self.given.rows
+            counts = self.counts.to(self.wide)
+            self.weights = counts / counts.sum()
         return self.weights[m]
 
     def count(self, one: Instruction) -> None:
