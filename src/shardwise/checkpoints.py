@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -41,6 +42,7 @@ class Checkpoints:
         warn: Callable[[str], None] = print,
     ) -> None:
         self.trainer, self.folder, self.meta = trainer, Path(folder), dict(meta or {})
+        trainer.before_close.append(self.close)
         self._step = self._good = -1  # the last step that was to be saved, and the last that has been
         self._ended: list[Saved] = []
         self._background = Background(trainer.comm)
@@ -56,13 +58,19 @@ class Checkpoints:
         probe = self.folder / f".seen-{uuid.uuid4().hex}"
         try:
             if rank == 0:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                probe.touch()
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    probe.touch()
+                except OSError as error:
+                    raise ConfigError(
+                        f"{self.folder}: cannot be written: {error.strerror}; legal: a folder to write to"
+                    ) from error
             name = gather(probe.name.encode())[0].decode()
             seen = gather(b"1" if (self.folder / name).exists() else b"0")
         finally:
             if rank == 0:
-                probe.unlink(missing_ok=True)
+                with suppress(OSError):
+                    probe.unlink()
         blind = [index for index, answer in enumerate(seen) if answer != b"1"]
         if blind:
             raise ConfigError(
@@ -103,7 +111,7 @@ class Checkpoints:
     def restore(self, loader: Loader | None = None, path: Path | None = None) -> int | None:
         """Go on from the newest checkpoint of the folder (or from ``path``): its step, or None where there is none.
 
-        Raises ConfigError, naming the file, where a checkpoint is damaged or of another model, optimizer, seed or data.
+        Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError, naming the file, where a checkpoint is damaged or of another model, optimizer, seed or data.
         """
         path = latest(self.folder) if path is None else path
         if path is None:
@@ -117,6 +125,8 @@ class Checkpoints:
             )
         found.verify(trainer.comm.rank, trainer.comm.mesh.size)
         trainer.comm.barrier(what="the check of the checkpoint")
+        self.wait()
+        self._step = self._good = -1
         state.restore(trainer.engine, found)
         if loader is not None and "data" in found.meta:
             loader.load_state_dict(found.meta["data"])

@@ -10,7 +10,7 @@ import inspect
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, NoReturn, Self
 
 import torch
@@ -37,12 +37,13 @@ def distribute(
         optimizer.zero_grad()
 
     Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow, :meth:`Trainer.loader` reads
-    only those).  So the ranks' loaders must agree: seed them alike; the first batch is compared.  ``loss`` has a value after
+    only those).  So the ranks' loaders must agree: seed them alike; every batch is compared.  ``loss`` has a value after
     ``optimizer.step()``.  The model is captured at the first batch.
 
     Args:
         model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see :class:`Trainer`).
-        optimizer: one of torch's, over all parameters of the model; its numbers are read now.
+        optimizer: one of torch's, over all parameters of the model; its numbers are read now, the learning rate at every step, so that
+            torch's schedules over it work.
         plan: how the step is divided; by default data parallel over all ranks.
         options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
     """
@@ -95,8 +96,11 @@ class Model:
 
     def __call__(self, *args: Tensor, **kwargs: Tensor) -> Loss:
         """The loss of a batch: at once in evaluation mode, else after ``optimizer.step()``."""
-        names = inspect.signature(self._steps.module.forward).parameters
-        batch = self._steps.part({**dict(zip(names, args, strict=False)), **kwargs})
+        try:
+            bound = inspect.signature(self._steps.module.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(f"model(...): {error}; legal: the arguments of the model's forward") from None
+        batch = self._steps.part(_flat(bound))
         if not self._training:
             return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
         if not torch.is_grad_enabled():
@@ -110,12 +114,19 @@ class Model:
     def eval(self) -> Self:
         return self.train(False)
 
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, after the first batch: for :class:`shardwise.Checkpoints`."""
+        return self._steps.trainer
+
     def state_dict(self) -> dict[str, Tensor]:
         """The full single-device state; all ranks call it."""
         return self._steps.trainer.state_dict()
 
     def __getattr__(self, name: str) -> NoReturn:
-        _refuse("model", name, "a call, train, eval and state_dict; gradients are clipped by distribute(..., clip_norm=...)")
+        _refuse(
+            "model", name, "a call, train, eval, state_dict and trainer; gradients are clipped by distribute(..., clip_norm=...)"
+        )
 
 
 class Optimizer:
@@ -123,17 +134,22 @@ class Optimizer:
 
     def __init__(self, steps: _Steps, theirs: torch.optim.Optimizer | None) -> None:
         self._steps, self._theirs = steps, theirs
-        self._lr = None if theirs is None else float(theirs.param_groups[0]["lr"])
+        self._numbers = {} if theirs is None else _numbers(theirs)
 
     def step(self) -> None:
         """Forward, backward and update on the batch of the last ``loss.backward()``."""
         if self._steps.due is None:
             raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
-        if self._theirs is not None and float(self._theirs.param_groups[0]["lr"]) != self._lr:
-            raise ShardwiseError(
-                'the learning rate was changed from outside; legal: a schedule of OptimizerChoice("adamw", schedule="cosine", ...)'
-            )
         (loss, batch), self._steps.due = self._steps.due, None
+        engine = self._steps.trainer.engine
+        if self._theirs is not None:
+            now = _numbers(self._theirs)
+            changed = [key for key in now if now[key] != self._numbers[key] and key != "lr"]
+            if changed:
+                raise ShardwiseError(
+                    f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of torch's"
+                )
+            engine.optimizer = replace(engine.optimizer, lr=float(now["lr"]))
         loss._value = self._steps.trainer.step(batch).loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -160,10 +176,12 @@ class _Steps:
 
     def part(self, whole: Mapping[str, Tensor]) -> Batch:
         """This rank's rows of a batch."""
+        _check(whole)
         if self._trainer is None:
-            self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
+            with torch.inference_mode(False):
+                self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
             atexit.register(self._trainer.close)
-            _compare(self._trainer, whole)
+        _compare(self._trainer, whole)
         mesh, rows = self.plan.mesh, next(iter(whole.values())).shape[0]
         rank = self._trainer.comm.rank
         ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
@@ -186,23 +204,53 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
     group = dict(optimizer.param_groups[0])
     if {id(p) for p in group.pop("params")} != {id(p) for p in model.parameters() if p.requires_grad}:
         raise ConfigError("optimizer: it must have exactly the parameters of the model that require gradients.")
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's begins with step 0
+        raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
     known = {field.name for field in fields(OptimizerChoice)}
     numbers = {key: value for key, value in group.items() if key in known and name in APPLIES.get(key, (name,))}
-    for key in group.keys() - numbers.keys() - set(HOW):
+    for key in group.keys() - numbers.keys() - set(HOW) - {"initial_lr"}:  # a schedule of torch's is there
         decoupled = key == "decoupled_weight_decay" and (name == "adamw" or not group["weight_decay"])
         if group[key] and not decoupled:
             raise ConfigError(f"optimizer: {key} = {group[key]!r} is not legal; legal: {key} off, as by default.")
     return OptimizerChoice(name=name, decay="all", **numbers)  # type: ignore[arg-type]
 
 
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", *HOW)}
+
+
+def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Arguments by name, those of ``**kwargs`` among them."""
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            raise ConfigError(f"model(...): forward(*{name}) has no names for the fields of a batch; legal: named arguments")
+        found |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return found
+
+
+def _check(batch: Mapping[str, Any]) -> None:
+    """:class:`ConfigError` unless all fields are tensors of as many rows."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
+    sizes = {name: value.shape[0] for name, value in batch.items()}
+    if len(set(sizes.values())) != 1:
+        raise ConfigError(f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field")
+
+
 def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
-    """:class:`ConfigError` on all ranks unless they have read the same batch."""
+    """:class:`ConfigError` on all ranks unless they have read the same batch: its bytes, summed up in one word, are compared."""
+    if trainer.plan.mesh.size == 1:
+        return
     word = 0
     for name in sorted(batch):
         word = zlib.crc32(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), word)
     word %= 1 << 20  # so that the sums below stay inside of 64 bits
     sums = torch.tensor([word, word * word], device=trainer.comm.device)
-    trainer.comm.all_reduce(sums, trainer.plan.mesh.names, what="the comparison of the first batch").wait()
+    trainer.comm.all_reduce(sums, trainer.plan.mesh.names, what="the comparison of the batch").wait()
     total, squares = sums.tolist()
     if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
         raise ConfigError(

@@ -104,9 +104,9 @@ def _whole(name: str, value: Tensor) -> Piece:
 
 
 def _replicated(engine: Engine) -> Iterator[Piece]:
-    """Parameters that do not learn, and buffers: the same on all ranks."""
+    """Parameters that do not learn, and buffers: the same on all ranks, in the same order."""
     learned = {name for memory in engine.memory.buckets for name in memory.leaves}
     own = engine.compiled.module.state_dict(keep_vars=True)
-    for name, value in {**engine.memory.leaves, **engine.unused, **engine.memory.buffers}.items():
+    for name, value in sorted({**engine.memory.leaves, **engine.unused, **engine.memory.buffers}.items()):
         if name not in learned:
             yield _whole(f"model.{name}" if name in own else f"extra.{name}", value)

@@ -78,6 +78,7 @@ class Trainer:
         self._unseen: tuple[int, Batch, StepResult] | None = None
         self._asked_to_stop = False
         self.stopping = False
+        self.before_close: list[Callable[[], object]] = []  # for what needs the other ranks to end, such as checkpoints under way
 
     @property
     def notes(self) -> list[str]:
@@ -120,7 +121,7 @@ class Trainer:
             self._record.begin(at)
         result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop)
         if self._record is not None:
-            self._record.phase(f"after step {at}")  # what the script does between steps may take long
+            self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
         due = self._unseen
         self._unseen = (at, batch, result)
         if self.comm.device.type == "cpu":
@@ -163,12 +164,16 @@ class Trainer:
         self.engine.load_state_dict(state)
 
     def close(self) -> None:
-        """Leave the other ranks."""
+        """Leave the other ranks, once checkpoints under way are on disk."""
+        while self.before_close:
+            self.before_close.pop()()
         if self._owns_comm:
             self.comm.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.before_close.clear()  # the other ranks may be elsewhere
         self.close()

@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.checkpoint import checkpoints
+from shardwise.config import Hardware, load_config
+from shardwise.launch.folder import prepare_folder
 
 TINY = [
     "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2",
@@ -228,16 +230,83 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
 
 
 def test_what_is_in_the_folder(tmp_path: Path, text: str) -> None:
-    """A finished run is set aside; an unfinished one of another configuration is refused; "never" sets it aside."""
+    """A finished run is set aside or gets more steps; an unfinished one of another configuration is refused; "never" sets it aside."""
     folder = tmp_path / "run"
     assert Command(folder, text, steps=4).end() and (folder / "weights.safetensors").exists()
     first = Command(folder, text, steps=4)
     assert "the earlier run is now in" in first.end() and (tmp_path / "run-1" / "weights.safetensors").exists()
     unfinished = Command(folder, text, steps=8)  # longer than the last checkpoint: it goes on
     assert "going on from step 4" in unfinished.end() and len(metrics(folder)) == 8
+    (folder / "result.json").unlink()  # as if it had been cut off
     other = Command(folder, text, "model.width=32", steps=12)
     output = " ".join(other.end().split())
     assert other.process.returncode == 2 and "model.width: 16 → 32" in output and "train.resume" in output, output
     anew = Command(folder, text, "model.width=32", "train.resume=never", steps=4)
     assert "the earlier run is now in" in anew.end() and len(metrics(folder)) == 4
     assert len(metrics(tmp_path / "run-2")) == 8
+
+
+def test_sigterm_to_all_processes(tmp_path: Path, text: str, whole: Path) -> None:
+    """As service managers and schedulers send it: launcher and ranks at once."""
+    folder = tmp_path / "run"
+    command = Command(folder, text)
+    command.wait_for_step(30)
+    for process in (psutil.Process(command.process.pid), *command.ranks()):
+        process.send_signal(signal.SIGTERM)
+    output = command.end()
+    assert command.process.returncode == 130 and "with a checkpoint; the same command" in " ".join(output.split()), output
+    assert "starting again" not in output
+    assert checkpoints(folder / "checkpoints")[-1].name == f"step_{len(metrics(folder)):08d}"
+
+
+def test_cut_between_the_last_checkpoint_and_the_result(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "run"
+    Command(folder, text, steps=8).end()
+    for name in ("result.json", "weights.safetensors"):
+        (folder / name).unlink()
+    before = (folder / "metrics.jsonl").read_text()
+    fewer = Command(folder, text, steps=6)
+    assert "is at step 8 already" in " ".join(fewer.end().split()) and fewer.process.returncode == 2
+    again = Command(folder, text, steps=8)
+    output = again.end()
+    assert again.process.returncode == 0 and "going on from step 8" in output, output
+    assert (folder / "metrics.jsonl").read_text() == before and (folder / "weights.safetensors").exists()
+    assert not (tmp_path / "run-1").exists()
+
+
+def test_a_disk_that_stays_full(tmp_path: Path, text: str) -> None:
+    """The run ends with the reason, and is not started again in vain."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(disk)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("cannot mount a small disk here")
+    try:
+        command = Command(disk / "run", text)
+        command.wait_for_step(45)
+        with (disk / "filler").open("wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        output = " ".join(command.end().split())
+        assert command.process.returncode == 1, output
+        assert "No space left on device" in output.partition("error: ")[2] and "starting again" not in output, output
+        assert len(checkpoints(disk / "run" / "checkpoints")) >= 1
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=False)
+
+
+def test_setting_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 0}\n')
+    monkeypatch.chdir(folder)
+    for number in (1, 2):
+        config = load_config(None, ["train.run_dir=."], hardware=Hardware(cores=2))
+        (folder / "metrics.jsonl").write_text(f'{{"step": {number}}}\n')
+        assert prepare_folder(config).notices == [f"the earlier run is now in {tmp_path}/run-{number}"]
+        assert (tmp_path / f"run-{number}" / "metrics.jsonl").read_text() == f'{{"step": {number}}}\n'
+    assert prepare_folder(config).notices == []

@@ -129,3 +129,69 @@ def test_sigterm_under_torchrun(tmp_path: Path, text: str) -> None:
     done = len(lines(tmp_path / "metrics.jsonl"))
     assert last.name == f"step_{done:08d}", output
     assert f"stopped after {done} steps, with a checkpoint" in " ".join(output.split())
+
+
+FROZEN = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(7))
+        for layer in self.layers[:6]:
+            layer.requires_grad_(False)
+    def forward(self, x, y):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (x - y).square().mean()
+
+class Points:
+    def __len__(self):
+        return 16
+    def __getitem__(self, i):
+        return {"x": torch.full((8,), i / 16), "y": torch.ones(8)}
+"""
+
+
+def test_checkpoints_of_a_model_with_frozen_parameters(tmp_path: Path) -> None:
+    """Ranks are processes with hash seeds of their own, and must share the work alike."""
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    done = shardwise(
+        "train", f"model.factory={tmp_path / 'frozen.py'}:Net", f"data.factory={tmp_path / 'frozen.py'}:Points", "data.batch_size=4",
+        "train.devices=2", "train.steps=4", "checkpoint.every=2", f"train.run_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert done.returncode == 0 and "not saved" not in done.stdout, done.stdout
+    assert [path.name for path in checkpoints(tmp_path / "run" / "checkpoints")] == ["step_00000002", "step_00000004"]
+
+
+SCRIPT = """
+import os, torch
+from shardwise import Checkpoints, Mesh, OptimizerChoice, Plan, Trainer
+from frozen import Net, Points
+points = Points()
+example = {name: torch.stack([points[i][name] for i in range(4)]) for name in points[0]}
+with Trainer(Net(), OptimizerChoice("sgd", lr=1e-2), Plan(mesh=Mesh.of(dp=2)), example) as trainer:
+    loader = trainer.loader(points)
+    for number in range(3):
+        with Checkpoints(trainer, f"FOLDER/{number}") as kept:
+            trainer.step(next(loader))
+            kept.save(loader)
+    last = Checkpoints(trainer, "FOLDER/last")
+    last.save(loader)  # and nobody closes it
+os.chdir("/")
+raise ValueError("from another folder")
+"""
+
+
+def test_checkpoints_in_a_users_script(tmp_path: Path) -> None:
+    """Several after each other, one left open, and an error after a change of folder."""
+    (tmp_path / "frozen.py").write_text(FROZEN)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("FOLDER", str(tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise", "launch", "--ranks", "2", "--run-dir", "run", "script.py"],
+        capture_output=True, text=True, timeout=100, env=ENVIRONMENT, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 1 and "ValueError: from another folder" in done.stderr, done.stderr
+    for name, step in (("0", 1), ("1", 2), ("2", 3), ("last", 3)):
+        assert [path.name for path in checkpoints(tmp_path / name)] == [f"step_{step:08d}"], done.stdout

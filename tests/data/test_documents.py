@@ -129,6 +129,37 @@ def test_a_dataset(tmp_path: Path) -> None:
     assert "not a folder of a Hugging Face dataset" in refusal(tmp_path / "d")
 
 
+def test_parquet_columns_by_their_exact_names(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "rows.parquet"
+    columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
+    assert '2 columns are called "text"' in refusal(path)
+    inner = pyarrow.array([{"b": "inner"}])
+    parquet.write_table(pyarrow.Table.from_arrays([inner, columns[0]], names=["a", "a.b"]), path)
+    assert texts(path, "a.b") == [b"one"]
+
+
+def test_a_dataset_saved_in_another_format(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"], "label": [1, 2]})
+    for name, columns in (("torch", ["label"]), ("arrow", None), ("pandas", ["text"])):
+        rows.with_format(name, columns=columns).save_to_disk(str(tmp_path / name))
+        assert texts(tmp_path / name) == [b"one", b"two"]
+
+
+def test_a_dataset_with_columns_that_cannot_be_decoded(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"text": datasets.Value("string"), "picture": datasets.Image()})
+    rows = datasets.Dataset.from_dict({"text": ["one"], "picture": [{"bytes": b"no picture", "path": None}]}, features=features)
+    rows.save_to_disk(str(tmp_path / "d"))
+    assert texts(tmp_path / "d") == [b"one"]
+    message = refusal(tmp_path / "d", "picture")
+    assert message.startswith("data.text_field") and str(tmp_path / "d") in message and "legal" in message
+
+
 @pytest.mark.parametrize(("library", "name"), [("pyarrow", "rows.parquet"), ("datasets", "d")])
 def test_libraries_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, library: str, name: str) -> None:
     monkeypatch.setitem(__import__("sys").modules, library, None)

@@ -1,6 +1,8 @@
 """Mixtures: proportions at every prefix, and every sample once in each of its dataset's epochs."""
 
+import hashlib
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.data import Joined, Loader, Mixture, PackedWindows, sample_order
 from shardwise.data.mixture import allocate
+from shardwise.data.worker import side
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=9)
 
@@ -118,3 +121,40 @@ def test_the_loader_follows_the_mixture_on_any_mesh() -> None:
     assert found == wanted
     assert torch.equal(ranks[0][0].fields["labels"], ranks[0][0].fields["input_ids"] + 1)
     assert sample_order(3, 0, 0, 27, 27).tolist() != expected[0].tolist()
+
+
+def test_one_line_for_sources_without_validation(tmp_path: Path) -> None:
+    from shardwise.config import Hardware, build_data, load_config
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        for number in range(16):
+            (tmp_path / name / f"{number}.txt").write_text(f"{name} {number} " * 10)
+
+    def notices(*overrides: str) -> tuple[str, ...]:
+        shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=16", *overrides]
+        return build_data(load_config(None, shared, hardware=Hardware(cores=1))).notices
+
+    end = "0 of 16 documents apart (data.validation = 1e-06)"
+    assert notices(f"data.source={tmp_path}/a", "data.validation=0.000001") == (f"no validation on {tmp_path}/a: {end}",)
+    mix = f'data.mix=[{{source = "{tmp_path}/a", weight = 1}}, {{source = "{tmp_path}/b", weight = 1}}]'
+    (line,) = notices(mix, "data.validation=0.000001")
+    assert line == f"no validation on {tmp_path}/a and 1 more: {end.replace('16', '32')}"
+
+
+def test_a_document_of_two_sources_of_a_mixture_is_on_one_side(tmp_path: Path) -> None:
+    from shardwise.config import Hardware, build_data, load_config
+
+    numbers = [n for n in range(40) if side(hashlib.sha256(f"document {n}".encode()).digest(), 0.5)]
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"document {number}")
+    one = f"{tmp_path}/{numbers[0]}.txt"
+    shared = [f"data.cache_dir={tmp_path / 'cache'}", "data.sequence_length=4", "data.validation=0.5"]
+
+    def train(*overrides: str) -> int:
+        return len(build_data(load_config(None, [*shared, *overrides], hardware=Hardware(cores=1))).train)
+
+    with pytest.raises(ConfigError, match="data.validation = 0.5: it leaves 0 tokens"):
+        train(f'data.mix=[{{source = "{tmp_path}/*.txt", weight = 1}}, {{source = "{one}", weight = 1}}]')
+    assert train(f"data.source={one}") == 2
+    assert train(f'data.mix=[{{source = "{one}", weight = 1}}]') > 0

@@ -58,8 +58,53 @@ def test_symbolic_links_that_go_round(folder: Path) -> None:
     assert len(names(folder)) == 6
 
 
-def test_one_file_of_any_kind(folder: Path) -> None:
-    assert names(folder / "image.bin") == ["image.bin"]  # whoever names it means it
+@pytest.mark.timeout(20)
+def test_links_between_two_folders(tmp_path: Path) -> None:
+    for name, other in (("a", "b"), ("b", "a")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.txt").write_text(name)
+        for number in range(30):  # 2 ** 30 ways down and more, if each is taken
+            (tmp_path / name / f"to{number}").symlink_to(f"../{other}")
+        (tmp_path / name / "self").symlink_to("self")
+    assert names(tmp_path) == ["a.txt", "b.txt"]
+    assert sorted(names(tmp_path / "a")) == ["a.txt", "b.txt"]
+    assert sorted(names(f"{tmp_path}/**")) == ["a.txt", "b.txt"]
+    assert names(f"{tmp_path}/**/*.txt") == ["a.txt", "b.txt"]
+    assert names(f"{tmp_path}/a/**/b.*") == ["b.txt"]
+    assert not sources.exists(f"{tmp_path}/**/*.rst")
+
+
+@pytest.mark.timeout(20)
+def test_a_glob_passes_pipes_by(folder: Path) -> None:
+    os.mkfifo(folder / "pipe")
+    os.mkfifo(folder / "pipe.txt")
+    assert names(f"{folder}/*") == ["a.md", "b.txt", "notes", "c.py", "d.jsonl", "zeros.txt"]
+    assert "pipe" in refusal(f"{folder}/pipe*")
+
+
+def test_overlapping_sources_count_once(folder: Path) -> None:
+    assert sorted(names(folder, f"{folder}/*.txt", folder / "a.md", folder / "sub")) == sorted(names(folder))
+    (folder / "again.txt").symlink_to(folder / "b.txt")
+    assert names(folder / "b.txt", folder / "again.txt", folder / "b.txt") == ["b.txt"]
+    assert names(folder / "sub", folder)[:2] == ["c.py", "d.jsonl"]  # the first counts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("image.bin", b"\x89PNG\0\0", "zero byte"),
+        ("t.txt", b"text\0", "zero byte"),
+        ("t.txt", "text".encode("utf-16"), "UTF-16"),
+        ("t.txt", b"\xfe\xff" + "東京".encode("utf-16-be"), "UTF-16"),
+        ("rows.jsonl", b"\x1f\x8b\x08text", "gzip"),
+    ],
+)
+def test_a_file_that_is_no_text(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name)
+    assert words in message and name in message and "legal" in message
+    (tmp_path / "t.txt").write_bytes(b"\xff\xfbnot UTF-8 altogether")
+    assert names(tmp_path / "t.txt") == ["t.txt"]
 
 
 def test_bad_sources(tmp_path: Path) -> None:
@@ -108,3 +153,43 @@ def test_a_dataset_and_its_splits(tmp_path: Path) -> None:
         assert {"state.json", "dataset_info.json"} < {os.path.basename(member) for member in found.members}
     assert str(tmp_path / "other" / "test") in refusal(tmp_path / "other")
     assert 'no split "train"' in refusal(tmp_path / "other")
+
+
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
+    """A folder of a text and datasets: one of splits, one without "train", one of rows alone."""
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(str(tmp_path / "p" / "splits"))
+    rows.save_to_disk(str(tmp_path / "p" / "plain"))
+    (tmp_path / "p" / "a.json").write_text("{}")
+    return tmp_path / "p"
+
+
+def test_splits_below_a_folder(mixed: Path) -> None:
+    expected = [str(mixed / name) for name in ("a.json", "plain", "splits/train")]
+    assert [file.path for file in find_files(str(mixed))] == expected
+    assert [file.path for file in find_files(str(mixed.parent))] == expected
+    for pattern in (f"{mixed}/**", f"{mixed}/*", f"{mixed}/**/*", f"{mixed}*"):
+        assert sorted(file.path for file in find_files(pattern)) == expected
+    assert names(f"{mixed}/**/*.json") == ["a.json"]
+    assert names(mixed / "splits" / "test", mixed / "splits") == ["test", "train"]
+
+
+@pytest.mark.parametrize("pattern", ["splits/*", "splits/te*", "plain/*", "splits/**/*.arrow", "splits/train/*"])
+def test_a_glob_inside_of_a_dataset(mixed: Path, pattern: str) -> None:
+    message = refusal(mixed / pattern)
+    assert f"inside of the dataset {mixed / pattern.split('/')[0]}; legal" in message
+
+
+def test_splits_without_train_below_a_folder(mixed: Path) -> None:
+    (mixed / "splits" / "dataset_dict.json").write_text('{"splits": ["test"]}')
+    assert 'no split "train"' in refusal(mixed)
+
+
+def test_a_dataset_without_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(str(tmp_path / "d"))
+    assert f"{tmp_path / 'd'} holds no text" in refusal(tmp_path / "d")
+    (tmp_path / "a.txt").write_text("text")
+    assert names(tmp_path) == ["a.txt"]

@@ -21,6 +21,7 @@ def test_bytes() -> None:
     assert bytes_.decode(ids) == text
     assert bytes_.decode([104, 105, 300, -1, 0xC3]) == "hi\ufffd\ufffd\ufffd"
     assert isinstance(bytes_, BytesTokenizer)
+    assert bytes_.encode([b"a\0b\0"])[0].tobytes() == b"a b "  # text cannot end a document
 
 
 def test_json_there_and_back(tokenizer_json: str) -> None:
@@ -41,6 +42,31 @@ def test_text_cannot_end_a_document(tokenizer_json: str) -> None:
     (ids,) = made.encode([text.encode()])
     assert made.end not in ids
     assert made.decode(ids) == text
+
+
+def test_an_end_token_that_is_not_special(tokenizer_json: str, tmp_path: Path) -> None:
+    """Text would become the token: it is made special, or refused where the tokenizer's model makes it of text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    values = json.loads(Path(tokenizer_json).read_text())
+    (added,) = values["added_tokens"]
+    added["special"] = False
+    (tmp_path / "added.json").write_text(json.dumps(values))
+    made = JsonTokenizer(str(tmp_path / "added.json"))
+    text = "what <|endoftext|> means"
+    (ids,) = made.encode([text.encode()])
+    assert made.end == 0 and made.end not in ids
+    assert made.decode(ids) == text
+    assert made.decode([made.end]) == "<|endoftext|>"
+    words = Tokenizer(models.WordLevel({"</s>": 0, "a": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ConfigError, match=r'data.end_token = "</s>": text .* of .*words.json.*; legal'):
+        JsonTokenizer(str(tmp_path / "words.json"))
+    words.add_special_tokens(["<eos>"])  # what the error advises
+    words.save(str(tmp_path / "words.json"))
+    made = JsonTokenizer(str(tmp_path / "words.json"), "<eos>")
+    assert made.encode([b"a <eos> </s>"])[0].tolist() == [1, 2, 0]
 
 
 def test_truncation_and_padding_of_the_file_are_left_aside(tokenizer_json: str, tmp_path: Path) -> None:
@@ -69,7 +95,8 @@ def test_long_text_is_encoded_in_parts(tokenizer_json: str, monkeypatch: pytest.
 
 
 def test_end_tokens(tokenizer_json: str, tmp_path: Path) -> None:
-    assert JsonTokenizer(tokenizer_json, "a").end_token == "a"
+    with pytest.raises(ConfigError, match='data.end_token = "a": text'):
+        JsonTokenizer(tokenizer_json, "a")
     with pytest.raises(ConfigError, match=r'data.end_token = "<\|endoftxt\|>".*Did you mean "<\|endoftext\|>"'):
         JsonTokenizer(tokenizer_json, "<|endoftxt|>")
     path = tmp_path / "t.json"

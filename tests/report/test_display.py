@@ -38,6 +38,9 @@ def test_follower_reads_whole_lines_once(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(': 1}\n{"step": 2}\n')
     assert follower.read() == [{"step": 1}, {"step": 2}]
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo{"step": 4}\n[5]\n{"step": 6}\n')  # cut by a full disk
+    assert follower.read() == [{"step": 6}]
 
 
 def test_plain_lines_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -100,18 +101,55 @@ def test_what_it_cannot_do_is_said() -> None:
         model(**batch(0))
 
 
-def test_a_learning_rate_changed_from_outside() -> None:
+def test_a_schedule_of_torch() -> None:
+    plain, ours = net(), net()
+    ours.load_state_dict(plain.state_dict())
+    losses: list[list[float]] = [[], []]
+    for index, module in enumerate((plain, ours)):
+        theirs = torch.optim.SGD(module.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, gamma=0.5)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses[index].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_what_an_optimizer_must_not_do() -> None:
     ours = net()
-    theirs = torch.optim.SGD(ours.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.5)
     model, optimizer = distribute(ours, theirs)
-    schedule = torch.optim.lr_scheduler.StepLR(theirs, 1)
     model(**batch(0)).backward()
     optimizer.step()
-    theirs.step()
-    schedule.step()
+    theirs.param_groups[0]["momentum"] = 0.9
     model(**batch(1)).backward()
-    with pytest.raises(ShardwiseError, match="learning rate was changed"):
+    with pytest.raises(ShardwiseError, match="momentum changed after distribute"):
         optimizer.step()
+    used = net()
+    old = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.5)
+    used(**batch(0)).backward()
+    old.step()
+    with pytest.raises(ConfigError, match="has taken steps already"):
+        distribute(used, old)
+
+
+def test_calls_that_plain_torch_refuses() -> None:
+    ours = net()
+    model, _ = distribute(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    good = batch(0)
+    with pytest.raises(ConfigError, match="too many positional arguments"):
+        model(*good.values(), 1)
+    first = next(iter(good))
+    with pytest.raises(ConfigError, match="multiple values"):
+        model(good[first], **good)
+    with pytest.raises(ConfigError, match="different numbers of rows"):
+        model(**{**good, first: good[first][:1]})
+    with pytest.raises(ConfigError, match="is of type float"):
+        model(**{**good, first: 1.0})
 
 
 def test_optimizers_that_cannot_be_said() -> None:
@@ -130,3 +168,41 @@ def test_optimizers_that_cannot_be_said() -> None:
     assert choice_of(torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True), model) == OptimizerChoice(
         "adamw", lr=2e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, decay="all"
     )
+
+
+@pytest.mark.parametrize("frozen", ["statistics", "dropout", "all"])
+def test_parts_in_evaluation_mode(frozen: str) -> None:
+    """A frozen BatchNorm or dropout stays so; a model that is as a whole in evaluation mode trains."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.drop = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
+            self.last = torch.nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.last(self.drop(self.norm(self.first(x)))) - y).square().mean()
+
+    torch.manual_seed(0)
+    plain = Net()
+    plain.drop.eval()
+    if frozen == "statistics":
+        plain.norm.eval()
+    if frozen == "all":
+        plain.drop.p = 0.0
+        plain.eval()
+    ours = copy.deepcopy(plain)
+    if frozen == "all":
+        plain.train()
+    losses: list[list[float]] = [[], []]
+    for index, module in enumerate((plain, ours)):
+        theirs = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(x=torch.randn(6, 4, generator=generator), y=torch.randn(6, 1, generator=generator))
+            loss.backward()
+            optimizer.step()
+            losses[index].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)

@@ -211,3 +211,27 @@ def test_a_parameter_without_elements_is_kept(tmp_path: Path) -> None:
     run(tmp_path, 3, 2, model="empty")
     assert Checkpoint.open(latest(tmp_path)).tensors["model.none"].shape == (0, 3)  # type: ignore[arg-type]
     run(tmp_path, 2, 3, model="empty")
+
+
+def test_saving_again_after_going_back(tmp_path: Path) -> None:
+    made = compiled("gpt", 1, "fp64")
+
+    def rank(comm: ThreadCommunicator) -> State:
+        trainer = Trainer(made, OptimizerChoice("sgd", lr=1e-1), made.plan, {}, seed=3, comm=comm)
+        with trainer.loader(Rows(), BATCH) as loader, Checkpoints(trainer, tmp_path) as checkpoints:
+            for step in range(4):
+                trainer.step(next(loader))
+                if step % 2:
+                    checkpoints.save(loader)
+            checkpoints.wait()
+            checkpoints.restore(loader, tmp_path / "step_00000002")
+            loader.state = (3, 0)  # other batches
+            for _ in range(2):
+                trainer.step(next(loader))
+            checkpoints.save(loader)
+        return trainer.state_dict()
+
+    state = run_ranks(made.plan.mesh, rank, timeout=60)[0]
+    saved = Checkpoint.open(latest(tmp_path))  # type: ignore[arg-type]
+    values = {f"model.{name}": value for name, value in state.items()}
+    assert saved.step == 4 and all(torch.equal(saved.read(n), values[n]) for n in saved.tensors if n.startswith("model."))

@@ -128,13 +128,15 @@ def _print_rows(title: str, rows: list[dict[str, Any]], json: bool) -> None:
     if json:
         print_json({"checkpoints": rows})
         return
-    cells = [
-        (Path(row["path"]).name, row["tensors"], row["ranks"], size(row["bytes"]), row["error"] or "ok")
-        if row["bytes"] is not None
-        else (Path(row["path"]).name, "", "", "", row["error"])
-        for row in rows
-    ]
-    show(make_console(), grid(title, ("checkpoint", ">tensors", ">ranks", ">size", "state"), cells))
+    cells = []
+    for row in rows:
+        known = (row["tensors"], row["ranks"], size(row["bytes"])) if row["bytes"] is not None else ("", "", "")
+        cells.append((Path(row["path"]).name, *known, "damaged" if row["error"] else "ok"))
+    console = make_console()
+    show(console, grid(title, ("checkpoint", ">tensors", ">ranks", ">size", "state"), cells))
+    for row in rows:
+        if row["error"]:
+            console.print(row["error"], markup=False)
 
 
 def _inspect(opened: Checkpoint, json: bool) -> None:
@@ -149,22 +151,24 @@ def _inspect(opened: Checkpoint, json: bool) -> None:
         print_json({"path": str(opened.path), "step": opened.step, "meta": dict(opened.meta), "files": files, "tensors": tensors})
         return
     plain = {key: value for key, value in opened.meta.items() if not isinstance(value, dict) and "\n" not in str(value)}
+    states = dict.fromkeys(name.rpartition(".")[2] for name in opened.tensors if name.startswith("optimizer."))
     elements = sum(one.nbytes // one.dtype.itemsize for name, one in opened.tensors.items() if name.startswith("model."))
     about = {
         "step": opened.step,
         "saved by": f"{opened.manifest.ranks} rank{'s' * (opened.manifest.ranks != 1)}",
         "files": f"{len(opened.manifest.files)}, {size(opened.nbytes)}",
         "model": f"{count(elements)} elements",
+        "optimizer": ", ".join(states) or "no state",
     }
     rows = [
         (
-            name,
+            name.removeprefix("model."),
             "×".join(map(str, one.shape)) or "scalar",
             str(one.dtype).removeprefix("torch."),
-            len(one.pieces),
             size(one.nbytes),
         )
-        for name, one in opened.tensors.items()
+        for name, one in sorted(opened.tensors.items())
+        if not name.startswith("optimizer.")
     ]
     tables = pairs(str(opened.path), {**about, **{key: value for key, value in plain.items() if key != "step"}})
-    show(make_console(), tables, grid("tensors", ("name", "shape", "dtype", ">pieces", ">size"), rows))
+    show(make_console(), tables, grid("tensors", ("name", "shape", "dtype", ">size"), rows))

@@ -38,6 +38,7 @@ def run(
     if own:
         print(f"note: {' '.join(own)} goes to {script.name}; options of launch come before the script", file=sys.stderr)
     start = time.monotonic()
+    run_dir = run_dir.absolute()  # the script may change to another folder
     with run_folder(run_dir):
         clear_logs(run_dir)
         echo = _Echo(log_path(run_dir, 0))

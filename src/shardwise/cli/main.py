@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from shardwise import __version__
+
 from . import checkpoint, tokenizer
 from .common import reported, split_arguments
 
@@ -22,6 +24,12 @@ app = typer.Typer(
 )
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
 app.add_typer(checkpoint.app, name="checkpoint")
 app.add_typer(tokenizer.app, name="tokenizer")
 
@@ -32,6 +40,15 @@ Arguments = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+@app.callback()
+def top(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Train any PyTorch model on any set of devices as if they were one device."""
 
 
 @app.command()

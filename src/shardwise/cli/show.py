@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.config import Config
+from shardwise.core.errors import ConfigError
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, subject
@@ -24,6 +25,8 @@ from shardwise.trace.trace import Trace
 
 def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None) -> None:
     """Capture the model and print what a step of the plan does, or draw it as SVG to ``picture``; nothing is trained."""
+    if picture is not None and picture.suffix != ".svg":
+        raise ConfigError(f"--picture {picture}: legal: the name of an .svg file")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
     compiled = Compiled(found.module, found.plan, found.batches[0], found.loss)

@@ -5,24 +5,29 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import typer
 from rich.console import Console
 
 from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.config import Config, build_data, load_config
 from shardwise.data.progress import shown
-from shardwise.launch.folder import CHECKPOINTS, Found, prepare_folder
+from shardwise.launch.folder import CHECKPOINTS, Found, keep_lines, prepare_folder
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
 from shardwise.report.display import Display, show_result
 from shardwise.report.tables import make_console, print_json
 from shardwise.runtime.progress import Progress, record_path
+
+from .common import INTERRUPTED
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
 STALE = ("about.json", "result.json", "sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl")
@@ -39,26 +44,45 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     console = make_console(stderr=json)
     notices = list(config.notices)
     with run_folder(folder) if first else nullcontext():
+        notices += _prepare_data(config, console if first else None)
         found = _prepare(config) if first else Found()
-        notices += [*_prepare_data(config, console if first else None), *found.notices]
+        notices += found.notices
         if first and not json:
             for notice in notices:
                 console.print(f"note: {notice}", markup=False)
         ranks = config.train.devices
         display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step)
         with nullcontext() if json or not first else display:
-            asked = (
-                _train_here(config, display if first and not json else None)
-                if under_torchrun()
-                else _train_local(config, display, quiet=json)
-            )
-    if asked:
-        step = _last_step(folder)
-        console.print(f"stopped after {step} steps, with a checkpoint; the same command goes on from there", markup=False)
-        raise KeyboardInterrupt
+            if under_torchrun():
+                stopped = _train_here(config, display if first and not json else None)
+            else:
+                _train_local(config, display, quiet=json)
+                stopped = not (folder / "result.json").exists()
+    extra = {"notes": notices, "resumed_from": found.step or None}
+    if stopped:
+        if first:
+            _tell_stopped(folder, console if not json else None, extra)
+        raise typer.Exit(INTERRUPTED)
     if first:
         result = jsonlib.loads((folder / "result.json").read_text(encoding="utf-8"))
-        print_json(result) if json else show_result(console, result, time.monotonic() - start)
+        print_json({**result, **extra}) if json else show_result(console, result, time.monotonic() - start)
+
+
+def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) -> None:
+    """How far the run has come, and whether that is kept."""
+    path = latest(folder / CHECKPOINTS)
+    saved = None if path is None else Checkpoint.open(path).step
+    lines = keep_lines(folder / "metrics.jsonl", sys.maxsize)
+    done = max(saved or 0, lines[-1]["step"] + 1 if lines else 0)
+    if console is None:
+        values = {"error": "interrupted", "cause": "interrupted", "rank": None, "steps": done, "checkpoint": path and str(path)}
+        print_json({**values, **extra})
+        return
+    if saved == done:
+        words = "with a checkpoint; the same command goes on from there"
+    else:
+        words = f"whose checkpoint could not be saved; the last good one is {'of step ' + str(saved) if saved else 'none'}"
+    console.print(f"stopped after {done} step{'s' if done != 1 else ''}, {words}", markup=False)
 
 
 def _prepare(config: Config) -> Found:
@@ -69,7 +93,8 @@ def _prepare(config: Config) -> Found:
         clear_logs(folder)
         for name in STALE:
             (folder / name).unlink(missing_ok=True)
-    (folder / "result.json").unlink(missing_ok=True)
+    for name in ("result.json", "about.json"):
+        (folder / name).unlink(missing_ok=True)
     (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
     return found
 
@@ -82,9 +107,9 @@ def _prepare_data(config: Config, console: Console | None) -> tuple[str, ...]:
         return build_data(config, progress).notices
 
 
-def _train_local(config: Config, display: Display, quiet: bool) -> bool:
-    """As processes that this one starts and watches, and starts again if one is lost; whether they were asked to stop."""
-    folder = Path(config.train.run_dir)
+def _train_local(config: Config, display: Display, quiet: bool) -> None:
+    """As processes that this one starts and watches, and starts again if one is lost."""
+    folder = Path(config.train.run_dir).absolute()
 
     def start() -> bool:
         return launch_local(
@@ -95,7 +120,7 @@ def _train_local(config: Config, display: Display, quiet: bool) -> bool:
     def stop() -> None:
         display.say("stopping after this step, with a checkpoint (once more: at once)")
 
-    return run_with_restarts(start, folder, config.train.max_restarts, display.say)
+    run_with_restarts(start, folder, config.train.max_restarts, display.say)
 
 
 def _train_here(config: Config, display: Display | None) -> bool:
@@ -119,8 +144,3 @@ def _train_here(config: Config, display: Display | None) -> bool:
     done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
     progress.finish()
     return not done
-
-
-def _last_step(folder: Path) -> int:
-    path = latest(folder / CHECKPOINTS)
-    return 0 if path is None else Checkpoint.open(path).step

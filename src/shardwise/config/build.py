@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -90,7 +90,8 @@ def build_data(config: Config, progress: OnProgress | None = None) -> Data:
     validation = None if not held else held[0] if len(held) == 1 else Joined(held)
     notices = [notice for corpus in corpora for notice in corpus.cache.notices]
     if data.validation:
-        notices += [_too_little(corpus) for corpus, part in zip(corpora, apart, strict=True) if part is None]
+        short = [corpus for corpus, part in zip(corpora, apart, strict=True) if part is None]
+        notices += [_too_little(short)] if short else []
     tokenizer = corpora[0].tokenizer
 
     def encode(text: str) -> list[int]:
@@ -109,16 +110,17 @@ def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress 
     data = config.data
     return open_corpus(
         source, tokenizer=str(data.tokenizer), end_token=data.end_token, field=str(data.text_field), validation=data.validation,
-        cache_dir=data.cache_dir, progress=progress,
+        cache_dir=data.cache_dir, progress=progress, alone=data.mix is None or len(data.mix) == 1,
     )  # fmt: skip
 
 
-def _too_little(corpus: Corpus) -> str:
-    side, documents = corpus.cache.validation, corpus.cache.validation.documents + corpus.cache.train.documents
-    return (
-        f"no validation on {corpus.name}: data.validation = {corpus.fraction:g} sets {side.documents} of {documents} documents apart, "
-        f"{side.tokens} tokens, less than one sample"
-    )
+def _too_little(corpora: Sequence[Corpus]) -> str:
+    """One line for all sources whose documents set apart do not fill a sample."""
+    first, more = corpora[0].name.split(", ")[0], len(corpora) - 1
+    apart, documents = sum(one.cache.validation.documents for one in corpora), sum(one.cache.documents for one in corpora)
+    where = f"{first} and {more} more" if more else first
+    short = ", less than one sample" if apart else ""
+    return f"no validation on {where}: {apart} of {documents} documents apart{short} (data.validation = {corpora[0].fraction:g})"
 
 
 def _text_shape(config: Config) -> TextShape | None:

@@ -17,7 +17,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from .tokenise import OnProgress, Side, default_workers, tokenise_all
 from .tokenizer import Tokenizer, Tokens, token_dtype
 from .worker import SIDES, Job
 
-FORMAT = 1  # of the folder, and of the way from text to tokens
+FORMAT = 2  # of the folder, and of the way from text to tokens
 
 
 @dataclass(frozen=True)
@@ -56,17 +56,30 @@ class Wanted:
 
 @dataclass(frozen=True)
 class TokenCache:
-    """An open cache: its folder, what its two files hold, and what was to be said about it."""
+    """An open cache: its folder, what its two files hold, and what was to be said about it.
+
+    ``swapped`` says that the sides are named the other way round here than on disk.
+    """
 
     folder: Path
     dtype: np.dtype[Any]
     train: Side
     validation: Side
     notices: tuple[str, ...] = ()
+    swapped: bool = False
+
+    @property
+    def documents(self) -> int:
+        """Documents of both sides."""
+        return self.train.documents + self.validation.documents
+
+    def swap(self) -> TokenCache:
+        """The same tokens with train for validation and validation for train."""
+        return replace(self, train=self.validation, validation=self.train, swapped=not self.swapped)
 
     def tokens(self, side: str) -> tuple[Tokens, mmap.mmap | None]:
         """The tokens of ``"train"`` or ``"validation"``, mapped from disk, and the mapping (none for no tokens)."""
-        path = self.folder / f"{side}.bin"
+        path = self.folder / f"{SIDES[SIDES.index(side) ^ self.swapped]}.bin"
         if not getattr(self, side).tokens:
             return np.empty(0, self.dtype), None
         with path.open("rb") as file:
@@ -83,7 +96,9 @@ def default_cache_dir() -> str:
 def open_cache(wanted: Wanted, cache_dir: str, progress: OnProgress | None = None, workers: int | None = None) -> TokenCache:
     """The cache of what is wanted; it is made if there is none, or if it is damaged (then with a notice).
 
-    ``progress`` hears of the bytes hashed and tokenised, of which there are none if nothing has changed. ``workers`` are the
+    Damaged is one whose index is not what was written (it has a checksum) or whose files have other sizes than it says; the tokens
+    themselves are not read again. ``progress`` hears of the bytes of text done, half of each when it is hashed and half when it is
+    tokenised, and of nothing if nothing has changed. ``workers`` are the
     processes that tokenise (default: as many as cores, one if there is little to do). ConfigError for text that cannot be read, and
     for a ``cache_dir`` that cannot be written.
     """
@@ -116,7 +131,7 @@ def open_cache(wanted: Wanted, cache_dir: str, progress: OnProgress | None = Non
 
 
 class _Report:
-    """Adds bytes up for a callback that wants (done, total): the first half is hashing, the second tokenising."""
+    """Adds bytes up for a callback that wants (done, total) of text: hashing a byte is half of it, tokenising the other."""
 
     def __init__(self, total: int, progress: OnProgress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress
@@ -126,7 +141,7 @@ class _Report:
         with self.lock:
             self.done = min(self.total, self.done + count)
             if self.progress is not None:
-                self.progress(self.done, self.total)
+                self.progress(self.done // 2, self.total // 2)
 
     def restart(self, half: int) -> None:
         self.done = half
@@ -153,15 +168,6 @@ def _open(folder: Path, key: str, notices: tuple[str, ...] = ()) -> TokenCache |
     return TokenCache(folder, dtype, sides[0], sides[1], notices)
 
 
-def verify_cache(cache: TokenCache) -> bool:
-    """Are the tokens those that were written?  Reads all of them."""
-    for name in SIDES:
-        with (cache.folder / f"{name}.bin").open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != getattr(cache, name).sha256:
-                return False
-    return True
-
-
 def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: _Report, workers: int) -> None:
     """Write a cache aside and rename it."""
     aside, folder = root / f"{key}.part", root / key
@@ -170,15 +176,8 @@ def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: 
     template = Job((), wanted.field, wanted.name, wanted.tokenizer.end_token, wanted.validation, "")
     size_of = measure(wanted.files)
     try:
-        sides = list(
-            tokenise_all(pieces(wanted.files, digests), template, aside, workers, lambda spans: report.more(size_of(spans)))
-        )
+        sides = tokenise_all(pieces(wanted.files, digests), template, aside, workers, lambda spans: report.more(size_of(spans)))
         _check_unchanged(wanted.files)
-        if sum(one.documents for one in sides) == 1 and sides[1].documents:
-            # A corpus of one document has nothing to set apart.
-            sides.reverse()
-            for old, new in (("train", "swap"), ("validation", "train"), ("swap", "validation")):
-                (aside / f"{old}.bin").rename(aside / f"{new}.bin")
         _write_index(wanted, digests, key, sides, aside)
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)

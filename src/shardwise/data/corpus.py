@@ -63,6 +63,7 @@ def open_corpus(
     cache_dir: str | None = None,
     progress: OnProgress | None = None,
     workers: int | None = None,
+    alone: bool = True,
 ) -> Corpus:
     """The tokens of a source (or of several, one after the other), made if they are not in the cache.
 
@@ -73,10 +74,14 @@ def open_corpus(
         validation: the fraction of documents set apart.
         progress: called with (bytes done, bytes in all) while there is something to do.
         workers: processes that tokenise; by default as many as the cores, or one for little text.
+        alone: this is all the text there is: one document in all is trained on, whatever its hash says. In a mixture it may be in
+            another source too, and has to be on the same side there.
 
     ConfigError, with the path, if there is nothing to read or it cannot be read.
     """
     opened = open_tokenizer(tokenizer, end_token)
     wanted = Wanted(find_files(source), tokenizer, opened, field, validation)
     cache = open_cache(wanted, cache_dir or default_cache_dir(), progress, workers)
+    if alone and cache.documents == cache.validation.documents == 1:
+        cache = cache.swap()
     return Corpus(source if isinstance(source, str) else ", ".join(source), opened, cache, validation)

@@ -34,13 +34,14 @@ class Fragment(NamedTuple):
     """Text of one document, all of it or a part.
 
     ``digest`` is the SHA-256 of the whole document, or None where ``text`` is all of it; ``first`` and ``last`` say which of its
-    parts this is.
+    parts this is; ``path`` is the file it is from.
     """
 
     text: bytes
     digest: bytes | None = None
     first: bool = True
     last: bool = True
+    path: str = ""
 
 
 def pieces(files: Iterable[SourceFile], digests: Iterable[str]) -> Iterator[list[Span]]:
@@ -84,7 +85,7 @@ def read(spans: Sequence[Span], field: str) -> Iterator[Fragment]:
             if span.kind == "text":
                 yield _text(span)
             else:
-                yield from (Fragment(text) for text in readers[span.kind](span, field) if text)
+                yield from (Fragment(text, path=span.path) for text in readers[span.kind](span, field) if text)
         except OSError as error:
             raise ConfigError(f"data.source: cannot read {span.path}: {error.strerror or error}") from error
 
@@ -109,7 +110,7 @@ def _text(span: Span) -> Fragment:
     with open(span.path, "rb") as file:
         start, stop = (_cut(file, place, size) for place in (span.start, span.stop))
         file.seek(start)
-        return Fragment(file.read(stop - start), bytes.fromhex(span.digest), span.start == 0, span.stop == size)
+        return Fragment(file.read(stop - start), bytes.fromhex(span.digest), span.start == 0, span.stop == size, span.path)
 
 
 def _cut(file: BinaryIO, place: int, size: int) -> int:
@@ -186,14 +187,20 @@ def _parquet_rows(span: Span, field: str) -> Iterator[bytes]:
     import pyarrow
 
     table = _parquet(span.path)
-    if field not in table.schema_arrow.names:
-        raise ConfigError(f"data.text_field: {span.path}: {_no_column(field, table.schema_arrow.names)}")
+    names = table.schema_arrow.names
+    if field not in names:
+        raise ConfigError(f"data.text_field: {span.path}: {_no_column(field, names)}")
+    if names.count(field) > 1:
+        raise ConfigError(
+            f'data.text_field: {span.path}: {names.count(field)} columns are called "{field}"; legal: a name of one column'
+        )
     kind = table.schema_arrow.field(field).type
     if not any(test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
         raise ConfigError(f'data.text_field: {span.path}: "{field}" is of type {kind}; legal: a column of text')
     try:
+        # Arrow takes "a.b" for the field b of a column a too, and then reads both: take the column by its exact name.
         for batch in table.iter_batches(ROWS, row_groups=list(range(span.start, span.stop)), columns=[field]):
-            yield from ((text or "").encode() for text in batch.column(0).to_pylist())
+            yield from ((text or "").encode() for text in batch.column(field).to_pylist())
     except (OSError, UnicodeError, pyarrow.ArrowException) as error:
         raise ConfigError(f"data.source: cannot read {span.path}: {error}") from error
 
@@ -213,8 +220,17 @@ def _dataset_rows(span: Span, field: str) -> Iterator[bytes]:
     rows = _dataset(span.path)
     if field not in rows.column_names:
         raise ConfigError(f"data.text_field: {span.path}: {_no_column(field, rows.column_names)}")
+    # As the dataset was saved it may leave the column out, or decode others, which takes libraries and sound files.
+    rows = rows.with_format(None).select_columns([field])
     for start in range(span.start, span.stop, ROWS):
-        for row, text in enumerate(rows[start : min(span.stop, start + ROWS)][field], start):
+        try:
+            texts = rows[start : min(span.stop, start + ROWS)][field]
+        except Exception as error:  # many kinds, for the library decodes images, audio and others here
+            raise ConfigError(
+                f'data.text_field: {span.path}: cannot read "{field}", rows {start} and on: {type(error).__name__}: {error}; '
+                "legal: a column of text"
+            ) from error
+        for row, text in enumerate(texts, start):
             if not isinstance(text, str | None):
                 raise ConfigError(f'data.source: {span.path}, row {row}: "{field}" is of type {type(text).__name__}; legal: text')
             yield (text or "").encode(errors="replace")

@@ -8,8 +8,10 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from shardwise.core.errors import ConfigError, did_you_mean
 
@@ -19,6 +21,11 @@ SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "t
 TEXT_SUFFIXES = frozenset({".txt", ".md", ".py"})
 ROW_SUFFIXES = {".jsonl": "jsonl", ".parquet": "parquet"}
 MAGIC = frozenset("*?[")
+NOT_TEXT = {
+    b"\x1f\x8b": "is compressed with gzip (gunzip it first)",
+    b"\xff\xfe": "is in UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)",
+    b"\xfe\xff": "is in UTF-16 (iconv -f UTF-16 -t UTF-8 converts it)",
+}
 DATASET_FILES = ("state.json", "dataset_info.json")  # what `save_to_disk` writes beside a dataset's rows
 SPLITS_FILE = "dataset_dict.json"
 LEGAL = '"stdlib", a file, a folder, a glob of .txt, .md, .py, .jsonl or .parquet files, or a folder of a Hugging Face dataset'
@@ -41,17 +48,19 @@ class SourceFile:
 
 
 def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
-    """The files of a source or of several, in an order that depends on their paths alone; empty files are left out.
+    """The files of a source or of several, in an order that depends on their paths alone, each once; empty files are left out.
 
     ConfigError, with the path, for what is not there, cannot be read, or holds no text.
     """
-    found: list[SourceFile] = []
+    found: dict[str, SourceFile] = {}  # by real path
     for source in [sources] if isinstance(sources, str) else sources:
         files = _stdlib() if source == STDLIB else list(_find(source))
         if not any(file.size for file in files):
             raise ConfigError(f"data.source: {_nothing(source)}; legal: {LEGAL}")
-        found += [file for file in files if file.size]
-    return found
+        for file in files:
+            if file.size:
+                found.setdefault(os.path.realpath(file.path), file)
+    return list(found.values())
 
 
 def is_glob(source: str) -> bool:
@@ -63,7 +72,7 @@ def exists(source: str) -> bool:
     """Is there anything under this name or pattern?"""
     if source == STDLIB:
         return True
-    return next(glob.iglob(source, recursive=True), None) is not None if is_glob(source) else os.path.exists(source)
+    return next(_expand(source), None) is not None if is_glob(source) else os.path.exists(source)
 
 
 def _nothing(source: str) -> str:
@@ -74,24 +83,94 @@ def _nothing(source: str) -> str:
 
 def _find(source: str) -> Iterator[SourceFile]:
     if is_glob(source):
-        matches = sorted(glob.glob(source, recursive=True))
-        if not matches:
-            raise ConfigError(f"data.source: nothing matches {source}; legal: {LEGAL}")
-        found: dict[str, SourceFile] = {}  # "**" matches a folder and what is in it
-        for match in matches:
-            files = _folder(match, match) if os.path.isdir(match) else [_file(match)] if _is_text(match) else []
-            found.update((file.path, file) for file in files)
-        yield from found.values()
+        yield from _matching(source)
     elif os.path.isdir(source):
-        yield from _folder(source, source)
+        yield from _folder(source, set())
     elif os.path.exists(source):
-        yield _file(source)
+        file = _file(source)
+        _check_text(file)
+        yield file
     else:
         raise ConfigError(f"data.source: {source} is neither a file nor a folder; legal: {LEGAL}")
 
 
-def _folder(folder: str, source: str) -> Iterator[SourceFile]:
-    """The files below a folder, without hidden ones and those with a zero byte near their start."""
+def _matching(pattern: str) -> Iterator[SourceFile]:
+    """The files that a pattern matches and those of the folders that it matches.
+
+    What lies inside of the folder of a dataset is skipped (it would be read as text, and all splits with it): a dataset counts when
+    the pattern matches its folder or one above. ConfigError where nothing else is left.
+    """
+    matches = sorted(set(_expand(pattern)))
+    if not matches:
+        raise ConfigError(f"data.source: nothing matches {pattern}; legal: {LEGAL}")
+    known: dict[str, str | None] = {}
+    around = {match: _dataset_around(os.path.dirname(os.path.abspath(match)), known) for match in matches}
+    if all(around.values()):
+        dataset = around[matches[0]]
+        raise ConfigError(
+            f"data.source: {pattern} matches only what lies inside of the dataset {dataset}; legal: {dataset} (of several splits "
+            "train is read), or the folder of one of its splits"
+        )
+    seen: set[str] = set()
+    for match in matches:
+        if around[match]:
+            continue
+        if os.path.isdir(match):
+            yield from _folder(match, seen)
+        elif os.path.isfile(match) and _is_text(match):  # opening a pipe would wait for a writer
+            yield _file(match)
+
+
+def _expand(pattern: str) -> Iterator[str]:
+    """What matches a pattern.  As glob has it, but "**" goes into no folder twice: links may go round."""
+    parts = pattern.split(os.sep)
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    place = parts.index("**")
+    above, rest = os.sep.join(parts[:place]), os.sep.join(parts[place + 1 :])
+    seen: set[str] = set()
+    for base in glob.iglob(above) if above else [os.sep if place else os.curdir]:
+        for folder in _folders(base, seen):
+            if rest:
+                yield from _expand(os.path.join(glob.escape(folder), rest))
+            else:
+                yield folder
+                yield from glob.iglob(os.path.join(glob.escape(folder), "*"))
+
+
+def _folders(folder: str, seen: set[str]) -> Iterator[str]:
+    """A folder and those below it, without hidden ones and those whose real path is in ``seen``, which grows."""
+    real = os.path.realpath(folder)
+    if real in seen or not os.path.isdir(folder):
+        return
+    seen.add(real)
+    yield folder
+    with suppress(PermissionError):
+        for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+            if _kind(entry, folder) == "folder":
+                yield from _folders(entry.path, seen)
+
+
+def _dataset_around(folder: str, known: dict[str, str | None]) -> str | None:
+    """The outermost dataset among a folder and those above it; ``known`` keeps what has been found."""
+    if folder not in known:
+        parent = os.path.dirname(folder)
+        outer = None if parent == folder else _dataset_around(parent, known)
+        one = all(os.path.isfile(os.path.join(folder, name)) for name in DATASET_FILES)
+        known[folder] = outer or (folder if one or os.path.isfile(os.path.join(folder, SPLITS_FILE)) else None)
+    return known[folder]
+
+
+def _folder(folder: str, seen: set[str]) -> Iterator[SourceFile]:
+    """The files below a folder, without hidden ones and those with a zero byte near their start; of a dataset of splits "train".
+
+    ``seen`` has the real paths of folders that have been read, which are not read again: links may go round.
+    """
+    real = os.path.realpath(folder)
+    if real in seen:
+        return
+    seen.add(real)
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -100,17 +179,27 @@ def _folder(folder: str, source: str) -> Iterator[SourceFile]:
     if names.issuperset(DATASET_FILES):
         yield _dataset(folder)
         return
-    if SPLITS_FILE in names and folder == source:
+    if SPLITS_FILE in names:
         yield _dataset(_train_split(folder))
         return
     for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_dir():
-            if not (entry.is_symlink() and _contains(entry.path, folder)):  # a loop
-                yield from _folder(entry.path, source)
-        elif entry.is_file() and _is_text(entry.path):
+        kind = _kind(entry, folder)
+        if kind == "folder":
+            yield from _folder(entry.path, seen)
+        elif kind == "file" and _is_text(entry.path):
             yield _file(entry.path)
+
+
+def _kind(entry: os.DirEntry[str], folder: str) -> Literal["folder", "file"] | None:
+    """What an entry of a folder is; None for what is skipped: hidden, neither of both, or a link to a folder around it."""
+    if entry.name.startswith("."):
+        return None
+    try:
+        if entry.is_dir():
+            return None if entry.is_symlink() and _contains(entry.path, folder) else "folder"
+        return "file" if entry.is_file() else None
+    except OSError:  # such as a link to itself
+        return None
 
 
 def _contains(outer: str, inner: str) -> bool:
@@ -127,6 +216,22 @@ def _is_text(path: str) -> bool:
             return b"\0" not in file.read(4096)
     except OSError as error:
         raise _unreadable(path, error) from error
+
+
+def _check_text(file: SourceFile) -> None:
+    """ConfigError for a file that was named and is none of text."""
+    if file.kind == "parquet":
+        return
+    try:
+        with open(file.path, "rb") as opened:
+            start = opened.read(4096)
+    except OSError as error:
+        raise _unreadable(file.path, error) from error
+    what = next((words for magic, words in NOT_TEXT.items() if start.startswith(magic)), None)
+    if what is None and b"\0" in start:
+        what = "has a zero byte near its start"
+    if what is not None:
+        raise ConfigError(f"data.source: {file.path} is no text in UTF-8: it {what}; legal: {LEGAL}, of text in UTF-8")
 
 
 def _file(path: str) -> SourceFile:
@@ -146,8 +251,18 @@ def _dataset(folder: str) -> SourceFile:
         states = [os.stat(member) for member in members]
     except OSError as error:
         raise _unreadable(folder, error) from error
-    size, changed = sum(state.st_size for state in states), max(state.st_mtime_ns for state in states)
+    size, changed = sum(state.st_size for state in states), max((state.st_mtime_ns for state in states), default=0)
+    if not _has_rows(folder):
+        size = 0
     return SourceFile(os.path.abspath(folder), "dataset", size, changed, tuple(map(os.path.abspath, members)))
+
+
+def _has_rows(folder: str) -> bool:
+    """Does a dataset have files of rows?  Without any the library cannot open it."""
+    try:
+        return bool(json.loads(Path(folder, DATASET_FILES[0]).read_text(encoding="utf-8"))["_data_files"] != [])
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: whoever reads it says so
+        return True
 
 
 def _train_split(folder: str) -> str:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -50,15 +51,15 @@ def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
 
 
 class BytesTokenizer:
-    """Bytes are tokens; byte 0, which text does not have, ends a document."""
+    """Bytes are tokens; byte 0 ends a document, and a zero byte inside of one becomes a space."""
 
     def __init__(self) -> None:
         self.vocabulary, self.end, self.digest = BYTE_VOCABULARY, 0, BYTES
         self.end_token: str | None = None
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The bytes of each text: uint8."""
-        return [np.frombuffer(text, dtype=np.uint8) for text in texts]
+        """The bytes of each text, 0x20 for zero bytes: uint8."""
+        return [np.frombuffer(text.replace(b"\0", b" "), dtype=np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, whatever is not UTF-8 (or no byte at all) replaced by U+FFFD."""
@@ -69,7 +70,8 @@ class JsonTokenizer:
     """A tokenizer of the tokenizers library in the file ``path``.
 
     Text that looks like a special token is text, and the file's truncation, padding and template are left aside: documents are
-    encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read or has no such token.
+    encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read, has no such token, or makes that token
+    of text.
     """
 
     def __init__(self, path: str, end_token: str | None = None) -> None:
@@ -79,21 +81,31 @@ class JsonTokenizer:
             content = Path(path).read_bytes()
         except OSError as error:
             raise ConfigError(f"data.tokenizer: cannot read {path}: {error.strerror}; legal: {_LEGAL}") from error
-        self._tokenizer = _parse(path, content)
+        self._path, self._tokenizer = path, _parse(path, content)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ConfigError(f"data.tokenizer: {path} has no tokens; legal: {_LEGAL}")
         self.vocabulary = max(vocabulary.values()) + 1
         self.end_token: str | None = _end_token(path, vocabulary, end_token)
         self.end = vocabulary[str(self.end_token)]
+        _keep_from_text(path, self._tokenizer, str(self.end_token), self.end)
         self.digest = hashlib.sha256(content).hexdigest()
         self._dtype = token_dtype(self.vocabulary)
 
     def encode(self, texts: Sequence[bytes]) -> list[Tokens]:
-        """The tokens of each text, which is decoded as UTF-8 (what is not is U+FFFD); a long text is encoded in parts."""
+        """The tokens of each text, which is decoded as UTF-8 (what is not is U+FFFD); a long text is encoded in parts.
+
+        ConfigError for text that this tokenizer cannot encode.
+        """
         parts = [list(_parts(text)) for text in texts]
         flat = [part.decode("utf-8", errors="replace") for each in parts for part in each]
-        encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        try:
+            encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        except Exception as error:  # the library raises nothing more particular
+            raise ConfigError(
+                f"data.tokenizer: {self._path} cannot encode some of the text: {error}; "
+                "legal: a tokenizer with a token for what it does not know, or one of bytes"
+            ) from error
         tokens = [[np.array(next(encodings).ids, dtype=self._dtype) for _ in each] for each in parts]
         return [each[0] if len(each) == 1 else np.concatenate([np.empty(0, self._dtype), *each]) for each in tokens]
 
@@ -133,6 +145,31 @@ def _end_token(path: str, vocabulary: dict[str, int], wanted: str | None) -> str
     if found is None:
         raise ConfigError(f"data.end_token: {path} has none of {', '.join(END_TOKENS)}; legal: the token that ends a document")
     return found
+
+
+def _keep_from_text(path: str, tokenizer: Any, end_token: str, end: int) -> None:
+    """Have text that looks like the end token be text; ConfigError if the tokenizer cannot."""
+    if not _of_text(tokenizer, end_token, end):
+        return
+    from tokenizers import AddedToken
+
+    tokenizer.add_special_tokens(
+        [AddedToken(end_token, special=True, normalized=False)]
+    )  # it may be an added one that is not special
+    if _of_text(tokenizer, end_token, end):
+        raise ConfigError(
+            f'data.end_token = "{end_token}": text that has these characters becomes this token of {path}, and would end documents; '
+            "legal: a token that text does not become, such as one added to the file with add_special_tokens"
+        )
+
+
+def _of_text(tokenizer: Any, end_token: str, end: int) -> bool:
+    """Does the end token's own text become the token, alone or inside of other text?"""
+    for text in (end_token, f"a{end_token}b", f"a {end_token} b"):
+        with suppress(Exception):  # of a tokenizer that does not know "a"; the library raises nothing more particular
+            if end in tokenizer.encode(text, add_special_tokens=False).ids:
+                return True
+    return False
 
 
 def _parts(text: bytes) -> Iterator[bytes]:

@@ -21,7 +21,7 @@ import numpy as np
 from shardwise.core.errors import ConfigError
 
 from .documents import Fragment, Span, read
-from .tokenizer import BATCH, Tokenizer, open_tokenizer, token_dtype
+from .tokenizer import BATCH, Tokenizer, Tokens, open_tokenizer, token_dtype
 
 SIDES = ("train", "validation")
 KEY = b"shardwise validation\0"
@@ -54,7 +54,7 @@ def side(digest: bytes, validation: float) -> int:
 
 
 def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
-    """Write the tokens of a piece, each document followed by the end token.  ConfigError for what is no document."""
+    """Write the tokens of a piece, each document followed by the end token.  ConfigError for what is no document or cannot be encoded."""
     dtype = token_dtype(tokenizer.vocabulary)
     end = np.array([tokenizer.end], dtype).tobytes()
     documents, tokens = [0, 0], [0, 0]
@@ -62,7 +62,7 @@ def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
         files: tuple[BinaryIO, BinaryIO] = (train, validation)
 
         def flush(batch: list[Fragment]) -> None:
-            for fragment, ids in zip(batch, tokenizer.encode([fragment.text for fragment in batch]), strict=True):
+            for fragment, ids in zip(batch, _encode(tokenizer, batch), strict=True):
                 digest = fragment.digest or hashlib.sha256(fragment.text).digest()
                 at = side(digest, job.validation)
                 files[at].write(ids.tobytes())
@@ -81,6 +81,19 @@ def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
                 batch, held = [], 0
         flush(batch)
     return Done((documents[0], documents[1]), (tokens[0], tokens[1]))
+
+
+def _encode(tokenizer: Tokenizer, batch: Sequence[Fragment]) -> list[Tokens]:
+    """The tokens of each fragment; a ConfigError says which file it is about."""
+    try:
+        return tokenizer.encode([fragment.text for fragment in batch])
+    except ConfigError:
+        for fragment in batch:
+            try:
+                tokenizer.encode([fragment.text])
+            except ConfigError as error:
+                raise ConfigError(f"{error} (text of {fragment.path})") from error
+        raise
 
 
 def main() -> None:

@@ -25,7 +25,8 @@ def evaluate(trainer: Trainer, batches: Iterable[Batch], *, perplexity: bool) ->
     rows = 0
     for batch in batches:
         result = trainer.evaluate(batch)
-        total += result.loss.double() * result.weight.double()
+        counted = result.weight > 0  # a batch without targets has no mean
+        total += torch.where(counted, result.loss.double() * result.weight.double(), 0.0)
         weight += result.weight.double()
         rows += batch.rows
     loss = float(total / weight) if rows else math.nan

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.reader import Checkpoint, latest
+from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.config import Config
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
@@ -18,10 +18,20 @@ from shardwise.core.errors import ConfigError
 from .monitor import RANKS_LOCK
 
 CHECKPOINTS = "checkpoints"
+LEFT = ("metrics.jsonl", "weights.safetensors")  # of value even without a checkpoint
+EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)
 SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
 FREE = ("model.weights",)  # only the start of a run looks at them
-SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "parallel.dp", "data.cache_dir")
+SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
+LONGER = (
+    "train.",
+    "checkpoint.",
+    "parallel.",
+    "optimizer.warmup_steps",
+    "data.cache_dir",
+    *FREE,
+)  # may change as a finished run goes on
 
 
 @dataclass(frozen=True)
@@ -36,19 +46,26 @@ class Found:
 def prepare_folder(config: Config) -> Found:
     """Look into ``train.run_dir``, whose lock this process holds, and make it ready.
 
-    An unfinished run with a checkpoint goes on (``train.resume = "auto"``); a finished one, or one not to go on with, moves to a
-    folder of its own beside.  Raises ConfigError where a run to go on with is of another configuration, naming the keys.
+    An unfinished run with a checkpoint goes on (``train.resume = "auto"``), and so does a finished one that only gets more steps; any
+    other moves to a folder of its own beside.  Raises ConfigError where a run to go on with is of another configuration, naming the keys.
     """
     folder = Path(config.train.run_dir)
+    finished = (folder / "result.json").exists()
     path = latest(folder / CHECKPOINTS)
     if path is None:
-        return Found(notices=_set_aside(folder) if (folder / "weights.safetensors").exists() else [])
+        left = finished or any((folder / name).exists() and (folder / name).stat().st_size for name in LEFT)
+        return Found(notices=_set_aside(folder) if left else [])
     if config.train.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return Found(notices=_set_aside(folder))
-    checkpoint = Checkpoint.open(path)
-    if checkpoint.step >= config.train.steps:
-        return Found(notices=_set_aside(folder))
+    checkpoint = _opened(path)
     changes = dict(_changes(checkpoint.meta.get("config"), config))
+    if finished and (checkpoint.step >= config.train.steps or any(not key.startswith(LONGER) for key in changes)):
+        return Found(notices=_set_aside(folder))
+    if checkpoint.step > config.train.steps:
+        raise ConfigError(
+            f"train.steps = {config.train.steps}: the unfinished run in {folder} is at step {checkpoint.step} already; legal: at least "
+            f'{checkpoint.step}, another folder, or train.resume = "never", which sets that run aside'
+        )
     wrong = [key for key in changes if key.startswith(SAME) and key not in FREE]
     if wrong:
         words = "; ".join(f"{key}: {changes[key]}" for key in wrong)
@@ -59,6 +76,15 @@ def prepare_folder(config: Config) -> Found:
     told = [f"{key}: {change}" for key, change in changes.items() if key not in SILENT and key not in FREE]
     notices = [f"going on from step {checkpoint.step} ({path})"]
     return Found(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
+
+
+def _opened(path: Path) -> Checkpoint:
+    try:
+        return Checkpoint.open(path)
+    except ConfigError as error:
+        before = [one.name for one in checkpoints(path.parent) if one != path]
+        words = f"without it the run goes on from {before[-1]}" if before else 'train.resume = "never" sets the run aside'
+        raise ConfigError(f"{error}; legal: to move {path} away: {words}") from error
 
 
 def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
@@ -73,14 +99,19 @@ def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _set_aside(folder: Path) -> list[str]:
-    """Move what a run left into the first free ``FOLDER-N``."""
+    """Move what a run left into the first free ``FOLDER-N``, or into ``FOLDER/earlier-N`` where the folder is a mount of its own."""
+    folder = folder.resolve()
+    own = folder.stat().st_dev == folder.parent.stat().st_dev
+    base = folder if own and folder.name else folder / EARLIER
     number = 1
-    while (aside := folder.with_name(f"{folder.name}-{number}")).exists():
+    while (aside := base.with_name(f"{base.name}-{number}")).exists():
         number += 1
+    entries = [
+        entry for entry in sorted(folder.iterdir()) if entry.name not in LOCKS and not entry.name.startswith(f"{EARLIER}-")
+    ]
     aside.mkdir()
-    for entry in sorted(folder.iterdir()):
-        if entry.name not in LOCKS:
-            os.rename(entry, aside / entry.name)
+    for entry in entries:
+        os.rename(entry, aside / entry.name)
     for name in ("logs", "monitor"):
         (folder / name).mkdir()
     return [f"the earlier run is now in {aside}"]
@@ -91,7 +122,7 @@ def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             values = json.loads(line)
         except ValueError:  # the line that a killed run was writing

@@ -38,12 +38,13 @@ class RunFailed(ShardwiseError):
 
     ``cause`` is "config", "shardwise", "non-finite", "communication" or "other" for an exception inside a rank, "hang" or "lost" otherwise;
     ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the ranks were, the culprit's log;
-    ``ending`` is the number of seconds from the first sign of failure to the end of all ranks.
+    ``ending`` is the number of seconds from the first sign of failure to the end of all ranks; ``asked``: they had been asked to stop.
     """
 
     def __init__(self, message: str, cause: str, rank: int | None, details: Sequence[str] = (), ending: float = 0.0) -> None:
         super().__init__(message)
         self.cause, self.rank, self.details, self.ending = cause, rank, tuple(details), ending
+        self.asked = False
 
 
 def under_torchrun() -> bool:
@@ -117,7 +118,8 @@ def launch_local(
         on_notice: gets what ranks have to tell the user.
 
     Returns whether the ranks were asked to stop.  Raises :class:`RunFailed` as soon as a rank has failed, been killed or stopped, or
-    hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP the ranks are ended first.
+    hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP (with ``on_stop``: before the first step, or a second
+    one) the ranks are ended first.
     """
     import torch
 
@@ -133,7 +135,7 @@ def launch_local(
             try:
                 _watch(agent, watcher, tick)
             except KeyboardInterrupt:
-                if on_stop is None:
+                if on_stop is None or not watcher.began:
                     raise
                 asked = True
                 on_stop()
@@ -150,7 +152,9 @@ def launch_local(
     if agent.error is not None:
         raise agent.error
     if agent.exit_codes and not watcher.finished:
-        raise _failure(watcher, None, agent.exit_codes)
+        failure = _failure(watcher, None, agent.exit_codes)
+        failure.asked = asked
+        raise failure
     return asked
 
 
@@ -204,7 +208,8 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
     for asked in (False, True):  # SIGTERM is how the agent ends those that are left
         for rank, code in exit_codes.items():
             if rank not in failed | ours and asked == (code in (-signal.SIGTERM, 128 + signal.SIGTERM)):
-                return _failed(watcher, f"rank {rank} {_ended(code)}{_place(watcher.run_dir, rank)}", "lost", rank, [])
+                cause = "lost" if code < 0 or asked else "other"
+                return _failed(watcher, f"rank {rank} {_ended(code)}{_place(watcher.run_dir, rank)}", cause, rank, [])
     if errors:
         return _failed(watcher, errors[0].message, errors[0].kind, errors[0].rank, [])
     return _failed(watcher, "the ranks ended", "lost", None, watcher.report())
@@ -224,7 +229,9 @@ def _ended(code: int) -> str:
 
 def _place(run_dir: Path, rank: int) -> str:
     record = read_record(run_dir, rank)
-    return f" at {record.place}" if record is not None else " at its start"
+    if record is None:
+        return " at its start"
+    return f" at {record.place}" + (f": {record.notice}" if record.notice else "")
 
 
 def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None, details: list[str]) -> RunFailed:

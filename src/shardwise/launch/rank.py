@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -53,7 +53,7 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
             print(f"rank {rank} stops: {'exit code ' if isinstance(code, int) else ''}{code}", flush=True)
             _end(code if isinstance(code, int) else 1)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to know
-        _fail(run_dir, rank, error)
+        _fail(run_dir, rank, error, progress)
     progress.finish()
     lock.close()
 
@@ -63,12 +63,16 @@ def message_of(error: BaseException) -> str:
     return str(error) if isinstance(error, ShardwiseError) else describe(error)
 
 
-def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
+def _fail(run_dir: Path, rank: int, error: BaseException, progress: Progress) -> NoReturn:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it as soon as another rank has ended
-    traceback.print_exc()
+    with suppress(OSError):  # a full disk
+        traceback.print_exc()
     record = read_record(run_dir, rank)
     found = RankError.of(rank, error, record.place if record else "", message_of(error))
-    found.save(run_dir)
+    try:
+        found.save(run_dir)
+    except OSError:  # a full disk: the record has its place
+        progress.tell(found.message)
     if found.kind == "communication":
         time.sleep(FOLLOW_DELAY)
     _end(1)
@@ -76,8 +80,9 @@ def _fail(run_dir: Path, rank: int, error: BaseException) -> NoReturn:
 
 def _end(code: int) -> NoReturn:
     """End at once: threads and communicators that wait for lost peers would keep the process."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
     os._exit(code)
 
 

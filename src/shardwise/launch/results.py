@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -50,6 +53,10 @@ class MetricsWriter:
     _last: float = field(default_factory=time.perf_counter)
     _pending: tuple[int, int, StepResult, float] | None = None
     _failed: bool = False
+    _earlier: int = 0
+
+    def __post_init__(self) -> None:
+        self._earlier = len(self.history)
 
     def add(self, step: int, rows: int, result: StepResult) -> None:
         """A step of ``rows`` rows has been issued: write the one before."""
@@ -66,6 +73,14 @@ class MetricsWriter:
         """Write the last step."""
         before, self._pending = self._pending, None
         self._write(before)
+
+    def close(self) -> None:
+        """Write the last step; what a full disk did not take is lost, and has been told."""
+        self.flush()
+        with suppress(OSError):
+            self.file.close()
+        if self.board is not None:
+            self.board.close()
 
     def _write(self, item: tuple[int, int, StepResult, float] | None) -> None:
         if item is None or bool(item[2].skipped):
@@ -110,7 +125,7 @@ class MetricsWriter:
             "tokens_per_second": _median(steady, "tokens_per_second"),
             "step_seconds": _median(steady, "step_seconds"),
             **({"mfu": _median(steady, "mfu")} if steady and "mfu" in steady[-1] else {}),
-            "training_seconds": sum(one["step_seconds"] for one in self.history),
+            "training_seconds": sum(one["step_seconds"] for one in self.history[self._earlier :]),
             "peak_memory_bytes": max((one["peak_memory_bytes"] for one in self.history), default=None),
         }
 
@@ -138,6 +153,9 @@ def save_weights(state: Mapping[str, Tensor], module: nn.Module, path: Path) -> 
     tensors = {name: value.contiguous().cpu() for name, value in state.items() if name not in aliases}
     part = path.with_suffix(".part")
     save_file(tensors, part, metadata={"format": "pt", **aliases})
+    mask = os.umask(0)
+    os.umask(mask)
+    part.chmod(0o666 & ~mask)  # safetensors gives it to its owner alone
     part.replace(path)
 
 
@@ -164,10 +182,13 @@ def tokens_per_row(example: Mapping[str, Tensor]) -> int:
 
 
 def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], object]) -> None:
-    """Append an object as a line; where the disk is full, the run goes on without it."""
+    """Append an object as a line, whole or not at all; where the disk is full, the run goes on without it."""
     try:
-        with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(values) + "\n")
+        with path.open("ab", buffering=0) as file:
+            size, line = file.tell(), json.dumps(values).encode() + b"\n"
+            if file.write(line) < len(line):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     except OSError as error:
         warn(f"{path} cannot be written: {error.strerror}; the run goes on")
 

@@ -109,8 +109,7 @@ class Run:
         """What is due after ``done`` steps: an evaluation, a sample, a checkpoint; whether there was anything."""
         train, every = self.config.train, self.config.checkpoint.every
         last = done == train.steps
-        for saved in checkpoints.poll():
-            log.info(saved)
+        self._log_saved(checkpoints)
         evaluates = train.eval_every > 0 and self.data.validation is not None and (last or done % train.eval_every == 0)
         if evaluates:
             self._evaluate(done)
@@ -127,8 +126,13 @@ class Run:
         checkpoints.save(loader)
         if wait:
             checkpoints.wait()
-            for saved in checkpoints.poll():
-                log.info(saved)
+            self._log_saved(checkpoints)
+
+    def _log_saved(self, checkpoints: Checkpoints) -> None:
+        for one in checkpoints.poll():
+            if one.error is None:
+                words = "checkpoint of step %d: %.1f MiB, training stood still for %.3f s, on disk after %.2f s"
+                log.info(words, one.step, one.nbytes / 2**20, one.stall_seconds, one.seconds)
 
     def _evaluate(self, done: int) -> None:
         self.side.progress.phase(f"evaluating after step {done - 1}")
@@ -138,9 +142,15 @@ class Run:
         if trainer.comm.rank == 0:
             values = {"step": done, **found}
             append_line(self.folder / "evaluations.jsonl", values, self.side.tell)
-            log.info("evaluation: %s", values)
+            log.info(
+                "after step %d: validation loss %s over %d rows, %.2f s",
+                done,
+                found["validation_loss"],
+                found["rows"],
+                found["seconds"],
+            )
             if self.metrics is not None and self.metrics.board is not None:
-                self.metrics.board.add(values)
+                self.metrics.board.add({key: value for key, value in values.items() if key not in ("rows", "seconds")})
 
     def _sample(self, done: int) -> None:
         """All ranks give their part of the state; rank 0 writes."""
@@ -179,19 +189,16 @@ class Run:
             return
         history = keep_lines(self.folder / "metrics.jsonl", first)
         keep_lines(self.folder / "evaluations.jsonl", first + 1)
-        with (self.folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            tokens = tokens_per_row(self.trainer.compiled.example)
-            board = TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None
-            self.metrics = MetricsWriter(
-                file, self.trainer.engine.optimizer, tokens, self.trainer.comm.device, self.side.on_step, history,
-                warn=self.side.tell, utilisation=self._utilisation(), board=board,
-            )  # fmt: skip
-            try:
-                yield self.metrics
-            finally:
-                self.metrics.flush()
-                if board is not None:
-                    board.close()
+        tokens = tokens_per_row(self.trainer.compiled.example)
+        self.metrics = MetricsWriter(
+            (self.folder / "metrics.jsonl").open("a", encoding="utf-8"), self.trainer.engine.optimizer, tokens,
+            self.trainer.comm.device, self.side.on_step, history, warn=self.side.tell, utilisation=self._utilisation(),
+            board=TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None,
+        )  # fmt: skip
+        try:
+            yield self.metrics
+        finally:
+            self.metrics.close()
 
     def _utilisation(self) -> Callable[[int, float], float] | None:
         """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
@@ -259,7 +266,7 @@ class Run:
             key: evaluations[-1][key] for key in ("validation_loss", "perplexity") if evaluations and key in evaluations[-1]
         }
         write_json(folder / "result.json", result)
-        log.info("done: %s", result)
+        log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))
 
 
 def age() -> float:

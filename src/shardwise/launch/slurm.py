@@ -164,7 +164,7 @@ def _first(environment: Mapping[str, str], *names: str) -> str:
 
 def _number(environment: Mapping[str, str], name: str, least: int = 0, below: int | None = None) -> int:
     text = environment.get(name, "")
-    if text.isascii() and text.isdigit() and least <= int(text) and (below is None or int(text) < below):
+    if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) and (below is None or int(text) < below):
         return int(text)
     bound = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
     raise ConfigError(f"environment variable {name}: {text!r} is not legal; legal: an integer {bound}.")

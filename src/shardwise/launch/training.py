@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
+from .monitor import log_path
 from .results import tokens_per_row
 from .run import Run, Side
 
@@ -42,7 +42,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
     comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
-    _start_log(comm.rank)
+    _start_log(comm.rank, Path(config.train.run_dir))
     try:
         run = _build(config, plan, comm, side)
         done = run.train()
@@ -96,9 +96,14 @@ def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator)
     return choice
 
 
-def _start_log(rank: int) -> None:
-    handler = logging.StreamHandler(sys.stderr)
+def _start_log(rank: int, run_dir: Path) -> None:
+    """Into this rank's log file, whoever started it."""
+    path = log_path(run_dir, rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s rank {rank}: %(message)s", "%H:%M:%S"))
+    for old in log.handlers:
+        old.close()
     log.handlers[:] = [handler]
     log.setLevel(logging.INFO)
     log.propagate = False

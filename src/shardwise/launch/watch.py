@@ -21,6 +21,7 @@ STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 STACK_TIME = 2.0  # seconds that it has to answer
 POLL_STACK = 0.1
 STACK_LINES = 30
+LOADER = "shardwise/data/loader.py"
 IDLE = 0.05  # share of a core below which a silent process is thought to do nothing
 
 
@@ -30,15 +31,11 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 
 
 def _current_thread(text: str) -> list[str]:
-    """The frames of the thread that answered, the innermost first, from what ``faulthandler`` wrote."""
-    _, found, rest = text.partition("Current thread")
-    lines = (rest if found else text).splitlines()[1:]
-    frames = []
-    for line in lines:
-        if not line.startswith("  "):
-            break
-        frames.append(line)
-    return frames[:STACK_LINES]
+    """The frames of the thread that answered and of the one that reads batches, the innermost first, from what ``faulthandler`` wrote."""
+    blocks = [block.splitlines() for block in text.split("\n\n")]
+    current = next((block for block in blocks if block[0].startswith("Current thread")), blocks[0])
+    reader = [block for block in blocks if block is not current and any(LOADER in line for line in block)]
+    return [line for block in (current, *reader) for line in block[1 : 1 + STACK_LINES]]
 
 
 @dataclass
@@ -122,6 +119,7 @@ class Watcher:
     asynchronous: bool = False
     start_timeout: float = START_TIMEOUT
     on_notice: Callable[[str], object] | None = None
+    began: bool = False  # whether a rank has been seen in a step
     failed_at: float | None = None  # time.monotonic() of the first sign that a rank failed
     watched: dict[int, Watched] = field(default_factory=dict)
     _last: float = field(default_factory=time.monotonic)
@@ -134,6 +132,7 @@ class Watcher:
         for rank, one in self.watched.items():
             told = one.record.notice if one.record is not None else ""
             one.look(partial(read_record, self.run_dir, rank), seconds)
+            self.began = self.began or (one.record is not None and one.record.step >= 0)
             if self.on_notice is not None and one.record is not None and one.record.notice not in ("", told):
                 self.on_notice(one.record.notice)
         return self._stopped() or self._hanging() or self._deadlocked() or self._silent()

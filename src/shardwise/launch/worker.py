@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 from .rank import rank_process
 
 
 def main() -> None:
     """Train as the rank that torchrun's environment variables name."""
-    run_dir = Path(sys.argv[1])
+    run_dir = Path(sys.argv[1]).absolute()
     with rank_process(run_dir) as progress:
         from shardwise.config import load_config  # imports torch: only now, when its warnings go to the log
 
         from .run import Side
         from .training import train
 
-        train(load_config(run_dir / "config.toml"), Side(progress))
+        asked: list[int] = []
+
+        def ask(number: int, frame: FrameType | None) -> None:
+            """The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this one."""
+            asked.append(number)
+            signal.signal(number, before)
+
+        before = signal.signal(signal.SIGTERM, ask)
+        config = load_config(run_dir / "config.toml")
+        config = replace(config, train=replace(config.train, run_dir=str(run_dir)))  # whatever folder a factory changes to
+        train(config, Side(progress, lambda: bool(asked) or progress.asked_to_stop))
 
 
 if __name__ == "__main__":

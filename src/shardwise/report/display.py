@@ -25,7 +25,8 @@ Metrics = dict[str, Any]
 
 
 class Follower:
-    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end.
+    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end, one that is no JSON (cut by a full
+    disk) is passed over.
 
     A file that has been replaced (by a run that goes on from a checkpoint) is read from its beginning.
     """
@@ -46,7 +47,15 @@ class Follower:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        return [values for line in whole.splitlines() if (values := _parsed(line)) is not None]
+
+
+def _parsed(line: bytes) -> Metrics | None:
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return None
+    return values if isinstance(values, dict) else None
 
 
 class Display:
@@ -54,7 +63,7 @@ class Display:
 
     def __init__(self, console: Console, run_dir: Path, steps: int, start: str, first: int = 0) -> None:
         self._console, self._steps, self._start = console, steps, start
-        self._evaluations, self._evaluated = Follower(run_dir / "evaluations.jsonl"), first
+        self._evaluations, self._evaluated, self._first = Follower(run_dir / "evaluations.jsonl"), first, first
         self._about = run_dir / "about.json"
         self._described = False
         self._follower = Follower(run_dir / "metrics.jsonl")
@@ -79,7 +88,7 @@ class Display:
 
     def update(self) -> None:
         """Show what the run has written since the last call."""
-        self.show(self._follower.read())
+        self.show([one for one in self._follower.read() if one["step"] >= self._first])
 
     @property
     def steps_done(self) -> int:

@@ -80,7 +80,7 @@ class Engine:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled)
-        for name in {n for t in traces for u in t.units for n in u.parameters} & set(self.unused):
+        for name in sorted({n for t in traces for u in t.units for n in u.parameters} & set(self.unused)):
             self.memory.leaves[name] = self.unused[name].to(self.comm.device, _compute_dtype(traces[0], self.unused[name]))
         program = compiled.programs(traces[0], len(traces))[0]
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))

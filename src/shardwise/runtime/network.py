@@ -58,7 +58,7 @@ def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) ->
 
 def source_towards(address: str) -> str | None:
     """The IP address from which this host sends to ``address``; None where that is the loopback, or there is no way."""
-    with suppress(OSError):  # a name that does not resolve; an address without a route
+    with suppress(OSError, UnicodeError):  # a name that does not resolve, or cannot; an address without a route
         for family, kind, protocol, _, target in socket.getaddrinfo(address, DISCARD, type=socket.SOCK_DGRAM):
             with suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)  # chooses a route; a datagram socket sends nothing

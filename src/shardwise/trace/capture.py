@@ -131,7 +131,7 @@ def capture(
     ``rows`` asks for a static graph of just so many rows; without it the batch dim is symbolic where the model allows
     and otherwise static, as large as ``batch``.  Raises :class:`Uncapturable` with the reason where export stops.
     """
-    wrapped = WithLoss(shadow(module, precision), loss, ones, precision).train(training)
+    wrapped = set_mode(WithLoss(shadow(module, precision), loss, ones, precision), training)
     if rows is None:
         try:
             return _export(wrapped, batch, None)
@@ -168,6 +168,14 @@ def _guard(reason: str) -> str:
     lines = [line.strip(" -\n") for line in reason.splitlines() if line.strip(" -\n")]
     told = [line for line in lines if "guard" in line or "specialized" in line or "inferred" in line]
     return (told or lines or [""])[0][:200]
+
+
+def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
+    """Put a module into evaluation mode, or into training mode: then what is in evaluation mode inside of a module that trains stays
+    so (a frozen BatchNorm), but a module that is so as a whole, as ``from_pretrained`` gives it, trains."""
+    if training and wrapped.module.training:
+        return wrapped
+    return wrapped.train(training)
 
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:

@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.trace import ops
-from shardwise.trace.capture import LossFunction, WithLoss
+from shardwise.trace.capture import LossFunction, WithLoss, set_mode
 from shardwise.trace.casts import cast_field, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept, Proceed
 from shardwise.trace.keyed_calls import KeyedRandom, batch_of
@@ -30,7 +30,7 @@ def opaque_unit(module: nn.Module, fields: tuple[str, ...], loss: LossFunction |
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
     call = _OpaqueCall(
-        WithLoss(_skeleton(module), loss).train(training), parameters, buffers, fields, precision_layers(precision)
+        set_mode(WithLoss(_skeleton(module), loss), training), parameters, buffers, fields, precision_layers(precision)
     )
     return Unit(
         0,

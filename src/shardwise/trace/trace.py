@@ -113,7 +113,7 @@ def trace(
             raise
         return _opaque(module, batch, loss, precision, training, str(error))
     units = split(sharded)
-    used = {name for unit in units for name in unit.parameters}
+    used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units, captured)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
