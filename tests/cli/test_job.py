@@ -195,3 +195,20 @@ def test_checkpoints_in_a_users_script(tmp_path: Path) -> None:
     assert done.returncode == 1 and "ValueError: from another folder" in done.stderr, done.stderr
     for name, step in (("0", 1), ("1", 2), ("2", 3), ("last", 3)):
         assert [path.name for path in checkpoints(tmp_path / name)] == [f"step_{step:08d}"], done.stdout
+
+
+def test_a_tokenizer_goes_with_the_export(tmp_path: Path, text: str) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = tmp_path / "tokenizer.json"
+    made = shardwise("tokenizer", "train", text.partition("=")[2], "--out", str(tokenizer), "--vocabulary", "300")
+    assert made.returncode == 0, made.stderr
+    llama = [LLAMA[0], LLAMA[1].replace("vocab_size=256", "vocab_size=512")]
+    done = shardwise(
+        "train", *llama, *TINY, text, f"data.tokenizer={tokenizer}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2",
+        "data.validation=0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert shardwise("checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "model")).returncode == 0
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert loaded.eos_token == "<|endoftext|>" and loaded.decode(loaded.encode("9 bottles of beer")) == "9 bottles of beer"

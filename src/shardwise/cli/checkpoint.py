@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json as jsonlib
+import shutil
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,11 +77,24 @@ def export(
         opened = _open(checkpoint)
         chosen = getattr(torch, dtype) if dtype else None
         files = write(opened, out_folder, shard_bytes=int(shard_gib * 2**30), dtype=chosen)
+        files += _add_tokenizer(opened, out_folder)
         if json:
             print_json({"checkpoint": str(opened.path), "step": opened.step, "files": [str(file) for file in files]})
             return
         rows = [(file.name, size(file.stat().st_size)) for file in files]
         show(make_console(), grid(f"step {opened.step} in {out_folder}", ("file", ">size"), rows))
+
+
+def _add_tokenizer(opened: Checkpoint, folder: Path) -> list[Path]:
+    """The run's own tokenizer.json beside a model of transformers, for ``AutoTokenizer``; nothing where it is gone."""
+    data = tomllib.loads(str(opened.meta.get("config", ""))).get("data", {})
+    source = Path(str(data.get("tokenizer", "")))
+    if source.suffix != ".json" or not source.is_file() or not (folder / "config.json").exists():
+        return []
+    shutil.copyfile(source, folder / "tokenizer.json")
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": data.get("end_token")}
+    (folder / "tokenizer_config.json").write_text(jsonlib.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return [folder / "tokenizer.json", folder / "tokenizer_config.json"]
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -123,6 +123,8 @@ class Run:
 
     def _save(self, checkpoints: Checkpoints, loader: Loader, wait: bool = False) -> None:
         self.side.progress.phase(f"saving a checkpoint after step {self.trainer.engine.step_index - 1}")
+        if self.metrics is not None:
+            self.metrics.flush()  # a run killed after this checkpoint goes on behind these steps
         checkpoints.save(loader)
         if wait:
             checkpoints.wait()
