@@ -78,13 +78,8 @@ class Checkpoints:
                 "system that all hosts share (train.run_dir)"
             )
 
-    @property
-    def ceiling(self) -> int:
-        """Bytes of memory that saving takes at most on this rank, beside the training's."""
-        return self._writer.ceiling(state.owned(self.trainer.engine))
-
     def prepare(self) -> int:
-        """Take the memory that saving needs now, so that the first save does not; returns its bytes."""
+        """Take the memory that saving needs now, so that the first save does not; returns its bytes: no save takes more."""
         return self._writer.prepare(state.owned(self.trainer.engine))
 
     def save(self, loader: Loader | None = None) -> None:
@@ -111,7 +106,8 @@ class Checkpoints:
     def restore(self, loader: Loader | None = None, path: Path | None = None) -> int | None:
         """Go on from the newest checkpoint of the folder (or from ``path``): its step, or None where there is none.
 
-        Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError, naming the file, where a checkpoint is damaged or of another model, optimizer, seed or data.
+        Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError, naming the file,
+        where a checkpoint is damaged or of another model, optimizer, seed or data.
         """
         path = latest(self.folder) if path is None else path
         if path is None:

@@ -12,7 +12,7 @@ import typer
 
 from shardwise.core.errors import ConfigError, check_choice
 
-from .common import reported
+from .common import Json, reported
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.reader import Checkpoint
@@ -21,7 +21,6 @@ app = typer.Typer(
     name="checkpoint", help="List, inspect, verify and export checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 One = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's for its latest one.")]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 

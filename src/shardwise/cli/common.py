@@ -6,12 +6,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 
 INTERRUPTED = 130
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:

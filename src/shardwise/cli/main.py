@@ -12,7 +12,7 @@ import typer
 from shardwise import __version__
 
 from . import checkpoint, tokenizer
-from .common import reported, split_arguments
+from .common import Json, reported, split_arguments
 
 app = typer.Typer(
     name="shardwise",
@@ -39,7 +39,6 @@ Arguments = Annotated[
         metavar="[CONFIG.toml] [section.key=value]...", help="A TOML file and overrides, in any order.", show_default=False
     ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 
 
 @app.callback()

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .common import reported
+from .common import Json, reported
 
 app = typer.Typer(name="tokenizer", help="Tokenizers for data.tokenizer.", no_args_is_help=True)
 
@@ -32,7 +32,7 @@ def train(
     text_field: Annotated[
         str, typer.Option(metavar="NAME", help="The column of text in .jsonl, .parquet and datasets.")
     ] = "text",
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+    json: Json = False,
 ) -> None:
     """Make a byte-level BPE tokenizer of N tokens from text; the same text gives the same file."""
     with reported(json):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import typer
@@ -19,8 +17,9 @@ from rich.console import Console
 from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.config import Config, build_data, load_config
 from shardwise.data.progress import shown
-from shardwise.launch.folder import CHECKPOINTS, Found, keep_lines, prepare_folder
+from shardwise.launch.folder import CHECKPOINTS, Found, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
+from shardwise.launch.rank import stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
 from shardwise.report.display import Display, show_result
@@ -30,7 +29,7 @@ from shardwise.runtime.progress import Progress, record_path
 from .common import INTERRUPTED
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
-STALE = ("about.json", "result.json", "sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl")
+STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -72,7 +71,7 @@ def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) 
     """How far the run has come, and whether that is kept."""
     path = latest(folder / CHECKPOINTS)
     saved = None if path is None else Checkpoint.open(path).step
-    lines = keep_lines(folder / "metrics.jsonl", sys.maxsize)
+    lines = read_lines(folder / "metrics.jsonl")
     done = max(saved or 0, lines[-1]["step"] + 1 if lines else 0)
     if console is None:
         values = {"error": "interrupted", "cause": "interrupted", "rank": None, "steps": done, "checkpoint": path and str(path)}
@@ -129,18 +128,10 @@ def _train_here(config: Config, display: Display | None) -> bool:
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))
-    asked: list[int] = []
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        asked.append(number)
-        for each in SIGNALS:
-            signal.signal(each, signal.default_int_handler)
-
-    for each in SIGNALS:
-        signal.signal(each, ask)
+    asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say
-    side = Side(progress, lambda: bool(asked), warn, on_step)
+    side = Side(progress, asked, warn, on_step)
     done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
     progress.finish()
     return not done

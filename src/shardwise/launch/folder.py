@@ -14,6 +14,7 @@ from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.config import Config
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
+from shardwise.report.lines import parsed_line
 
 from .monitor import RANKS_LOCK
 
@@ -117,18 +118,19 @@ def _set_aside(folder: Path) -> list[str]:
     return [f"the earlier run is now in {aside}"]
 
 
-def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
-    """Cut a file of JSON lines back to those of steps before ``before``, and return them; a missing file has none."""
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines that have a step; a missing file has none, nor has the line that a killed run was writing."""
     if not path.exists():
         return []
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            values = json.loads(line)
-        except ValueError:  # the line that a killed run was writing
-            continue
-        if isinstance(values, dict) and isinstance(values.get("step"), int) and values["step"] < before:
-            kept.append(values)
+    found = (parsed_line(line) for line in path.read_bytes().splitlines())
+    return [values for values in found if values is not None and isinstance(values.get("step"), int)]
+
+
+def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
+    """Cut a file of JSON lines back to those of steps before ``before``, and return them."""
+    if not path.exists():
+        return []
+    kept = [values for values in read_lines(path) if values["step"] < before]
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(values) + "\n" for values in kept), encoding="utf-8")
     part.replace(path)

@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from shardwise.core.errors import ShardwiseError, describe
 from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_path
@@ -106,6 +106,20 @@ def _leave_with_parent(parent: int) -> None:
 
 def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
     sys.exit(128 + signum)
+
+
+def stop_on(numbers: Sequence[signal.Signals], then: Any) -> Callable[[], bool]:
+    """Let the first of these signals only be noted, and ``then`` handle further ones; whether one has come."""
+    asked: list[int] = []
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        asked.append(number)
+        for each in numbers:
+            signal.signal(each, then)
+
+    for each in numbers:
+        signal.signal(each, ask)
+    return lambda: bool(asked)
 
 
 def run_script(script: str, arguments: Sequence[str]) -> None:

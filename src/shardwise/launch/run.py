@@ -25,7 +25,7 @@ from shardwise.runtime.progress import Progress
 from shardwise.trainer import NonFiniteError, Trainer
 
 from .evaluation import evaluate
-from .folder import CHECKPOINTS, keep_lines
+from .folder import CHECKPOINTS, keep_lines, read_lines
 from .matmul import MatmulChoice
 from .peak import mfu, model_flops, peak_flops
 from .results import Metrics, MetricsWriter, OnStep, append_line, sample_text, save_weights, tokens_per_row, write_json
@@ -35,7 +35,8 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Side:
-    """What surrounds a rank: ``asked`` says whether it shall stop, ``warn`` reaches the user, ``on_step`` gets rank 0's metrics."""
+    """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user, ``on_step`` gets rank
+    0's metrics."""
 
     progress: Progress
     asked: Callable[[], bool] | None = None
@@ -44,7 +45,7 @@ class Side:
 
     @property
     def stop(self) -> bool:
-        return self.progress.asked_to_stop if self.asked is None else self.asked()
+        return self.progress.asked_to_stop or (self.asked is not None and self.asked())
 
     def tell(self, text: str) -> None:
         """Into the log, and to the user."""
@@ -206,7 +207,7 @@ class Run:
         """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
         trainer, rows = self.trainer, self.config.data.batch_size
         peak = peak_flops(trainer.comm.device, trainer.plan.precision)
-        flops = model_flops(trainer.compiled.general, rows, trainer.plan.microbatches)
+        flops = None if peak is None else model_flops(trainer.compiled.general, rows, trainer.plan.microbatches)
         if peak is None or flops is None:
             return None
         return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)
@@ -263,7 +264,7 @@ class Run:
         assert self.metrics is not None
         mesh, device = self.trainer.plan.mesh, self.trainer.comm.device
         result: Metrics = {**self.metrics.summary(), "ranks": mesh.size, "device": device.type, "run_dir": str(folder), **written}
-        evaluations = keep_lines(folder / "evaluations.jsonl", self.config.train.steps + 1)
+        evaluations = read_lines(folder / "evaluations.jsonl")
         result |= {
             key: evaluations[-1][key] for key in ("validation_loss", "perplexity") if evaluations and key in evaluations[-1]
         }

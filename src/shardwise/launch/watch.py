@@ -31,7 +31,7 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 
 
 def _current_thread(text: str) -> list[str]:
-    """The frames of the thread that answered and of the one that reads batches, the innermost first, from what ``faulthandler`` wrote."""
+    """From what ``faulthandler`` wrote, the frames of the thread that answered and of the one that reads batches, innermost first."""
     blocks = [block.splitlines() for block in text.split("\n\n")]
     current = next((block for block in blocks if block[0].startswith("Current thread")), blocks[0])
     reader = [block for block in blocks if block is not current and any(LOADER in line for line in block)]
@@ -108,8 +108,8 @@ class Hang:
 class Watcher:
     """Looks at the ranks of one run: children of this process that torchelastic has given ``run_id``.
 
-    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs, whose waits are not seen, but who never take long to issue an
-    instruction.
+    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs, whose waits are
+    not seen, but who never take long to issue an instruction.
     """
 
     run_dir: Path

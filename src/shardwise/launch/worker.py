@@ -6,9 +6,8 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
-from .rank import rank_process
+from .rank import rank_process, stop_on
 
 
 def main() -> None:
@@ -20,17 +19,11 @@ def main() -> None:
         from .run import Side
         from .training import train
 
-        asked: list[int] = []
-
-        def ask(number: int, frame: FrameType | None) -> None:
-            """The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this one."""
-            asked.append(number)
-            signal.signal(number, before)
-
-        before = signal.signal(signal.SIGTERM, ask)
+        # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this one.
+        asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
         config = load_config(run_dir / "config.toml")
         config = replace(config, train=replace(config.train, run_dir=str(run_dir)))  # whatever folder a factory changes to
-        train(config, Side(progress, lambda: bool(asked) or progress.asked_to_stop))
+        train(config, Side(progress, asked))
 
 
 if __name__ == "__main__":

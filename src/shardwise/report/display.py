@@ -15,6 +15,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 from rich.text import Text
 
+from .lines import parsed_line
 from .tables import count, decimal, duration, pairs, show, size
 
 RECENT = 20  # steps that the speed shown is the median of
@@ -47,15 +48,7 @@ class Follower:
             return []
         whole = text[: text.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return [values for line in whole.splitlines() if (values := _parsed(line)) is not None]
-
-
-def _parsed(line: bytes) -> Metrics | None:
-    try:
-        values = json.loads(line)
-    except ValueError:
-        return None
-    return values if isinstance(values, dict) else None
+        return [values for line in whole.splitlines() if (values := parsed_line(line)) is not None]
 
 
 class Display:

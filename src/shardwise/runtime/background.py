@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -17,8 +16,6 @@ from shardwise.runtime.threads import ThreadCommunicator
 
 PATIENCE = 1800.0  # seconds that ranks wait for each other: their disks may differ much in speed
 START_TIMEOUT = 300.0
-
-AllGather = Callable[[Tensor, Tensor], None]
 
 
 class Background:
