@@ -75,7 +75,7 @@ def sharded_run(
     choice = optimizer or OptimizerChoice("sgd", lr=0.0)
 
     def rank(comm: ThreadCommunicator) -> Run:
-        engine = Engine(compiled, comm, choice, seed=seed)
+        engine = Engine(compiled, comm, choice, seed=seed, strict=True)
         gradients = engine.interpreter.keep_gradients = {}
         parts = min(microbatches, count)
         mine = [i for a, b in rank_rows(count, parts, dp, comm.rank) for i in range(a, b)]

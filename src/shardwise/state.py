@@ -6,7 +6,7 @@ Names: ``model.NAME`` for what ``module.state_dict()`` has, ``extra.NAME`` for b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.checkpoint.atoms import Piece
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.core.flat import FlatEntry, range_boxes
 from shardwise.core.layout import Box, shard_range
+from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.engine import Engine
 
@@ -23,22 +24,21 @@ LINE = 16  # elements: shares begin where a cache line does
 
 
 def owned(engine: Engine) -> list[Piece]:
-    """What this rank saves: of every flat buffer an equal share, so that each element belongs to exactly one rank."""
-    comm = engine.comm
-    parts, index = comm.mesh.size, comm.rank
+    """What this rank saves: of what it holds an equal share with all that hold the same, so that each element belongs to exactly one."""
+    mesh, rank = engine.comm.mesh, engine.comm.rank
     found: list[Piece] = []
     for memory in engine.memory.buckets:
-        lines = -(-memory.layout.numel // LINE)
-        start, stop = (LINE * cut for cut in shard_range(lines, parts, index))
-        found += _bucket(memory, start, stop)
-    return found + [piece for i, piece in enumerate(_replicated(engine)) if i % parts == index]
+        axes = tuple(name for name in mesh.names if name != SHARDS or memory.held.numel == memory.layout.numel)
+        lines = -(-memory.held.numel // LINE)
+        start, stop = (memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes)))
+        found += _bucket(memory, start, min(stop, memory.held.stop))
+    return found + [piece for i, piece in enumerate(_replicated(engine)) if i % mesh.size == rank]
 
 
 def held(engine: Engine) -> list[Piece]:
-    """All that this rank computes with, in memory that a checkpoint can fill."""
-    return [piece for memory in engine.memory.buckets for piece in _bucket(memory, 0, memory.layout.numel)] + list(
-        _replicated(engine)
-    )
+    """All that this rank holds, in memory that a checkpoint can fill."""
+    buckets = engine.memory.buckets
+    return [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)] + list(_replicated(engine))
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
@@ -69,32 +69,32 @@ def aliases(engine: Engine) -> dict[str, str]:
     return {name: engine.names[name] for name in own if engine.names[name] != name}
 
 
-def _bucket(memory: BucketMemory, start: int, stop: int) -> Iterator[Piece]:
-    """Elements ``start`` to ``stop`` of a bucket's parameters and of their optimizer state."""
-    masters = memory.masters()
-    states = memory.optimizer.state_views(memory.layout.entries)
+def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False) -> Iterator[Piece]:
+    """Elements ``start`` to ``stop`` of a bucket's parameters and of their optimizer state.
+
+    A counter goes with its parameter's first element, or, with ``counters``, with any of its elements.
+    """
+    for entry, first, last in memory.ranges(start, stop):
+        yield from _cut(f"model.{entry.name}", entry, memory.master, memory.held.start, first, last)
+    for update in memory.updates:
+        for segment, state in update.optimizer.states():
+            end = segment.start + segment.param.numel()
+            for entry, first, last in memory.ranges(max(start, segment.start), min(stop, end)):
+                for key, value in state.items():
+                    name = f"optimizer.{entry.name}.{key}"
+                    if value.dim():
+                        yield from _cut(name, entry, value, segment.start, first, last)
+                    elif counters or first == entry.offset:
+                        yield _whole(name, value)
     for entry in memory.layout.entries:
-        first, last = max(start, entry.offset) - entry.offset, min(stop, entry.stop) - entry.offset
-        if first < last:
-            yield from _cut(f"model.{entry.name}", masters[entry.name], first, last)
-            yield from _states(entry, states[entry.name], first, last)
-        elif not entry.numel and start <= entry.offset < max(stop, 1):
-            yield _whole(f"model.{entry.name}", masters[entry.name])
+        if not entry.numel and start <= entry.offset < max(stop, start + 1):
+            yield _whole(f"model.{entry.name}", memory.master[:0].view(entry.shape))
 
 
-def _states(entry: FlatEntry, state: Mapping[str, Tensor], first: int, last: int) -> Iterator[Piece]:
-    for key, value in state.items():
-        name = f"optimizer.{entry.name}.{key}"
-        if tuple(value.shape) == entry.shape:
-            yield from _cut(name, value, first, last)
-        elif first == 0:  # a counter: it goes with the parameter's first element
-            yield _whole(name, value)
-
-
-def _cut(name: str, value: Tensor, first: int, last: int) -> Iterator[Piece]:
-    flat = value.detach().view(-1)
-    for box in range_boxes(tuple(value.shape), first, last):
-        yield Piece(name, tuple(value.shape), box, flat[first : first + box.numel].view(box.shape))
+def _cut(name: str, entry: FlatEntry, values: Tensor, origin: int, first: int, last: int) -> Iterator[Piece]:
+    """Elements ``first`` to ``last`` of the bucket, of ``entry``, as boxes; ``values`` begins with element ``origin``."""
+    for box in range_boxes(entry.shape, first - entry.offset, last - entry.offset):
+        yield Piece(name, entry.shape, box, values[first - origin : first - origin + box.numel].detach().view(box.shape))
         first += box.numel
 
 
@@ -104,9 +104,7 @@ def _whole(name: str, value: Tensor) -> Piece:
 
 
 def _replicated(engine: Engine) -> Iterator[Piece]:
-    """Parameters that do not learn, and buffers: the same on all ranks, in the same order."""
-    learned = {name for memory in engine.memory.buckets for name in memory.leaves}
+    """Parameters that no unit reads, and buffers: the same on all ranks, in the same order."""
     own = engine.compiled.module.state_dict(keep_vars=True)
-    for name, value in sorted({**engine.memory.leaves, **engine.unused, **engine.memory.buffers}.items()):
-        if name not in learned:
-            yield _whole(f"model.{name}" if name in own else f"extra.{name}", value)
+    for name, value in sorted((engine.unused | engine.memory.buffers).items()):
+        yield _whole(f"model.{name}" if name in own else f"extra.{name}", value)

@@ -49,7 +49,7 @@ def check(programs: Sequence[Program], mesh: Mesh) -> None:
 
     Raises:
         ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two
-            conflicting accesses of a buffer are not ordered; members of a group do not run the same
+            conflicting accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do not run the same
             collectives in the same order; a message is not received, or is received as another; or
             instructions wait for each other in a circle.
     """
@@ -110,6 +110,7 @@ def _check_races(program: Program) -> None:
     latest = [start] * len(lanes)  # the clock of the last instruction of each lane
     clocks: list[tuple[int, ...]] = []
     accesses: dict[Buffer, _Accesses] = defaultdict(lambda: _Accesses(None, {}))
+    freed: dict[Buffer, int] = {}
     for position, instruction in enumerate(program.instructions):
         lane = lanes[instruction.lane]
         known = latest[lane]
@@ -122,6 +123,8 @@ def _check_races(program: Program) -> None:
         latest[lane] = clock
         for buffer in instruction.reads:
             held = accesses[buffer]
+            if buffer in freed:
+                raise ProgramError(f"{_describe(program, position)} reads {buffer}, which {_describe(program, freed[buffer])} has freed")
             if held.write and clock[held.write[0]] < held.write[1]:
                 raise _race(program, "read-after-write", buffer, held.write[1], position)
             held.reads[lane] = position
@@ -134,6 +137,9 @@ def _check_races(program: Program) -> None:
                     raise _race(program, "write-after-read", buffer, read, position)
             held.write = (lane, position)
             held.reads.clear()
+            freed.pop(buffer, None)
+        for buffer in instruction.frees:
+            freed[buffer] = position
 
 
 def _race(program: Program, kind: str, buffer: Buffer, first: int, second: int) -> ProgramError:

@@ -84,6 +84,11 @@ class FlatBuffer:
                 return entry
         raise ShardwiseError(f"no tensor {name!r} in this buffer; it has {', '.join(e.name for e in self.entries)}")
 
+    def gaps(self) -> list[tuple[int, int]]:
+        """The ranges of padding: elements of no tensor."""
+        edges = [0, *(edge for entry in self.entries for edge in (entry.offset, entry.stop)), self.numel]
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
     def shard(self, parts: int, index: int) -> FlatShard:
         """Range ``index`` of ``parts`` equal ones; ShardwiseError if the buffer is not packed for them."""
         if not 0 <= index < parts:
@@ -100,6 +105,11 @@ class FlatShard:
 
     start: int
     stop: int
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, padding included."""
+        return self.stop - self.start
 
     def segments(self, buffer: FlatBuffer) -> tuple[tuple[str, int, int], ...]:
         """``(optimizer group, start, stop)`` of what it holds of each group, in elements of the buffer."""

@@ -18,8 +18,12 @@ class Op(StrEnum):
     FORWARD = "FORWARD"
     RECOMPUTE = "RECOMPUTE"  # forward again, from the kept inputs, just before backward
     BACKWARD = "BACKWARD"
-    REDUCE = "REDUCE"  # sum a gradient buffer over mesh axes
-    NORM = "NORM"  # global gradient norm, clipping coefficient, skip flag
+    GATHER = "GATHER"  # make parameters whole from their shards, in a slot or in their own buffer
+    ROUND = "ROUND"  # a gradient buffer into a slot of the dtype in which it is summed over ranks
+    REDUCE = "REDUCE"  # sum a gradient buffer or a slot over mesh axes, or the loss, or the norms
+    ADD = "ADD"  # a reduced slot's own shard to the gradient
+    NORM = "NORM"  # norms of this rank's shards of all gradients
+    DECIDE = "DECIDE"  # from all norms: the global one, clipping coefficient, skip flag, loss scale
     STEP = "STEP"  # optimizer update of one bucket
     SEND = "SEND"
     RECEIVE = "RECEIVE"
@@ -40,9 +44,17 @@ class Lane(StrEnum):
 class Buffer:
     """A named piece of a rank's memory: the unit of conflict between instructions.
 
-    ``kind`` is one of ``param grad state saved activation gradient loss weight norm``; ``index`` is the
-    bucket or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch; ``version`` numbers weight
-    versions.
+    ``kind`` is one of
+
+    * ``param grad state``: of a bucket, from step to step;
+    * ``slot unreduced``: memory of a pool, for whole parameters, and for whole gradients on their way to
+      their shard;
+    * ``activation saved kept gradient``: of a unit and microbatch: its live outputs, what autograd keeps
+      inside of it, what selective recomputation keeps, and the gradients of its outputs;
+    * ``loss weight norm``: of the step.
+
+    ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch;
+    ``version`` numbers weight versions.
     """
 
     kind: str
@@ -63,9 +75,11 @@ class Instruction:
     ``unit`` is a unit (FORWARD, BACKWARD, …) and ``bucket`` a flat buffer of parameters (REDUCE, STEP).
     ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
     unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE.
-    ``first`` lists the buckets whose gradient this BACKWARD writes first in the step and so overwrites; to
-    all others it adds.  ``waits`` are the positions of earlier instructions of the same program, on other
-    lanes, that must be complete.
+    ``first`` lists the buckets whose gradient this BACKWARD, REDUCE or ADD writes first and so overwrites; to
+    all others it adds.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
+    ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
+    writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the buffers whose content ends with this instruction.  ``waits`` are the
+    positions of earlier instructions of the same program, on other lanes, that must be complete.
     """
 
     op: Op
@@ -80,6 +94,9 @@ class Instruction:
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
     first: tuple[int, ...] = ()
+    slots: tuple[tuple[int, int], ...] = ()
+    scatters: bool = False
+    frees: tuple[Buffer, ...] = ()
     waits: tuple[int, ...] = ()
 
     def __str__(self) -> str:
@@ -88,6 +105,7 @@ class Instruction:
         words += [f"b{self.bucket}"] if self.bucket >= 0 else []
         words += [f"m{self.microbatch}"] if self.microbatch >= 0 else []
         words += [f"slot{self.slot}"] if self.slot >= 0 else []
+        words += [f"b{bucket}→slot{slot}" for bucket, slot in self.slots]
         words += [f"v{self.version}"] if self.version else []
         if self.peer is not None:
             words.append(f"{'to' if self.op is Op.SEND else 'from'} {self.peer[0]}{self.peer[1]:+d}")

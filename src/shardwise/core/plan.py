@@ -15,13 +15,20 @@ from shardwise.core.mesh import Axis, Mesh
 Recompute = Literal["none", "full"]
 Precision = Literal["fp32", "fp64", "bf16"]
 Dropout = Literal["exact", "fast"]
+Gathered = Literal["use", "forward", "step"]
+Reduced = Literal["microbatch", "step"]
+ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
+Offload = Literal["none", "optimizer"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full"),
     "precision": ("fp32", "fp64", "bf16"),
     "schedule": ("1f1b",),
     "dropout": ("exact", "fast"),
-    "offload": ("none",),
+    "offload": ("none", "optimizer"),
+    "gathered": ("use", "forward", "step"),
+    "reduced": ("microbatch", "step"),
+    "reduce": ("auto", "fp64", "fp32", "bf16", "fp16"),
 }
 """The fields of a plan that are one word, with the legal words."""
 
@@ -33,15 +40,13 @@ DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
 }
 """The data-parallel table: (rest, gradient between microbatches, optimizer state) and its usual name."""
 
-RUNNABLE_ROWS = (("R", "P", "R"),)
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterRule:
     """One row of the data-parallel table for the parameters whose name matches ``pattern`` (as in
     :mod:`fnmatch`).
 
-    R is replicated, P a partial sum, S a flat shard over ``dp``.  ``rest`` is the parameter between steps,
+    R is replicated, P a partial sum, S a flat shard over ``dp`` (replicated, or a partial sum, over ``dp_replicate``).  ``rest`` is the parameter between steps,
     ``grad`` its gradient between microbatches, ``state`` the optimizer's.
     """
 
@@ -56,15 +61,16 @@ class ParameterRule:
         for field, legal in (("rest", "RS"), ("grad", "PS"), ("state", "RS")):
             check_choice(f"{where}: {field}", getattr(self, field), legal)
         row = (self.rest, self.grad, self.state)
-        if row in RUNNABLE_ROWS:
-            return
-        name = DATA_PARALLEL_ROWS.get(row)
-        problem = f"{name}, which cannot be run yet" if name else "no row of the data-parallel table"
-        raise ConfigError(
-            f"{where}: rest, grad, state = {', '.join(row)} is {problem}; legal: "
-            + ", ".join(f"{', '.join(legal_row)} ({DATA_PARALLEL_ROWS[legal_row]})" for legal_row in RUNNABLE_ROWS)
-            + "."
-        )
+        if row not in DATA_PARALLEL_ROWS:
+            legal_rows = ", ".join(f"{', '.join(legal_row)} ({name})" for legal_row, name in DATA_PARALLEL_ROWS.items())
+            raise ConfigError(
+                f"{where}: rest, grad, state = {', '.join(row)} is no row of the data-parallel table; legal: {legal_rows}."
+            )
+
+    @property
+    def sharded(self) -> bool:
+        """Whether anything of these parameters is sharded over ``dp``."""
+        return self.state == "S"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +80,13 @@ class Plan:
     ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward;
     ``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend
     on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
+
+    Of parameters that rest sharded, ``gathered`` says how long they stay whole: for one use, from a
+    microbatch's forward to its backward, or for the whole step; ``prefetch`` is how many units ahead they are
+    gathered.  Of gradients that are sharded between microbatches, ``reduced`` says when: after the unit's
+    backward of every microbatch, or of the last.  ``reduce`` is the dtype in which gradients are summed over
+    ranks ("auto": that in which they are kept, fp32 or fp64).  ``offload = "optimizer"`` keeps master weights
+    and optimizer state on the host, which also takes the step (ZeRO-Offload, arXiv 2101.06840).
     :class:`ConfigError` names the field, the value and what is legal.
     """
 
@@ -84,18 +97,34 @@ class Plan:
     schedule: str = "1f1b"
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
     dropout: Dropout = "exact"
-    offload: Literal["none"] = "none"
+    offload: Offload = "none"
+    gathered: Gathered = "use"
+    reduced: Reduced = "microbatch"
+    prefetch: int = 1
+    reduce: ReduceDtype = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
             raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: a Mesh, such as Mesh.of(dp=2).")
         check_count("microbatches", self.microbatches)
+        check_count("prefetch", self.prefetch, least=0)
         for field, legal in CHOICES.items():
             check_choice(field, getattr(self, field), legal)
         rules = self.parameters
         if not isinstance(rules, tuple | list) or not rules or not all(isinstance(rule, ParameterRule) for rule in rules):
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
         object.__setattr__(self, "parameters", tuple(rules))
+        self._check_shards()
+
+    def _check_shards(self) -> None:
+        sharded = next((rule for rule in self.parameters if rule.sharded), None)
+        if sharded is not None and "dp" not in self.mesh.names:
+            raise ConfigError(
+                f'parameters "{sharded.pattern}": S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have; '
+                'legal: a mesh with an axis "dp".'
+            )
+        wide = ("fp64",) if self.precision == "fp64" else ("fp32", "bf16", "fp16")
+        check_choice("reduce", self.reduce, ("auto", *wide))
 
     def replace(self, **changes: Any) -> Plan:
         """A plan with some fields changed, checked anew."""
@@ -112,7 +141,7 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
-        lines = [f"microbatches = {self.microbatches}"]
+        lines = [f"microbatches = {self.microbatches}", f"prefetch = {self.prefetch}"]
         lines += [f"{field} = {_quote(getattr(self, field))}" for field in CHOICES]
         if not self.mesh.axes:
             lines += ["mesh = []"]

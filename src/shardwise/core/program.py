@@ -11,6 +11,8 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.mesh import Coordinates, Mesh
 
+BUFFERS = ("reads", "writes", "frees")
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -18,12 +20,15 @@ class Program:
 
     A class is all the ranks at the fixed ``coordinates`` (pairs of axis and coordinate; none: every
     rank).  Ranks of one class run the same list: peers and groups in it are relative to the mesh and
-    resolved when it runs.
+    resolved when it runs.  ``slots`` and ``unreduced`` are the two pools: for each slot the buckets that it
+    has to hold, one at a time.
     """
 
     name: str
     coordinates: Coordinates = ()
     instructions: tuple[Instruction, ...] = ()
+    slots: tuple[tuple[int, ...], ...] = ()
+    unreduced: tuple[tuple[int, ...], ...] = ()
 
     def text(self) -> str:
         """One instruction a line: position, lane, instruction, ``reads → writes``."""
@@ -43,6 +48,8 @@ class Program:
             {
                 "name": self.name,
                 "coordinates": dict(self.coordinates),
+                "slots": self.slots,
+                "unreduced": self.unreduced,
                 "instructions": [_to_dict(instruction) for instruction in self.instructions],
             }
         )
@@ -53,7 +60,8 @@ class Program:
         try:
             data = json.loads(text)
             instructions = tuple(_from_dict(item) for item in data["instructions"])
-            return Program(data["name"], tuple(data["coordinates"].items()), instructions)
+            pools = (tuple(map(tuple, data[pool])) for pool in ("slots", "unreduced"))
+            return Program(data["name"], tuple(data["coordinates"].items()), instructions, *pools)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShardwiseError(f"not a program in JSON: {type(error).__name__}: {error}") from error
 
@@ -74,7 +82,7 @@ def _to_dict(instruction: Instruction) -> dict[str, Any]:
         value = getattr(instruction, field.name)
         if field.default is not MISSING and value == field.default:
             continue
-        if field.name in ("reads", "writes"):
+        if field.name in BUFFERS:
             value = [[buffer.kind, buffer.index, buffer.microbatch, buffer.version] for buffer in value]
         found[field.name] = value
     return found
@@ -82,7 +90,9 @@ def _to_dict(instruction: Instruction) -> dict[str, Any]:
 
 def _from_dict(data: dict[str, Any]) -> Instruction:
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
-    for key in ("reads", "writes"):
+    if "slots" in values:
+        values["slots"] = tuple(map(tuple, values["slots"]))
+    for key in BUFFERS:
         if key in values:
             values[key] = tuple(Buffer(*buffer) for buffer in values[key])
     values["op"] = Op(values["op"])

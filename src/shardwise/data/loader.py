@@ -25,7 +25,7 @@ from .samples import Samples
 State = tuple[int, int]
 """(epoch, rows of it already taken)."""
 
-AXES = ("dp",)
+AXES = ("dp_replicate", "dp")
 """The mesh axes over which the rows of a batch are divided."""
 
 AHEAD = 2  # batches read before they are asked for

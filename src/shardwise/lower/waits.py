@@ -1,4 +1,4 @@
-"""Which earlier instructions each one waits for: read after write, write after read, write after write, across lanes."""
+"""Which earlier instructions each one waits for: read after write, write after read, write after write."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from shardwise.core.instruction import Buffer, Instruction, Lane
 
 
 def derive_waits(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Fill in ``waits``.  Within a lane, order is enough; of each other lane the latest conflicting instruction stands for all before it."""
+    """Fill in ``waits``.  On the compute lane order is enough; of any other the latest conflicting instruction stands for all before it.
+
+    Also on its own: a transfer may be posted only when what it sends is there.
+    """
     out: list[Instruction] = []
     writer: dict[Buffer, int] = {}
     readers: dict[Buffer, dict[Lane, int]] = {}
@@ -24,7 +27,7 @@ def derive_waits(instructions: Iterable[Instruction]) -> list[Instruction]:
         latest: dict[Lane, int] = {}
         for at in conflicts:
             lane = out[at].lane
-            if lane != one.lane:
+            if lane is not one.lane or lane is not Lane.COMPUTE:
                 latest[lane] = max(latest.get(lane, -1), at)
         new = {lane: at for lane, at in latest.items() if at > waited.get((one.lane, lane), -1)}
         waited.update({(one.lane, lane): at for lane, at in new.items()})

@@ -1,49 +1,78 @@
-"""Data parallelism: every rank of axis ``dp`` holds the model and works on its share of each microbatch's rows.
+"""Data parallelism and ZeRO: every rank of the batch axes works on its share of each microbatch's rows.
 
-What is done with the gradients is a row of one table (R replicated, P partial sum, S flat shard over ``dp``):
+Who holds what is a row of one table (R replicated, P partial sum, S flat shard over ``dp``):
 
     =================  ====  ====  =====
     kind               rest  grad  state
     =================  ====  ====  =====
     DDP                R     P     R
+    ZeRO-1             R     P     S
+    ZeRO-2             R     S     S
+    ZeRO-3             S     S     S
     =================  ====  ====  =====
 
-The collective is not placed by hand: it is the transition from the gradient's layout between microbatches to the layout that the
-optimizer's state asks for; from P to R that is an all-reduce.
+(Rajbhandari et al., arXiv 1910.02054, section 5.)  No collective is placed by hand: each is the transition from one layout to the next.
+A gradient leaves backward as a partial sum over the batch axes; ``grad`` is its layout between microbatches and ``state`` that in which
+the optimizer takes it; parameters go from ``state`` (after a step) or ``rest`` to replicated.
+
+Under hybrid sharding there is a second batch axis, ``dp_replicate``: shards are over ``dp`` alone, and what is sharded between
+microbatches stays a partial sum over ``dp_replicate`` until the last of them.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.transition import Collective, transition
 
-AXIS = "dp"
+SHARDS, REPLICAS = "dp", "dp_replicate"
+
+ZERO = (
+    ParameterRule("*"),
+    ParameterRule("*", state="S"),
+    ParameterRule("*", grad="S", state="S"),
+    ParameterRule("*", rest="S", grad="S", state="S"),
+)
+"""The row of each stage of ZeRO; stage 0 is DDP."""
 
 
-def data_parallel(plan: Plan, size: int) -> Plan:
-    """``plan`` with axis ``dp`` of ``size`` ranks and every parameter under the DDP row of the table."""
-    others = tuple(axis for axis in plan.mesh.axes if axis.name != AXIS)
-    return plan.replace(mesh=Mesh((Axis(AXIS, size), *others)), parameters=(ParameterRule("*"),))
+def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Plan:
+    """``plan`` over ``size`` ranks in ``replicas`` groups, each of which shards what stage ``zero`` of ZeRO shards."""
+    if not isinstance(zero, int) or not 0 <= zero < len(ZERO):
+        raise ConfigError(f"zero: {zero!r} is not legal; legal: 0 to {len(ZERO) - 1}.")
+    if not isinstance(replicas, int) or replicas < 1 or size % replicas:
+        legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        raise ConfigError(f"replicas: {replicas!r} of {size} ranks is not legal; legal: {legal}.")
+    others = tuple(axis for axis in plan.mesh.axes if axis.name not in (SHARDS, REPLICAS))
+    outer = (Axis(REPLICAS, replicas),) if replicas > 1 else ()
+    return plan.replace(mesh=Mesh((*outer, Axis(SHARDS, size // replicas), *others)), parameters=(ZERO[zero],))
 
 
 def batch_axes(plan: Plan) -> tuple[str, ...]:
-    """The axes over which the rows of a microbatch are sharded."""
-    return (AXIS,)
+    """The axes over which the rows of a microbatch are sharded, the first slowest."""
+    return tuple(axis for axis in (REPLICAS, SHARDS) if axis == SHARDS or axis in plan.mesh.names)
 
 
-def gradient_layouts(rule: ParameterRule, numel: int, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    """A flat gradient buffer between microbatches, and as the optimizer takes it."""
-    placed = {
-        "R": Layout.replicated((numel,)),
-        "P": Layout(((Factor(numel),),), frozenset(axes)),
-        "S": Layout.sharded((numel,), {0: axes}),
-    }
-    return placed[rule.grad], placed[rule.state]
+def shard_axes(plan: Plan) -> tuple[str, ...]:
+    """The axes over which S is sharded, those of one rank left out."""
+    return (SHARDS,) if plan.mesh.axis_size(SHARDS) > 1 else ()
 
 
-def reductions(plan: Plan, name: str, numel: int) -> tuple[Collective, ...]:
-    """What happens once a step to the gradient of the parameter called ``name``, after the last microbatch."""
+def placement(plan: Plan, name: str) -> ParameterRule:
+    """The rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
+    rule = plan.rule(name)
+    return rule if shard_axes(plan) else replace(rule, rest="R", grad="P", state="R")
+
+
+def reductions(plan: Plan, rule: ParameterRule, numel: int) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """What happens to a flat gradient after the backward of each microbatch, and what once a step, after the last."""
     axes = tuple(a for a in batch_axes(plan) if plan.mesh.axis_size(a) > 1)
-    return transition(*gradient_layouts(plan.rule(name), numel, axes))
+    raw = Layout(((Factor(numel),),), frozenset(axes))
+    sharded = Layout.sharded((numel,), {0: shard_axes(plan)})
+    kept = raw if rule.grad == "P" else Layout(sharded.dims, frozenset(axes) - {SHARDS})
+    taken = sharded if rule.state == "S" else Layout.replicated((numel,))
+    return transition(raw, kept), transition(kept, taken)

@@ -1,66 +1,214 @@
-"""The memory of one rank: flat buffers for parameters, masters, gradients and optimizer state, one set for each bucket."""
+"""The memory of one rank: flat buffers for parameters, masters, gradients and optimizer state, and pools of slots for whole buckets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.core.flat import FlatBuffer
+from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import ParameterRule, Plan
+from shardwise.parallel.data import SHARDS, placement
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.trace.trace import Bucket
 
 DECAY = "decay"
-GRAD_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""The dtype of masters and gradients, by the dtype that computes, where the two differ."""
+
+REDUCE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Update(NamedTuple):
+    """An optimizer over some of a bucket's elements; ``name`` if these are of one parameter that is skipped by itself."""
+
+    optimizer: FlatOptimizer
+    name: str | None = None
 
 
 @dataclass
 class BucketMemory:
     """The buffers of a bucket.
 
-    ``leaves`` are the parameters that units compute with, views of ``param`` for life.  ``master`` is ``param`` itself, or its fp32
-    copy under low precision; the optimizer updates it.  ``grads`` are views of ``grad``, which collectives sum in place.
+    ``held`` is the range of the bucket whose masters and optimizer state this rank has: all of it, or its own of the equal ``shard``s
+    over ``dp``.  ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard; ``master`` is the held range
+    of it, or its wide copy, which the optimizer updates.  ``grad`` is the whole gradient where that is a partial sum between
+    microbatches, else its shard.  Frozen buckets have neither gradient nor updates, and no wide copy.
     """
 
+    bucket: Bucket
+    rule: ParameterRule
     layout: FlatBuffer
+    shard: FlatShard
+    held: FlatShard
     param: Tensor
     master: Tensor
-    grad: Tensor
-    leaves: dict[str, Tensor]
-    grads: dict[str, Tensor]
-    optimizer: FlatOptimizer
+    grad: Tensor | None
+    taken: Tensor | None  # what the optimizer takes: the held range of the gradient, on the host if that takes the step
+    updates: list[Update]
 
     @staticmethod
-    def allocate(bucket: Bucket, comm: Communicator, choice: OptimizerChoice) -> BucketMemory:
-        """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments."""
-        items = [(p.name, p.shape, DECAY if choice.decays(p.name, p.shape) else "plain") for p in bucket.parameters]
-        wide = GRAD_DTYPE.get(bucket.dtype, bucket.dtype)
-        layout = FlatBuffer.pack(items, 1, wide.itemsize)
-        grad = comm.allocate(layout.numel, wide)
-        param = torch.zeros(layout.numel, dtype=bucket.dtype, device=comm.device)
-        master = param if wide == bucket.dtype else torch.zeros(layout.numel, dtype=wide, device=comm.device)
-        leaves = {e.name: param[e.offset : e.stop].view(e.shape).detach().requires_grad_() for e in layout.entries}
-        grads = {e.name: grad[e.offset : e.stop].view(e.shape) for e in layout.entries}
-        segments = [Segment(master[a:b], grad[a:b], group == DECAY, a) for group, a, b in layout.segments]
-        return BucketMemory(layout, param, master, grad, leaves, grads, FlatOptimizer(choice, segments))
+    def allocate(bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, apart: bool = False) -> BucketMemory:
+        """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments.
+
+        ``apart``: an optimizer for each parameter, so that those without a gradient in a step can be skipped.
+        """
+        parts, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
+        rule, layout = placement(plan, bucket.parameters[0].name), layout_of(bucket, parts, choice)
+        shard, whole = layout.shard(parts, index), FlatShard(0, layout.numel)
+        sharded = rule.state == "S" if bucket.learns else rule.rest == "S"
+        held = shard if sharded else whole
+        rest = shard if rule.rest == "S" else whole
+        # What others read in a gather lies where the communicator wants it.
+        empty = comm.allocate if sharded else lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=comm.device)
+        param = empty(rest.numel, bucket.dtype)
+        own = param if rest == held else param[held.start : held.stop]
+        if not bucket.learns:
+            return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [])
+        wide, host = WIDE.get(bucket.dtype, bucket.dtype), plan.offload == "optimizer"
+        master = _host(held.numel, wide, comm) if host else own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
+        grad = comm.allocate(held.numel if rule.grad == "S" else layout.numel, wide)
+        final = grad if grad.numel() == held.numel else grad[held.start : held.stop]
+        taken = _host(held.numel, wide, comm) if host else final
+        memory = BucketMemory(bucket, rule, layout, shard, held, param, master, grad, taken, [])
+        memory.updates = memory._updates(choice, apart)
+        return memory
+
+    def _updates(self, choice: OptimizerChoice, apart: bool) -> list[Update]:
+        assert self.taken is not None
+        groups = self.held.segments(self.layout)
+        if not apart:
+            segments = [self._segment(start, stop, group == DECAY) for group, start, stop in groups]
+            return [Update(FlatOptimizer(choice, segments))]
+        return [
+            Update(FlatOptimizer(choice, [self._segment(start, stop, choice.decays(entry.name, entry.shape))]), entry.name)
+            for entry, start, stop in self.ranges(self.held.start, self.held.stop)
+        ]
+
+    def _segment(self, start: int, stop: int, decays: bool) -> Segment:
+        first, last = start - self.held.start, stop - self.held.start
+        assert self.taken is not None
+        return Segment(self.master[first:last], self.taken[first:last], decays, start)
+
+    def ranges(self, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
+        """(entry, start, stop) of what a range of the bucket has of each parameter, in elements of the bucket."""
+        for entry in self.layout.entries:
+            first, last = max(start, entry.offset), min(stop, entry.stop)
+            if first < last:
+                yield entry, first, last
+
+    @property
+    def learns(self) -> bool:
+        return self.grad is not None
+
+    @property
+    def own_gradient(self) -> Tensor:
+        """This rank's ``shard`` of the gradient, whoever else has it."""
+        assert self.grad is not None
+        return self.grad if self.grad.numel() == self.shard.numel else self.grad[self.shard.start : self.shard.stop]
+
+    @property
+    def own_parameters(self) -> Tensor:
+        """The held range of the parameters."""
+        return self.param if self.param.numel() == self.held.numel else self.param[self.held.start : self.held.stop]
 
     @torch.no_grad()
     def load(self, values: Mapping[str, Tensor]) -> None:
-        """Set the parameters, masters first, so that nothing of their precision is lost."""
-        for entry in self.layout.entries:
-            self.master[entry.offset : entry.stop].view(entry.shape).copy_(values[entry.name])
+        """Set the held range, masters first, so that nothing of their precision is lost; what others hold is gathered before its use."""
+        held = self.held
+        for entry, start, stop in self.ranges(held.start, held.stop):
+            source = values[entry.name].detach().reshape(-1)[start - entry.offset : stop - entry.offset]
+            self.master[start - held.start : stop - held.start].copy_(source)
         self.publish()
 
+    @torch.no_grad()
     def publish(self) -> None:
-        """Bring the parameters up to date with their masters."""
-        if self.master is not self.param:
-            with torch.no_grad():
-                self.param.copy_(self.master)
+        """Bring the held range of the parameters up to date with the masters."""
+        own = self.own_parameters
+        if own.data_ptr() != self.master.data_ptr():
+            own.copy_(self.master)
 
-    def masters(self) -> dict[str, Tensor]:
-        """The parameters in the precision in which they are updated, as views."""
-        return {e.name: self.master[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
+    def whole(self, held: Tensor, comm: Communicator, what: str) -> Tensor:
+        """A tensor of the held range of all ranks together; all call it, and each may change what it gets."""
+        if held.numel() == self.layout.numel:
+            return held.clone()
+        out = torch.empty(self.layout.numel, dtype=held.dtype, device=comm.device)
+        comm.all_gather(out, held.to(comm.device), SHARDS, lane="state", what=what).wait()
+        return out
+
+    def views(self, whole: Tensor) -> dict[str, Tensor]:
+        """The parameters' views of a whole bucket."""
+        return {e.name: whole[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
+
+
+def layout_of(bucket: Bucket, parts: int, choice: OptimizerChoice) -> FlatBuffer:
+    """How a bucket's parameters lie in its flat buffers."""
+    items = [(p.name, p.shape, DECAY if bucket.learns and choice.decays(p.name, p.shape) else "plain") for p in bucket.parameters]
+    return FlatBuffer.pack(items, parts, bucket.dtype.itemsize)
+
+
+def _zeros(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, device=comm.device)
+
+
+def _host(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
+    return torch.zeros(numel, dtype=dtype, pin_memory=comm.device.type == "cuda")
+
+
+@dataclass
+class Pool:
+    """Slots, each as large as the largest bucket that it has had to hold; a bucket lies at the start of its slot.
+
+    ``dtype`` is that of a bucket in its slot.  ``shared``: other ranks read them, so the communicator allocates them.
+    """
+
+    comm: Communicator
+    dtype: Callable[[BucketMemory], torch.dtype]
+    shared: bool = False
+    slots: list[Tensor] = field(default_factory=list)  # of bytes
+    _views: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
+
+    def reserve(self, slots: Sequence[Sequence[int]], buckets: Sequence[BucketMemory]) -> None:
+        """Have memory for these ``slots``, each with the buckets that it has to hold."""
+        for slot, held in enumerate(slots):
+            nbytes = max(buckets[b].layout.numel * self.dtype(buckets[b]).itemsize for b in held)
+            if slot < len(self.slots) and self.slots[slot].numel() >= nbytes:
+                continue
+            new = self.comm.allocate(nbytes, torch.uint8) if self.shared else self._private(nbytes)
+            self.slots[slot : slot + 1] = [new]
+            self._views = {key: view for key, view in self._views.items() if key[0] != slot}
+
+    def _private(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.comm.device)
+
+    def views(self, slot: int, memory: BucketMemory) -> tuple[Tensor, dict[str, Tensor]]:
+        """A bucket in a slot: flat, and its parameters in their shapes, outside autograd."""
+        key = (slot, memory.bucket.index)
+        if key not in self._views:
+            dtype = self.dtype(memory)
+            flat = self.slots[slot][: memory.layout.numel * dtype.itemsize].view(dtype)
+            leaves = {name: view.detach() for name, view in memory.views(flat).items()}
+            self._views[key] = flat, leaves
+        return self._views[key]
+
+
+class RankMemory:
+    """What a rank keeps between steps: buckets, pools, the parameters that rest whole by name (leaves), the model's buffers."""
+
+    def __init__(self, buckets: list[BucketMemory], buffers: dict[str, Tensor], comm: Communicator, plan: Plan) -> None:
+        self.buckets, self.buffers = buckets, buffers
+        self.slots = Pool(comm, lambda memory: memory.bucket.dtype)
+        summed = REDUCE_DTYPE.get(plan.reduce)
+        self.unreduced = Pool(comm, lambda memory: summed or WIDE.get(memory.bucket.dtype, memory.bucket.dtype), shared=True)
+        self.leaves = {
+            name: view.detach().requires_grad_(memory.learns)
+            for memory in buckets
+            if memory.rule.rest == "R"
+            for name, view in memory.views(memory.param).items()
+        }
+        self.halted = torch.zeros((), dtype=torch.float32, device=comm.device)  # 1 after a non-finite norm, until the host has looked

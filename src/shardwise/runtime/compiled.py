@@ -16,7 +16,7 @@ from shardwise.core.program import Program
 from shardwise.lower.step import lower
 from shardwise.parallel.data import batch_axes
 from shardwise.trace.capture import LossFunction
-from shardwise.trace.trace import Trace, trace
+from shardwise.trace.trace import Bucket, Trace, trace
 
 MASKS = ("attention_mask",)
 
@@ -39,12 +39,14 @@ class Compiled:
     _programs: dict[tuple[int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
+    buckets: list[Bucket] = field(default_factory=list)  # of the training trace, whose memory evaluation uses too
 
     def __post_init__(self) -> None:
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
         if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
             raise ConfigError(f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}")
         self.general = self.trace((), None)
+        self.buckets = self.buckets or self.general.buckets
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
             self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches
@@ -68,7 +70,7 @@ class Compiled:
             if key not in self._traces:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    axes=batch_axes(self.plan), dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows,
+                    axes=batch_axes(self.plan), dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule,
                 )  # fmt: skip
         return self._traces[key]
 
@@ -78,7 +80,7 @@ class Compiled:
         with self._lock:
             if key not in self._programs:
                 plan = self.plan.replace(microbatches=microbatches)
-                programs = lower(one, plan, training=self.training)
+                programs = lower(one, plan, buckets=self.buckets, training=self.training)
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]

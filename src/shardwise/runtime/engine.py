@@ -13,10 +13,10 @@ from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.parallel.data import batch_axes
-from shardwise.runtime.buffers import BucketMemory
+from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
-from shardwise.runtime.interpreter import Interpreter, Memory, StepInput, StepResult
+from shardwise.runtime.interpreter import Interpreter, StepInput, StepResult
 from shardwise.trace.trace import Trace
 
 
@@ -30,6 +30,7 @@ class Engine:
         clip_norm: the gradient norm to clip to, or None.
         seed: key of the random ops.
         progress: called with (position, instruction) before each instruction.
+        strict: fill memory with NaN as soon as its content has ended, so that a use after that shows.
     """
 
     def __init__(
@@ -41,28 +42,34 @@ class Engine:
         clip_norm: float | None = None,
         seed: int = 0,
         progress: Callable[[int, Instruction], None] | None = None,
+        strict: bool = False,
     ) -> None:
         if comm.mesh.size != compiled.plan.mesh.size:
             raise ConfigError(f"the plan's mesh has {compiled.plan.mesh.size} ranks, and {comm.mesh.size} are running")
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
         self.step_index = 0
-        module, trace = compiled.module, compiled.general
+        module, trace, plan = compiled.module, compiled.general, compiled.plan
+        apart = trace.opaque is not None
+        if apart and any(rule.rest == "S" for rule in plan.parameters):
+            raise ConfigError(
+                f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
+            )
         values = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
-        buckets = [BucketMemory.allocate(b, comm, optimizer) for b in trace.buckets]
+        buckets = [BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in trace.buckets]
         for memory in buckets:
             memory.load(values)
-        leaves = {n: leaf for b in buckets for n, leaf in b.leaves.items()}
         self.names = _aliases(module)
-        for name in trace.frozen:
-            leaves[name] = values[name].to(comm.device, _compute_dtype(trace, values[name]), copy=True)
         wide = trace.precision == "fp64"
         buffers = {
             n: b.detach().to(comm.device, torch.float64 if wide and b.is_floating_point() else b.dtype, copy=True)
             for n, b in module.named_buffers()
         }
-        self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in leaves}
-        self.memory = Memory(buckets, leaves, buffers, torch.zeros((), dtype=torch.float32, device=comm.device))
-        self.interpreter = Interpreter(comm, self.memory, batch_axes(compiled.plan), seed, clip_norm, progress)
+        placed = {p.name for b in trace.buckets for p in b.parameters}
+        self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in placed}
+        self.memory = RankMemory(buckets, buffers, comm, plan)
+        self.interpreter = Interpreter(
+            comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict
+        )
 
     def step(self, fields: Mapping[str, Tensor], rows: int, stop: bool = False) -> StepResult:
         """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
@@ -149,12 +156,20 @@ class Engine:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The full single-device state under the module's own names: parameters in their master precision, and buffers."""
-        values = {**self.memory.leaves, **self.unused, **self.memory.buffers}
-        for bucket in self.memory.buckets:
-            values |= bucket.masters()
+        """The full single-device state under the module's own names: parameters in their master precision, and buffers.
+
+        All ranks call it together.
+        """
+        values = self.unused | self.memory.buffers | self.parameters()
         own = self.compiled.module.state_dict(keep_vars=True)
         return {name: values[self.names[name]].detach().clone() for name in own}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Copies of all parameters that some unit reads, whole, in their master precision; all ranks call it together."""
+        found = {}
+        for bucket in self.memory.buckets:
+            found |= bucket.views(bucket.whole(bucket.master, self.comm, f"parameters of bucket {bucket.bucket.index}"))
+        return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a single-device state; optimizer state stays."""
@@ -163,15 +178,10 @@ class Engine:
             raise ShardwiseError(f"state lacks {', '.join(sorted(missing)[:5])}")
         for bucket in self.memory.buckets:
             bucket.load(state)
-        learned = {n for b in self.memory.buckets for n in b.leaves}
         with torch.no_grad():
-            for name, value in {**self.memory.leaves, **self.unused, **self.memory.buffers}.items():
-                if name not in learned and name in state:
+            for name, value in (self.unused | self.memory.buffers).items():
+                if name in state:
                     value.copy_(state[name])
-
-    def optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state of each parameter, as torch.optim would hold it (views)."""
-        return {n: s for b in self.memory.buckets for n, s in b.optimizer.state_views(b.layout.entries).items()}
 
 
 def _aliases(module: torch.nn.Module) -> dict[str, str]:

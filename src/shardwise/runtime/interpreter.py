@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from shardwise.core.instruction import Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.program import Program
-from shardwise.runtime.buffers import BucketMemory
+from shardwise.parallel.data import SHARDS
+from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.gathered import Gathered
+from shardwise.runtime.gradients import Gradients
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
-from shardwise.trace.products import accumulate as accumulate_product
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
-
-
-@dataclass
-class Memory:
-    """What a rank keeps between steps."""
-
-    buckets: list[BucketMemory]
-    leaves: dict[str, Tensor]  # every parameter by name: views of buckets, and frozen ones
-    buffers: dict[str, Tensor]
-    halted: Tensor  # 1 after a non-finite norm: further steps are skipped until the host has looked
 
 
 @dataclass
@@ -62,20 +55,37 @@ class StepResult:
 
 @dataclass
 class Interpreter:
-    """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction."""
+    """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction.
+
+    ``axes`` are those of the batch.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
+    fills memory with NaN as soon as the program says that its content has ended.
+    """
 
     comm: Communicator
-    memory: Memory
+    memory: RankMemory
     axes: tuple[str, ...]
     seed: int
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
-    keep_gradients: dict[str, Tensor] | None = None  # filled with each step's gradients, before clipping
+    keep_gradients: dict[str, Tensor] | None = None  # filled with each step's whole gradients, before clipping; on all ranks or none
+    apart: bool = False
+    strict: bool = False
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
         """Execute ``program`` on one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
+        memory = self.memory
+        memory.slots.reserve(program.slots, memory.buckets)
+        memory.unreduced.reserve(program.unreduced, memory.buckets)
         return _Step(self, traces, given).run(program)
+
+
+class _Saved(NamedTuple):
+    """What a forward leaves for its backward: outputs with gradients, operands of put-off products, and the parameters' leaves."""
+
+    outputs: list[Tensor]
+    operands: tuple[Any, ...]
+    leaves: list[Tensor]
 
 
 @dataclass
@@ -86,19 +96,19 @@ class _Step:
     traces: Sequence[Trace]
     given: StepInput
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], tuple[list[Tensor], tuple[Any, ...]]] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    handles: dict[int, tuple[Lane, Handle]] = field(default_factory=dict)
+    handles: dict[int, tuple[Instruction, Handle]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     counts: Tensor | None = None
     weights: Tensor | None = None
-    written: set[str] = field(default_factory=set)  # parameters whose gradient buffer is of this step
 
     def __post_init__(self) -> None:
         comm = self.owner.comm
         self.microbatches = len(self.traces)
         self.memory = self.owner.memory
-        self.gradients = {n: g for b in self.memory.buckets for n, g in b.grads.items()}
+        self.gathered = Gathered(self.memory, comm, self.owner.strict)
+        self.gradients = Gradients(self.memory, comm, self.owner.strict)
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
@@ -108,6 +118,7 @@ class _Step:
         if self.given.stop:
             stop.fill_(1.0)
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
+        self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
         self.coefficient: Tensor | None = None
         self.start: list[int] = []
         taken = 0
@@ -117,7 +128,8 @@ class _Step:
             taken += b - a
         self.run_op = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.COUNT: self.count,
-            Op.REDUCE: self.reduce, Op.NORM: self.take_norm, Op.STEP: self.update,
+            Op.GATHER: self.gather, Op.ROUND: self.gradients.round, Op.REDUCE: self.reduce, Op.ADD: self.gradients.take,
+            Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update,
         }  # fmt: skip
 
     @property
@@ -134,6 +146,8 @@ class _Step:
                 self.wait(at, program)
             self.position = position
             self.run_op[one.op](one)
+            if position not in self.handles:
+                self.free(one)
             if advance is not None and self.handles:
                 advance()
         for at in list(self.handles):
@@ -149,8 +163,21 @@ class _Step:
     def wait(self, at: int, program: Program) -> None:
         """Wait for an instruction and all before it on its lane: the latest of a lane stands for them in ``waits``."""
         lane = program.instructions[at].lane
-        for earlier in [p for p, (of, _) in self.handles.items() if p <= at and of is lane]:
-            self.handles.pop(earlier)[1].wait()
+        for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.lane is lane]:
+            one, handle = self.handles.pop(earlier)
+            handle.wait()
+            self.free(one)
+
+    def free(self, one: Instruction) -> None:
+        """What ends with a completed instruction."""
+        for buffer in one.frees:
+            if buffer.kind == "slot":
+                self.gathered.free(buffer)
+            elif buffer.kind == "unreduced":
+                self.gradients.free(buffer)
+            elif buffer.kind == "activation":
+                for name in self.traces[buffer.microbatch].units[buffer.index].outputs:
+                    self.live.pop((name, buffer.microbatch), None)
 
     def env(self, m: int) -> Env:
         first, last = shard_range(self.given.rows, self.microbatches, m)
@@ -169,7 +196,7 @@ class _Step:
     def arguments(self, unit: Unit, m: int, env: Env) -> list[Any]:
         memory = self.memory
         return [
-            *(memory.leaves[n] for n in unit.parameters),
+            *(self.gathered[n] for n in unit.parameters),
             *(self.updates.get(n, memory.buffers[n]) for n in unit.buffers),
             *unit.constants,
             *(self.rows_of(n, m, env) for n in unit.fields),
@@ -184,13 +211,13 @@ class _Step:
         keep = self.saves(one, unit)
         arguments = self.arguments(unit, m, env)
         function = unit.training_function if keep and unit.training_function is not None else unit.function
-        with torch.set_grad_enabled(keep):
+        with torch.set_grad_enabled(keep), self.gathered.references() if keep else nullcontext():
             outputs = function(env, *arguments)
         own = len(unit.outputs) + len(unit.updates)
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
             good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-            self.saved[unit.index, m] = (good, operands)
+            self.saved[unit.index, m] = _Saved(good, operands, arguments[: len(unit.parameters)])
         if again:
             return
         if self.owner.inspect is not None:
@@ -209,15 +236,16 @@ class _Step:
 
     def backward(self, one: Instruction) -> None:
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
-        outputs, operands = self.saved.pop((unit.index, m))
+        self.gradients.begin(one)
+        outputs, operands, leaves = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
         seeds = [
             (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
         ]
-        parameters = [n for n in unit.parameters if self.memory.leaves[n].requires_grad]
+        parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
         later = self.watch(unit, operands)
-        wanted = [*(self.memory.leaves[n] for n in parameters), *(self.live[n, m] for n in live), *(y for _, _, y in later)]
+        wanted = [*parameters.values(), *(self.live[n, m] for n in live), *(y for _, _, y in later)]
         kept, given = zip(*seeds, strict=True)
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
         del outputs, operands, kept, seeds
@@ -226,17 +254,15 @@ class _Step:
         own, rest = grads[: len(parameters)], grads[len(parameters) :]
         for name, grad in zip(parameters, own, strict=True):
             if grad is not None:
-                self.add_gradient(name, grad)
+                self.gradients.add(name, grad)
         for (name, x, _), dy in zip(later, rest[len(live) :], strict=True):
             if dy is not None:
                 self.add_product(name, dy, x)
-        self.zero_rest(one)
+        self.gradients.end(one)
         for name, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:
                 before = self.pending.get((name, m))
                 self.pending[name, m] = grad if before is None else before + grad
-        for name in unit.outputs:
-            self.live.pop((name, m), None)
 
     def watch(self, unit: Unit, operands: tuple[Any, ...]) -> list[tuple[str, Tensor, Any]]:
         """Have weight gradients dYᵀX multiplied as soon as backward has dY, while it is in the cache.
@@ -263,26 +289,10 @@ class _Step:
             return self.weight(m).to(value.dtype)
         return self.pending.pop((name, m), None)
 
-    def add_gradient(self, name: str, grad: Tensor) -> None:
-        """Add to the gradient buffer; the first of a step overwrites what the last step left there."""
-        goal = self.gradients[name]
-        goal.add_(grad) if name in self.written else goal.copy_(grad)
-        self.written.add(name)
-
     def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
-        """The same with dYᵀX, which is multiplied straight into the buffer."""
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [dy])
-        accumulate_product(self.gradients[name], dy, x, name in self.written)
-        self.written.add(name)
-
-    def zero_rest(self, one: Instruction) -> None:
-        """Gradients that the first backward of a bucket has not reached."""
-        for index in one.first:
-            for name, goal in self.memory.buckets[index].grads.items():
-                if name not in self.written:
-                    goal.zero_()
-                    self.written.add(name)
+        self.gradients.add_product(name, dy, x)
 
     # ---- weights, reductions, the step -------------------------------------------------------------------------------
 
@@ -298,41 +308,80 @@ class _Step:
 
     def count(self, one: Instruction) -> None:
         self.counts = torch.stack([self.counted(m) for m in range(self.microbatches)])
-        self.collective(one, self.counts, "targets of the microbatches")
+        self.sum_over(one, self.counts, "targets of the microbatches")
 
     def counted(self, m: int) -> Tensor:
         """Valid targets in this rank's rows of a microbatch."""
         targets, env = self.traces[m].targets, self.env(m)
         assert targets is not None
         memory = self.memory
-        values = [*(memory.leaves[n] for n in targets.leaves), *(memory.buffers[n] for n in targets.buffers), *targets.constants]
+        values = [*(self.gathered[n] for n in targets.leaves), *(memory.buffers[n] for n in targets.buffers), *targets.constants]
         with torch.no_grad():
             return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
 
-    def reduce(self, one: Instruction) -> None:
-        if one.bucket < 0:
-            self.collective(one, self.shared, "loss")
-        else:
-            self.collective(one, self.memory.buckets[one.bucket].grad, f"gradient bucket {one.bucket}")
+    def gather(self, one: Instruction) -> None:
+        self.handles[self.position] = (one, self.gathered.gather(one))
 
-    def collective(self, one: Instruction, x: Tensor, what: str) -> None:
+    def reduce(self, one: Instruction) -> None:
+        if one.bucket >= 0:
+            self.handles[self.position] = (one, self.gradients.reduce(one))
+        elif Buffer("loss") in one.writes:
+            self.sum_over(one, self.shared, "loss")
+        else:
+            assert self.norms is not None
+            self.sum_over(one, self.norms, "norms")
+
+    def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
         if one.axes:
-            self.handles[self.position] = (one.lane, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
+            self.handles[self.position] = (one, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
 
     def take_norm(self, one: Instruction) -> None:
-        """The norm over every parameter once, in at least fp32; decides clipping and skipping without the host."""
+        """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
+        memory = self.memory
         if self.owner.keep_gradients is not None:
-            self.owner.keep_gradients |= {n: g.clone() for b in self.memory.buckets for n, g in b.grads.items()}
-        squares = [torch.linalg.vector_norm(b.grad) for b in self.memory.buckets]
-        self.norm = torch.linalg.vector_norm(torch.stack(squares)).to(self.wide)
+            self.owner.keep_gradients |= self.whole_gradients()
+        row = self.gradients.norms().to(self.wide)
+        if self.owner.apart:
+            flags = [float(p.name in self.gradients.reached) for b in memory.buckets if b.learns for p in b.bucket.parameters]
+            row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
+        self.norms = torch.zeros(self.parts, row.numel(), dtype=self.wide, device=row.device)
+        self.norms[self.index] = row
+
+    def whole_gradients(self) -> dict[str, Tensor]:
+        comm, found = self.owner.comm, {}
+        for b in self.memory.buckets:
+            if b.grad is not None:
+                whole = b.whole(b.own_gradient, comm, "gradients") if b.rule.state == "S" else b.grad.clone()
+                found |= b.views(whole)
+        return found
+
+    def decide(self, one: Instruction) -> None:
+        """The norm over every parameter once decides clipping and skipping, without the host."""
+        assert self.norms is not None
+        learning = [b for b in self.memory.buckets if b.learns]
+        shards = self.owner.comm.mesh.axis_size(SHARDS)  # further rows are those of replicas
+        self.norm = torch.linalg.vector_norm(self.norms[:shards, : len(learning)])
         bad = (~torch.isfinite(self.norm)).to(torch.float32)
         torch.maximum(self.memory.halted, bad, out=self.memory.halted)
         if self.owner.clip_norm is not None:
             self.coefficient = (self.owner.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        if self.owner.apart:
+            unreached = (self.norms[:, len(learning) :].sum(0) == 0).to(torch.float32)
+            names = (p.name for b in learning for p in b.bucket.parameters)
+            self.skipped = {name: torch.maximum(self.memory.halted, flag) for name, flag in zip(names, unreached, strict=True)}
 
     def update(self, one: Instruction) -> None:
-        bucket = self.memory.buckets[one.bucket]
-        bucket.optimizer.step(self.given.lr, self.coefficient, self.memory.halted)
+        bucket, coefficient, halted = self.memory.buckets[one.bucket], self.coefficient, self.memory.halted
+        assert bucket.taken is not None
+        own = bucket.own_gradient if bucket.rule.state == "S" else bucket.grad
+        assert own is not None
+        if bucket.taken.data_ptr() != own.data_ptr():  # the host takes the step
+            bucket.taken.copy_(own)
+        for optimizer, name in bucket.updates:
+            skip = halted if name is None else self.skipped[name]
+            optimizer.step(
+                self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
+            )
         bucket.publish()
 
     @torch.no_grad()

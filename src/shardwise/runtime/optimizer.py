@@ -7,7 +7,6 @@ inverse of ``grad_scale``: the two attributes by which :class:`torch.amp.GradSca
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.flat import FlatEntry
 from shardwise.core.optim import OptimizerChoice
 
 FUSED = {"cpu": ("adamw", "adam", "sgd", "adagrad"), "cuda": ("adamw", "adam", "sgd")}
@@ -142,24 +140,9 @@ class FlatOptimizer:
             for tensor, source in zip(tensors, state[key], strict=True):
                 tensor.copy_(source)
 
-    def state_views(self, entries: Iterable[FlatEntry]) -> dict[str, dict[str, Tensor]]:
-        """The state of each parameter, as torch.optim would hold it: views in the parameter's shape, no copy.
-
-        The ``step`` (and ``mu_product``) of all parameters of a segment is the same 0-d tensor.
-        :class:`ShardwiseError` names an entry that does not lie within one segment.
-        """
-        return {entry.name: self._entry_state(entry) for entry in entries}
-
-    def _entry_state(self, entry: FlatEntry) -> dict[str, Tensor]:
-        numel = math.prod(entry.shape)
-        for index, segment in enumerate(self.segments):
-            first = entry.offset - segment.start
-            if first >= 0 and first + numel <= segment.param.numel():
-                return {
-                    key: value if value.dim() == 0 else value[first : first + numel].view(entry.shape)
-                    for key, value in self._state(index).items()
-                }
-        raise ShardwiseError(f'parameter "{entry.name}" does not lie within one segment of the flat buffer')
+    def states(self) -> list[tuple[Segment, dict[str, Tensor]]]:
+        """Each segment with its live state by torch's names: 1-d tensors like its parameters, and 0-d counters."""
+        return [(segment, self._state(index)) for index, segment in enumerate(self.segments)]
 
     def _make(self) -> torch.optim.Optimizer:
         if self._fused:

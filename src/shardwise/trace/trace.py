@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,16 +42,25 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share."""
+    """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share.
+
+    Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart.
+    """
 
     index: int
     parameters: tuple[Parameter, ...]
     units: tuple[int, ...]
     dtype: torch.dtype
+    learns: bool = True
 
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def nbytes(self) -> int:
+        """In the dtype that computes, without padding."""
+        return self.numel * self.dtype.itemsize
 
 
 @dataclass
@@ -76,7 +86,8 @@ class Trace:
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
-        return tuple(p for b in self.buckets for p in b.parameters)
+        """Those that learn."""
+        return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
 
 def trace(
@@ -92,6 +103,7 @@ def trace(
     ones: tuple[str, ...] = (),
     rows: int | None = None,
     opaque: bool = True,
+    group: Callable[[str], Hashable] | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``, sharded over the batch ``axes``.
 
@@ -99,6 +111,7 @@ def trace(
         loss: called as ``loss(output, fields)``; without it the module returns its loss.
         ones: fields that are known to be all ones in the batches that will use this trace.
         rows: ask for a static graph of so many rows.
+        group: parameters (by name) for which it differs never share a bucket.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
     """
     try:
@@ -111,14 +124,14 @@ def trace(
     except Uncapturable as error:
         if not opaque:
             raise
-        return _opaque(module, batch, loss, precision, training, str(error))
+        return _opaque(module, batch, loss, precision, training, str(error), group)
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units, captured)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
     return Trace(
-        units, _buckets(units, module, captured.trainable, precision, learning),
+        units, _buckets(units, module, precision, learning, group),
         tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         captured.notes, sharded.replicated, sharded.collectives, ones,
     )  # fmt: skip
@@ -145,7 +158,7 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
 
 
 def _buckets(
-    units: list[Unit], module: nn.Module, trainable: Mapping[str, bool], precision: str, learning: set[str]
+    units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None
 ) -> list[Bucket]:
     from shardwise.trace.casts import shadow_dtype
 
@@ -153,19 +166,21 @@ def _buckets(
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:
         for name in unit.parameters:
-            if name in learning:
-                users[name] = (*users.get(name, ()), unit.index)
-    groups: dict[tuple[tuple[int, ...], torch.dtype], list[Parameter]] = {}
+            users[name] = (*users.get(name, ()), unit.index)
+    groups: dict[tuple[Any, ...], list[Parameter]] = {}
     for name in own:  # the module's own order
         if name in users:
             dtype = shadow_dtype(module, name, own[name], precision)
-            groups.setdefault((users[name], dtype), []).append(Parameter(name, tuple(own[name].shape), dtype, users[name]))
-    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1])))
-    return [Bucket(i, tuple(groups[k]), k[0], k[1]) for i, k in enumerate(ordered)]
+            key = (users[name], dtype, name in learning, group(name) if group is not None else None)
+            groups.setdefault(key, []).append(Parameter(name, tuple(own[name].shape), dtype, users[name]))
+    # Those of one unit in the order of the module, so that all processes agree.
+    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2]))
+    return [Bucket(i, tuple(groups[k]), k[0], k[1], k[2]) for i, k in enumerate(ordered)]
 
 
 def _opaque(
-    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str,
+    group: Callable[[str], Hashable] | None,
 ) -> Trace:
     unit = opaque_unit(module, tuple(batch), loss, precision, training)
     real = not any(p.is_meta for p in module.parameters())
@@ -180,6 +195,6 @@ def _opaque(
         "branches that depend on values are decided by each rank's own rows",
     ]
     return Trace(
-        [unit], _buckets([unit], module, trainable, precision, learning), tuple(n for n in trainable if n not in learning),
+        [unit], _buckets([unit], module, precision, learning, group), tuple(n for n in trainable if n not in learning),
         tuple(batch), None, precision, None, reason, notes,
     )  # fmt: skip

@@ -132,7 +132,7 @@ def run_steps(
     compiled: Compiled, comm: Communicator, batches: Batches, optimizer: OptimizerChoice, clip_norm: float | None, seed: int
 ) -> list[RankStep]:
     """Train one rank on its rows of each of the batches."""
-    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed)
+    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
     out = []
     for batch in batches:
@@ -141,10 +141,7 @@ def run_steps(
         kept: dict[str, Tensor] = {}
         engine.interpreter.keep_gradients = kept
         result = engine.step({name: value[own] for name, value in batch.items()}, rows)
-        parameters = {n: p.detach().clone() for b in engine.memory.buckets for n, p in b.masters().items()}
-        learned = set(parameters)
-        fixed = {**engine.memory.leaves, **engine.unused}
-        parameters |= {n: p.detach().clone() for n, p in fixed.items() if n not in learned}
+        parameters = engine.parameters() | {n: p.clone() for n, p in engine.unused.items()}
         buffers = {n: b.clone() for n, b in engine.memory.buffers.items()}
         out.append(RankStep(float(result.loss), float(result.grad_norm), dict(kept), parameters, buffers))
     return out

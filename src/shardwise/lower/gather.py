@@ -1,0 +1,70 @@
+"""Parameters that are whole only while they are used: gathers, the slots they go to, and when those are free again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.plan import Plan
+from shardwise.lower.draft import Draft
+from shardwise.lower.slots import Span, assign
+from shardwise.parallel.data import placement, shard_axes
+from shardwise.trace.trace import Bucket
+
+
+def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[int, ...], ...]:
+    """Put the gathers into ``draft``; returns the slots of the pool.
+
+    What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` instructions ahead.  What rests whole but is
+    updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the update.
+    """
+    spans: list[Span] = []
+    uses: list[list[int]] = []
+    for bucket in buckets:
+        rule, param = placement(plan, bucket.parameters[0].name), Buffer("param", bucket.index)
+        readers = draft.readers(param)
+        if not readers or rule.state == "R" or (rule.rest == "R" and not bucket.learns):
+            continue
+        if rule.rest == "R":
+            start = draft.clamp(readers[0] - plan.prefetch)
+            draft.before[start].append(_gather(plan, bucket, -1, param))
+            continue
+        for span in _spans(draft, plan, readers):
+            spans.append(Span(bucket.index, bucket.nbytes, draft.clamp(span[0] - plan.prefetch), span[-1]))
+            uses.append(span)
+    slots, pool = assign(spans)
+    for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
+        place = Buffer("slot", slot)
+        draft.before[span.start].append(_gather(plan, buckets[span.bucket], slot, place))
+        for position in used:
+            draft.rename(position, Buffer("param", span.bucket), place)
+        draft.edit(used[-1], add_frees=(place,))
+    return pool
+
+
+def _gather(plan: Plan, bucket: Bucket, slot: int, into: Buffer) -> Instruction:
+    param = Buffer("param", bucket.index)
+    return Instruction(
+        Op.GATHER, bucket=bucket.index, slot=slot, axes=shard_axes(plan), lane=Lane.GATHER, reads=(param,), writes=(into,)
+    )
+
+
+def _spans(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
+    """The uses of a bucket, in the groups for which it is gathered.
+
+    Freeing it is pointless where the next gather of it would be issued at once.
+    """
+    if plan.gathered == "step":
+        return [readers]
+    if plan.gathered == "forward":
+        spans = [list(group) for _, group in groupby(readers, key=lambda i: draft.compute[i].microbatch)]
+    else:
+        spans = [[i] for i in readers]
+    merged = [spans[0]]
+    for span in spans[1:]:
+        if span[0] - merged[-1][-1] <= max(1, plan.prefetch):
+            merged[-1].extend(span)
+        else:
+            merged.append(span)
+    return merged

@@ -1,0 +1,82 @@
+"""Parameters while a step runs: those that rest whole, and those that are gathered into slots and freed again.
+
+Autograd keeps the weights that its derivative formulas need.  Of a gathered one it must not keep the memory, which soon holds another
+bucket: it keeps a reference, looked up when backward runs, after the second gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import Buffer, Instruction
+from shardwise.parallel.data import SHARDS
+from shardwise.runtime.buffers import RankMemory
+from shardwise.runtime.communicator import Communicator, Handle
+
+
+class Reference(NamedTuple):
+    """A view of a gathered bucket."""
+
+    bucket: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class Gathered:
+    """The parameters of one rank during a step.
+
+    ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.
+    """
+
+    def __init__(self, memory: RankMemory, comm: Communicator, strict: bool) -> None:
+        self._memory, self._comm, self._strict = memory, comm, strict
+        self._leaves = dict(memory.leaves)
+        self._flat: dict[int, Tensor] = {}  # gathered buckets
+        self._bucket: dict[int, int] = {}  # what lies in a storage
+        self._slot: dict[int, int] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._leaves[name]
+
+    def gather(self, one: Instruction) -> Handle:
+        """Post the gather of a bucket: into a slot, or into its own buffer where it rests whole."""
+        memory, what = self._memory.buckets[one.bucket], f"parameters of bucket {one.bucket}"
+        out = memory.param
+        if one.slot >= 0:
+            out, views = self._memory.slots.views(one.slot, memory)
+            self._leaves |= {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
+            self._flat[one.bucket], self._slot[one.slot] = out, one.bucket
+            self._bucket[out.untyped_storage().data_ptr()] = one.bucket
+        return self._comm.all_gather(out, memory.own_parameters, SHARDS, lane=str(one.lane), what=what)
+
+    def free(self, buffer: Buffer) -> None:
+        """The bucket in a slot is no longer needed."""
+        bucket = self._slot.pop(buffer.index)
+        flat = self._flat.pop(bucket)
+        if self._strict and flat.is_floating_point():
+            with torch.no_grad():
+                flat.fill_(float("nan"))
+
+    def references(self) -> saved_tensors_hooks:
+        """A context in which autograd keeps references to gathered parameters."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, value: Tensor) -> Any:
+        bucket = self._bucket.get(value.untyped_storage().data_ptr())
+        if bucket is None:
+            return value
+        return Reference(bucket, value.shape, value.stride(), value.storage_offset())
+
+    def _unpack(self, kept: Any) -> Tensor:
+        if not isinstance(kept, Reference):
+            return kept  # type: ignore[no-any-return]
+        flat = self._flat.get(kept.bucket)
+        if flat is None:
+            raise ShardwiseError(f"bucket {kept.bucket} is needed by backward and is not gathered")
+        return flat.as_strided(kept.size, kept.stride, kept.offset)
