@@ -48,7 +48,8 @@ def test_json_round_trip(program: Program) -> None:
 
 def test_json_leaves_defaults_out() -> None:
     data = json.loads(Program("all", (), (Instruction(Op.FORWARD, unit=3),)).to_json())
-    assert data == {"name": "all", "coordinates": {}, "instructions": [{"op": "FORWARD", "unit": 3}]}
+    pools = {"slots": [], "unreduced": []}
+    assert data == {"name": "all", "coordinates": {}, **pools, "instructions": [{"op": "FORWARD", "unit": 3}]}
 
 
 @pytest.mark.parametrize(

@@ -156,8 +156,9 @@ def test_without_optimizer_state_it_would_differ(tmp_path: Path) -> None:
         with trainer.loader(Rows(), BATCH) as loader, Checkpoints(trainer, tmp_path / "parts") as checkpoints:
             checkpoints.restore(loader)
             for memory in trainer.engine.memory.buckets:
-                for state in memory.optimizer.state_views(memory.layout.entries).values():
-                    state["exp_avg"].zero_()
+                for update in memory.updates:
+                    for _, state in update.optimizer.states():
+                        state["exp_avg"].zero_()
             while trainer.engine.step_index < STEPS:
                 trainer.step(next(loader))
         return trainer.state_dict()

@@ -120,6 +120,7 @@ class _Step:
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
         self.coefficient: Tensor | None = None
+        self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
         self.start: list[int] = []
         taken = 0
         for m in range(self.microbatches):
@@ -338,22 +339,12 @@ class _Step:
     def take_norm(self, one: Instruction) -> None:
         """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
         memory = self.memory
-        if self.owner.keep_gradients is not None:
-            self.owner.keep_gradients |= self.whole_gradients()
         row = self.gradients.norms().to(self.wide)
         if self.owner.apart:
             flags = [float(p.name in self.gradients.reached) for b in memory.buckets if b.learns for p in b.bucket.parameters]
             row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
         self.norms = torch.zeros(self.parts, row.numel(), dtype=self.wide, device=row.device)
         self.norms[self.index] = row
-
-    def whole_gradients(self) -> dict[str, Tensor]:
-        comm, found = self.owner.comm, {}
-        for b in self.memory.buckets:
-            if b.grad is not None:
-                whole = b.whole(b.own_gradient, comm, "gradients") if b.rule.state == "S" else b.grad.clone()
-                found |= b.views(whole)
-        return found
 
     def decide(self, one: Instruction) -> None:
         """The norm over every parameter once decides clipping and skipping, without the host."""
@@ -368,7 +359,16 @@ class _Step:
         if self.owner.apart:
             unreached = (self.norms[:, len(learning) :].sum(0) == 0).to(torch.float32)
             names = (p.name for b in learning for p in b.bucket.parameters)
-            self.skipped = {name: torch.maximum(self.memory.halted, flag) for name, flag in zip(names, unreached, strict=True)}
+            self.unreached = dict(zip(names, unreached, strict=True))
+        if self.owner.keep_gradients is not None:
+            self.keep(self.owner.keep_gradients)
+
+    def keep(self, found: dict[str, Tensor]) -> None:
+        """Whole gradients of what was reached, for those who compare."""
+        for b in self.memory.buckets:
+            if b.grad is not None:
+                whole = b.whole(b.own_gradient, self.owner.comm, "gradients") if b.rule.state == "S" else b.grad.clone()
+                found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
 
     def update(self, one: Instruction) -> None:
         bucket, coefficient, halted = self.memory.buckets[one.bucket], self.coefficient, self.memory.halted
@@ -378,7 +378,7 @@ class _Step:
         if bucket.taken.data_ptr() != own.data_ptr():  # the host takes the step
             bucket.taken.copy_(own)
         for optimizer, name in bucket.updates:
-            skip = halted if name is None else self.skipped[name]
+            skip = halted if name is None else torch.maximum(halted, self.unreached[name])
             optimizer.step(
                 self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
             )

@@ -1,0 +1,214 @@
+"""ZeRO equals one device, and its stages equal each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import CASES, tokens
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import CHOICES, ParameterRule, Plan
+from shardwise.models.gpt import GPT
+from shardwise.parallel.data import data_parallel
+from shardwise.runtime import gathered, gradients
+from shardwise.runtime.compiled import Compiled
+from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads, verify
+
+MODELS = ("gpt", "llama", "bert", "conv")
+ZERO, DP, MICROBATCHES, RECOMPUTE = (0, 1, 2, 3), (1, 2, 3, 4), (1, 3), CHOICES["recompute"]
+PRODUCT = list(itertools.product(MODELS, ZERO, DP, MICROBATCHES, RECOMPUTE))
+
+
+def covering() -> Iterator[tuple[Any, ...]]:
+    """Cases in which every pair of values of any two columns occurs: greedily, the case with most new pairs first."""
+    left = {pair for case in PRODUCT for pair in _pairs(case)}
+    while left:
+        best = max(PRODUCT, key=lambda case: len(left & _pairs(case)))
+        left -= _pairs(best)
+        yield best
+
+
+def _pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    return set(itertools.combinations(enumerate(case), 2))
+
+
+def check(name: str, plan: Plan) -> None:
+    torch.manual_seed(len(name) + plan.mesh.size)
+    module, make, loss = CASES[name]()
+    report = verify(module.train(), [make(rows) for rows in (13, 12, 7)], plan, loss=loss)
+    assert report.compared > 20
+    assert report.passed, (report.largest, report.worst[:3], report.low_precision)
+    assert report.ranks_agree
+
+
+@pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering()))
+def test_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
+    check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), PRODUCT)
+def test_every_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
+    check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
+
+
+@pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_frozen_uneven_and_static_models(name: str, zero: int) -> None:
+    check(name, data_parallel(Plan(microbatches=2), 3, zero))
+
+
+@pytest.mark.parametrize(("size", "replicas"), [(4, 2), (6, 3), (4, 4)])
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
+    check("gpt", data_parallel(Plan(microbatches=2), size, zero, replicas))
+
+
+@pytest.mark.parametrize("gathered", CHOICES["gathered"])
+@pytest.mark.parametrize("reduced", CHOICES["reduced"])
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_every_choice_of_slots(gathered: Any, reduced: Any, prefetch: int) -> None:
+    plan = Plan(microbatches=3, recompute="full" if prefetch == 1 else "none", gathered=gathered, reduced=reduced, prefetch=prefetch)
+    check("gpt", data_parallel(plan, 2, 3))
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_offload_and_bf16(offload: Any, precision: Any) -> None:
+    check("gpt", data_parallel(Plan(microbatches=2, precision=precision, offload=offload), 2, 3))
+
+
+def test_rows_of_the_table_side_by_side() -> None:
+    """Parameters of one unit under different rows do not share a buffer."""
+    rules = (ParameterRule("*attention*", "S", "S", "S"), ParameterRule("*mlp*", state="S"), ParameterRule("*"))
+    plan = data_parallel(Plan(microbatches=2), 3).replace(parameters=rules)
+    check("gpt", plan)
+
+
+# ---- the same bits -------------------------------------------------------------------------------------------------------
+
+
+def steps(plan: Plan, module: nn.Module, clip: float | None = 0.1) -> list[list[RankStep]]:
+    torch.manual_seed(1)
+    batches = [tokens(rows) for rows in (13, 12, 7)]
+    compiled = Compiled(module, plan, batches[0])
+    return run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, OPTIMIZER, clip, 0))
+
+
+def assert_same_bits(ours: list[list[RankStep]], theirs: list[list[RankStep]]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        for a, b in zip(mine, other, strict=True):
+            assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+            for kind in ("gradients", "parameters", "buffers"):
+                first, second = getattr(a, kind), getattr(b, kind)
+                assert first.keys() == second.keys()
+                assert all(torch.equal(first[name], second[name]) for name in first), kind
+
+
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+@pytest.mark.parametrize(("microbatches", "reduced"), [(1, "microbatch"), (3, "step")])
+def test_stages_agree_bitwise(precision: Any, microbatches: int, reduced: Any) -> None:
+    """Where the order of sums is the same, also the norm's: clipping is on in all of these steps."""
+    torch.manual_seed(0)
+    module = CASES["gpt"]()[0].train()
+    plan = Plan(precision=precision, microbatches=microbatches, reduced=reduced)
+    first = steps(data_parallel(plan, 3, 0), module)
+    assert first[0][0].grad_norm > 0.1
+    for zero in (1, 2, 3):
+        assert_same_bits(steps(data_parallel(plan, 3, zero), module), first)
+
+
+def test_how_long_parameters_stay_changes_no_bit() -> None:
+    torch.manual_seed(0)
+    module = CASES["gpt"]()[0].train()
+    plan = data_parallel(Plan(microbatches=3), 2, 3)
+    first = steps(plan, module)
+    for change in ({"gathered": "forward"}, {"gathered": "step"}, {"prefetch": 0}, {"prefetch": 3}, {"recompute": "full"}):
+        assert_same_bits(steps(plan.replace(**change), module), first)
+
+
+def test_sums_in_bf16_are_rounded_and_the_same_on_all_stages() -> None:
+    torch.manual_seed(0)
+    module = CASES["gpt"]()[0].train()
+    wide, narrow = Plan(), Plan(reduce="bf16")
+    truth = steps(data_parallel(wide, 2, 0), module)[0][0].gradients
+    found = [steps(data_parallel(narrow, 2, zero), module) for zero in (0, 1)]
+    assert_same_bits(*found)
+    for zero in (0, 2, 3):
+        rounded = steps(data_parallel(narrow, 2, zero), module)[0][0].gradients
+        error = max(float((rounded[n] - g).norm() / g.norm()) for n, g in truth.items() if g.norm() > 1e-6)
+        assert 1e-4 < error < 2e-2
+
+
+# ---- parameters without a gradient ---------------------------------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    """Uses one of two layers, as the batch says: it cannot be captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor, y: Tensor, left: Tensor) -> Tensor:
+        h = torch.tanh(self.body(x))
+        out = self.left(h) if bool(left.all()) else self.right(h)
+        return ((out.squeeze(-1) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("dp", [1, 3])
+def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> None:
+    """Neither decay nor momentum move it, and its count of steps stays: torch.optim skips it too."""
+    torch.manual_seed(0)
+    batches = [
+        {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.full((6,), side)} for side in (True, False, False, True, True)
+    ]
+    report = verify(Branches(), batches, data_parallel(Plan(), dp, zero))
+    assert report.passed, report.worst[:3]
+
+
+def test_what_is_not_captured_cannot_rest_in_shards() -> None:
+    batch = {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.ones(6, dtype=torch.bool)}
+    with pytest.raises(ConfigError, match="ZeRO-3: a model that could not be captured .*; legal: ZeRO-0, 1 or 2"):
+        verify(Branches(), [batch], data_parallel(Plan(), 2, 3))
+
+
+# ---- negative controls: each of these errors must be found ---------------------------------------------------------------
+
+
+def _passes(**changes: Any) -> bool:
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=15, layers=5, heads=3, context=12).train()
+    batches = [{k: v % 31 if k == "input_ids" else v.clamp(max=30) for k, v in tokens(7).items()} for _ in range(2)]
+    return verify(module, batches, data_parallel(Plan(microbatches=2, **changes), 2, 3)).passed
+
+
+def test_control_passes() -> None:
+    assert _passes()
+    assert _passes(prefetch=2)
+
+
+def test_weights_kept_by_backward_instead_of_a_reference_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered.Gathered, "_pack", lambda self, value: value)
+    assert not _passes(prefetch=2)  # with two slots, forward and backward happen to use the same ones
+
+
+def test_stale_padding_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shardwise.core.flat import FlatBuffer
+
+    monkeypatch.setattr(FlatBuffer, "gaps", lambda self: [])
+    assert not _passes()
+
+
+def test_a_shard_that_is_overwritten_instead_of_added_to_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dataclasses import replace
+
+    original = gradients.Gradients.take
+    monkeypatch.setattr(gradients.Gradients, "take", lambda self, one: original(self, replace(one, first=(one.bucket,))))
+    assert not _passes()
