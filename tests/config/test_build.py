@@ -159,6 +159,17 @@ def test_plan_and_optimizer() -> None:
         assert build_optimizer(load(f"train.steps={steps}")).total_steps == steps
 
 
+def test_zero_in_the_plan() -> None:
+    config = load(
+        "parallel.dp=4", "parallel.zero=3", "parallel.dp_replicate=2", "parallel.gathered=forward", "parallel.reduced=step",
+        "parallel.prefetch=2", "parallel.reduce=bf16", "parallel.offload=optimizer", "data.batch_size=16",
+    )  # fmt: skip
+    plan = build_plan(config)
+    assert plan.mesh == Mesh.of(dp_replicate=2, dp=2)
+    assert (plan.rule("w").rest, plan.rule("w").grad, plan.rule("w").state) == ("S", "S", "S")
+    assert (plan.gathered, plan.reduced, plan.prefetch, plan.reduce, plan.offload) == ("forward", "step", 2, "bf16", "optimizer")
+
+
 # --- functions of the user's ---
 
 

@@ -204,6 +204,10 @@ REFUSED = [
     ("optimizer.schedule=linear", ["optimizer.schedule", '"constant", "cosine", "wsd"']),
     ("parallel.recompute=some", ["parallel.recompute", '"none", "full"']),
     ("parallel.precision=fp16", ["parallel.precision", '"fp16"', '"fp32", "fp64", "bf16"']),
+    ("parallel.zero=4", ["parallel.zero", "4", "At most 3"]),
+    ("parallel.reduce=fp64", ["parallel.reduce", '"fp64"', '"fp32", "bf16" or "fp16"']),
+    ("parallel.dp_replicate=2", ["parallel.dp_replicate", "parallel.zero of at least 1"]),
+    ("parallel.dp_replicate=3", ["parallel.dp_replicate", "a divisor of parallel.dp = 2: 1, 2"]),
     ("parallel.dp=3", ["data.batch_size", "3 x 1", "6 or 9"]),
     ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
@@ -289,6 +293,8 @@ TOGETHER = [
     (["optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]"], ["optimizer.betas", '"sgd" has none', "adamw"]),
     (["train.steps=10", "optimizer.warmup_steps=10"], ["optimizer.warmup_steps", "at most 9"]),
     (["train.steps=10", "optimizer.warmup_steps=11", "optimizer.schedule=constant"], ["at most 10"]),
+    (["parallel.dp=1", "parallel.zero=3"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
+    (["parallel.zero=3", "parallel.dp_replicate=2"], ["parallel.zero", "parallel.dp of at least 4"]),
     (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),
     (["data.batch_size=10", "parallel.dp=2", "parallel.microbatches=3"], ["data.batch_size", "6 or 12"]),
 ]  # fmt: skip
@@ -379,7 +385,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-        "parallel": "dp microbatches recompute precision",
+        "parallel": "dp dp_replicate zero gathered prefetch reduced reduce offload microbatches recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout eval_every eval_batches sample_every "
         "max_restarts tensorboard resume",
         "checkpoint": "every keep_last keep_every staging_mib",
@@ -554,6 +560,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.end_token",
         "data.factory",
         "data.arguments",
+        "parallel.gathered",
         "checkpoint.keep_every",
         "checkpoint.staging_mib",
     }

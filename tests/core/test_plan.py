@@ -144,7 +144,7 @@ def test_bad_toml_is_refused(text: str, message: str) -> None:
 def test_impossible_combinations_are_refused() -> None:
     with pytest.raises(ConfigError, match=r'parameters "w": S is a shard over the axis dp, which the mesh .* does not have'):
         Plan(mesh=Mesh.of(tp=2), parameters=(ParameterRule("w", state="S"),))
-    with pytest.raises(ConfigError, match="reduce: 'fp32' is not legal; legal: \"auto\", \"fp64\""):
+    with pytest.raises(ConfigError, match='reduce: \'fp32\' is not legal; legal: "auto", "fp64"'):
         Plan(precision="fp64", reduce="fp32")
     with pytest.raises(ConfigError, match="prefetch: -1 is not legal; legal: an integer of at least 0"):
         Plan(prefetch=-1)

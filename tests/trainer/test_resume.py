@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from shardwise.checkpoint import Checkpoint, latest
 from shardwise.checkpoints import Checkpoints
 from shardwise.core.errors import ConfigError
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.models import GPT
+from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import Trainer
@@ -70,24 +70,26 @@ def normed() -> nn.Module:
 
 
 MODELS = {"gpt": gpt, "normed": normed}
-COMPILED: dict[tuple[str, int, str], Compiled] = {}
+COMPILED: dict[tuple[str, int, str, int], Compiled] = {}
 
 
-def compiled(model: str, ranks: int, precision: str) -> Compiled:
-    key = (model, ranks, precision)
+def compiled(model: str, ranks: int, precision: str, zero: int = 0) -> Compiled:
+    key = (model, ranks, precision, zero)
     if key not in COMPILED:
         batch = {name: torch.stack([Rows()[i][name] for i in range(2)]) for name in ("input_ids", "labels")}
         module = MODELS[model]().double() if precision == "fp64" else MODELS[model]()
-        COMPILED[key] = Compiled(module, Plan(Mesh.of(dp=ranks), 1, "none", precision), batch)  # type: ignore[arg-type]
+        replicas = 2 if ranks == 4 and zero else 1
+        plan = data_parallel(Plan(precision=precision), ranks, zero, replicas)  # type: ignore[arg-type]
+        COMPILED[key] = Compiled(module, plan, batch)
     return COMPILED[key]
 
 
 def run(
     folder: Path, ranks: int, stop: int, *, model: str = "gpt", precision: str = "fp64", name: str = "adamw", rows: int = 17,
-    save: bool = True, **options: Any,
+    save: bool = True, zero: int = 0, **options: Any,
 ) -> tuple[State, list[list[int]]]:  # fmt: skip
     """Go on from the folder's checkpoint to step ``stop`` and save; the state, and where each batch stood in the data."""
-    made = compiled(model, ranks, precision)
+    made = compiled(model, ranks, precision, zero)
 
     def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
         choice = OptimizerChoice(name, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=STEPS)  # type: ignore[arg-type]
@@ -126,6 +128,29 @@ def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path, k: int, before: 
     if before == after:
         assert all(torch.equal(state[n], truth[n]) for n in truth)
     assert worst(state, truth) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((3, 3), (2, 0)), ((2, 0), (4, 3)), ((4, 1), (3, 2)), ((3, 2), (1, 0)), ((1, 0), (3, 1)), ((4, 3), (2, 3))],
+)
+@pytest.mark.parametrize("model", ["gpt", "normed"])
+def test_checkpoints_move_between_stages_and_numbers_of_ranks(
+    tmp_path: Path, before: tuple[int, int], after: tuple[int, int], model: str
+) -> None:
+    """(ranks, stage of ZeRO); four ranks shard in two groups."""
+    truth, _ = run(tmp_path / "whole", 1, STEPS, model=model)
+    run(tmp_path / "parts", before[0], 3, model=model, zero=before[1])
+    state, _ = run(tmp_path / "parts", after[0], STEPS, model=model, zero=after[1])
+    assert worst(state, truth) <= 1e-12
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_bit_equal_in_bf16_under_every_stage(tmp_path: Path, zero: int) -> None:
+    truth, _ = run(tmp_path / "whole", 3, STEPS, precision="bf16", zero=zero)
+    run(tmp_path / "parts", 3, 3, precision="bf16", zero=zero)
+    state, _ = run(tmp_path / "parts", 3, STEPS, precision="bf16", zero=zero)
+    assert all(torch.equal(state[n], truth[n]) for n in truth)
 
 
 def test_bit_equal_in_bf16(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data import Corpus, Joined, Mixture, open_corpus, open_tokenizer
@@ -18,6 +17,7 @@ from shardwise.data.samples import Samples
 from shardwise.data.tokenise import OnProgress
 from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
+from shardwise.parallel.data import data_parallel
 
 from .config import Config
 from .defaults import KEYS_OF_KIND
@@ -144,13 +144,18 @@ def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
 def build_plan(config: Config) -> Plan:
     """How the work of a step is divided."""
     parallel = config.parallel
-    return Plan(
-        mesh=Mesh.of(dp=parallel.dp),
+    plan = Plan(
         microbatches=parallel.microbatches,
         recompute=parallel.recompute,
         precision=parallel.precision,
         dropout=config.train.dropout,
+        offload=parallel.offload,
+        gathered=parallel.gathered or "use",
+        prefetch=parallel.prefetch,
+        reduced=parallel.reduced,
+        reduce=parallel.reduce,
     )
+    return data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
 
 
 def build_optimizer(config: Config) -> OptimizerChoice:

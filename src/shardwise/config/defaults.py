@@ -157,6 +157,27 @@ def _devices(draft: Draft, hardware: Hardware) -> None:
     draft.default("train.threads", max(1, hardware.cores // (hardware.local or devices)))
     if draft["parallel.dp"] != devices:
         draft.refuse("parallel.dp", f"train.devices = {devices}, for all devices are data parallel")
+        return
+    _shards(draft, devices)
+
+
+def _shards(draft: Draft, ranks: int) -> None:
+    """What of ZeRO makes sense on so many ranks."""
+    if draft.sound("parallel.reduce", "parallel.precision"):
+        precise = draft["parallel.precision"] == "fp64"
+        if draft["parallel.reduce"] != "auto" and (draft["parallel.reduce"] == "fp64") != precise:
+            draft.refuse("parallel.reduce", 'auto or "fp64"' if precise else 'auto, "fp32", "bf16" or "fp16"')
+    groups, key = draft["parallel.dp_replicate"], "parallel.dp_replicate"
+    if not draft.sound(key, "parallel.zero"):
+        return
+    if ranks % groups:
+        legal = ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)
+        draft.refuse(key, f"a divisor of parallel.dp = {ranks}: {legal}")
+    elif draft["parallel.zero"] and ranks // groups == 1:
+        smallest = f"parallel.dp of at least {2 * groups}" + (f" with {key} = {groups}" if groups > 1 else "")
+        draft.refuse("parallel.zero", f"0, or {smallest}", "There is one rank to shard over")
+    elif groups > 1 and not draft["parallel.zero"]:
+        draft.refuse(key, "1, or parallel.zero of at least 1", "Nothing is sharded within a group")
 
 
 def _fitting_devices(draft: Draft, hardware: Hardware) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardwise.core import optim, plan
 from shardwise.core.optim import OptimizerName, Schedule
-from shardwise.core.plan import Dropout, Precision, Recompute
+from shardwise.core.plan import Dropout, Gathered, Offload, Precision, Recompute, Reduced, ReduceDtype
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
 from .rules import LARGEST, Rule, choice, integer, key, number, pair, reference, switch, table, tables, text, texts
@@ -91,9 +91,20 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """``[parallel]``: how the work of a step is divided."""
+    """``[parallel]``: how the work of a step is divided.
+
+    ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
+    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`.
+    """
 
     dp: int = key(integer(1))
+    dp_replicate: int = key(integer(1), 1)
+    zero: int = key(integer(0, most=3), 0)
+    gathered: Gathered | None = key(choice(*plan.CHOICES["gathered"]))
+    prefetch: int = key(integer(0), 1)
+    reduced: Reduced = key(choice(*plan.CHOICES["reduced"]), "microbatch")
+    reduce: ReduceDtype = key(choice(*plan.CHOICES["reduce"]), "auto")
+    offload: Offload = key(choice(*plan.CHOICES["offload"]), "none")
     microbatches: int = key(integer(1), 1)
     recompute: Recompute = key(choice(*plan.CHOICES["recompute"]), "none")
     precision: Precision = key(choice(*plan.CHOICES["precision"]), "fp32")

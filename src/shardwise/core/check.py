@@ -124,7 +124,9 @@ def _check_races(program: Program) -> None:
         for buffer in instruction.reads:
             held = accesses[buffer]
             if buffer in freed:
-                raise ProgramError(f"{_describe(program, position)} reads {buffer}, which {_describe(program, freed[buffer])} has freed")
+                raise ProgramError(
+                    f"{_describe(program, position)} reads {buffer}, which {_describe(program, freed[buffer])} has freed"
+                )
             if held.write and clock[held.write[0]] < held.write[1]:
                 raise _race(program, "read-after-write", buffer, held.write[1], position)
             held.reads[lane] = position

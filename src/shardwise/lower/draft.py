@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from shardwise.core.instruction import Buffer, Instruction
+from shardwise.core.instruction import Buffer, Instruction, Op
 
 
 @dataclass
@@ -31,8 +32,32 @@ class Draft:
         wanted = set(buffers)
         return max(i for i, one in enumerate(self.compute) if wanted & set(one.writes))
 
-    def clamp(self, position: int) -> int:
-        return min(max(position, 0), len(self.compute) - 1)
+    @cached_property
+    def _turns(self) -> list[tuple[int, int]]:
+        """For each position (first, last) of its unit's turn: a recomputation and its backward are one."""
+        turns: list[tuple[int, int]] = []
+        for position, one in enumerate(self.compute):
+            joins = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE and one.op is Op.BACKWARD
+            turns.append((turns[-1][0] if joins else position, position))
+            if joins:
+                turns[-2] = turns[-1]
+        return turns
+
+    def ahead(self, position: int, turns: int) -> int:
+        """The first position of the unit's turn that comes so many before that of ``position``."""
+        start = self._turns[position][0]
+        for _ in range(turns):
+            if start > 0:
+                start = self._turns[start - 1][0]
+        return start
+
+    def behind(self, position: int, turns: int) -> int:
+        """The last position of the unit's turn that comes so many after that of ``position``."""
+        end = self._turns[position][1]
+        for _ in range(turns):
+            if end + 1 < len(self.compute):
+                end = self._turns[end + 1][1]
+        return end
 
     def edit(self, position: int, **changes: Any) -> None:
         """Change fields of an instruction; ``add_NAME`` appends to the tuple NAME."""
@@ -49,7 +74,5 @@ class Draft:
     def instructions(self) -> list[Instruction]:
         """All of it in order."""
         return [
-            one
-            for position, each in enumerate(self.compute)
-            for one in (*self.before[position], each, *self.after[position])
+            one for position, each in enumerate(self.compute) for one in (*self.before[position], each, *self.after[position])
         ]

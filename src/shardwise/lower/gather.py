@@ -16,7 +16,7 @@ from shardwise.trace.trace import Bucket
 def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[int, ...], ...]:
     """Put the gathers into ``draft``; returns the slots of the pool.
 
-    What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` instructions ahead.  What rests whole but is
+    What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` units ahead.  What rests whole but is
     updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the update.
     """
     spans: list[Span] = []
@@ -27,11 +27,11 @@ def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[i
         if not readers or rule.state == "R" or (rule.rest == "R" and not bucket.learns):
             continue
         if rule.rest == "R":
-            start = draft.clamp(readers[0] - plan.prefetch)
+            start = draft.ahead(readers[0], plan.prefetch)
             draft.before[start].append(_gather(plan, bucket, -1, param))
             continue
         for span in _spans(draft, plan, readers):
-            spans.append(Span(bucket.index, bucket.nbytes, draft.clamp(span[0] - plan.prefetch), span[-1]))
+            spans.append(Span(bucket.index, bucket.nbytes, draft.ahead(span[0], plan.prefetch), span[-1]))
             uses.append(span)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
@@ -63,7 +63,7 @@ def _spans(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
         spans = [[i] for i in readers]
     merged = [spans[0]]
     for span in spans[1:]:
-        if span[0] - merged[-1][-1] <= max(1, plan.prefetch):
+        if draft.ahead(span[0], plan.prefetch) <= merged[-1][-1] + 1:
             merged[-1].extend(span)
         else:
             merged.append(span)

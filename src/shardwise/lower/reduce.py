@@ -51,7 +51,7 @@ def reduce(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[i
         last.append((bucket, once))
     depth = max(1, plan.prefetch)
     spans = [
-        Span(w.bucket.index, w.bucket.numel * 4, w.writers[-1 if w.through else 0], draft.clamp(w.writers[-1] + depth)) for w in ways
+        Span(w.bucket.index, w.bucket.nbytes, w.writers[-1 if w.through else 0], draft.behind(w.writers[-1], depth)) for w in ways
     ]
     slots, pool = assign(spans)
     for way, span, slot in sorted(zip(ways, spans, slots, strict=True), key=lambda one: one[0].writers[-1]):

@@ -211,4 +211,6 @@ class RankMemory:
             if memory.rule.rest == "R"
             for name, view in memory.views(memory.param).items()
         }
-        self.halted = torch.zeros((), dtype=torch.float32, device=comm.device)  # 1 after a non-finite norm, until the host has looked
+        self.halted = torch.zeros(
+            (), dtype=torch.float32, device=comm.device
+        )  # 1 after a non-finite norm, until the host has looked

@@ -67,9 +67,7 @@ class Engine:
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan)
-        self.interpreter = Interpreter(
-            comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict
-        )
+        self.interpreter = Interpreter(comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict)
 
     def step(self, fields: Mapping[str, Tensor], rows: int, stop: bool = False) -> StepResult:
         """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).

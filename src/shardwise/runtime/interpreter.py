@@ -68,7 +68,9 @@ class Interpreter:
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
-    keep_gradients: dict[str, Tensor] | None = None  # filled with each step's whole gradients, before clipping; on all ranks or none
+    keep_gradients: dict[str, Tensor] | None = (
+        None  # filled with each step's whole gradients, before clipping; on all ranks or none
+    )
     apart: bool = False
     strict: bool = False
 

@@ -179,7 +179,12 @@ def _buckets(
 
 
 def _opaque(
-    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str,
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    loss: LossFunction | None,
+    precision: str,
+    training: bool,
+    reason: str,
     group: Callable[[str], Hashable] | None,
 ) -> Trace:
     unit = opaque_unit(module, tuple(batch), loss, precision, training)

@@ -1,0 +1,135 @@
+"""What lowering makes of the rows of the data-parallel table: gathers, reductions, slots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.core.check import ProgramError, check
+from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.core.program import Program
+from shardwise.lower.slots import Span, assign
+from shardwise.lower.step import lower
+from shardwise.models.gpt import GPT
+from shardwise.parallel.data import data_parallel
+from shardwise.trace.trace import Trace, trace
+
+LAYERS = 6
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Trace:
+    batch = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
+    return trace(GPT(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8), batch)
+
+
+def lowered(one: Trace, zero: int, *, ranks: int = 2, replicas: int = 1, training: bool = True, **changes: Any) -> Program:
+    plan = data_parallel(Plan(**changes), ranks, zero, replicas)
+    programs = lower(one, plan, training=training)
+    check(programs, plan.mesh)
+    return programs[0]
+
+
+def kinds(program: Program) -> Counter[str]:
+    return Counter(str(one.op) for one in program.instructions)
+
+
+def test_stages_differ_in_what_is_gathered_and_scattered(gpt: Trace) -> None:
+    buckets = len(gpt.buckets)
+    ddp, one, two, three = (lowered(gpt, zero) for zero in range(4))
+    assert kinds(ddp)["GATHER"] == 0
+    assert kinds(one)["GATHER"] == kinds(two)["GATHER"] == buckets
+    assert kinds(three)["GATHER"] > 1.5 * buckets
+    for program, scatters in ((ddp, 0), (one, buckets), (two, buckets), (three, buckets)):
+        assert sum(i.scatters for i in program.instructions) == scatters
+    assert (ddp.slots, one.slots, two.slots) == ((), (), ())
+    assert (ddp.unreduced, one.unreduced) == ((), ())
+    assert two.unreduced and three.slots
+
+
+def test_blocks_share_a_few_slots(gpt: Trace) -> None:
+    """One that computes, and `prefetch` that are on their way; whatever the number of blocks."""
+    for prefetch in (1, 2):
+        program = lowered(gpt, 3, prefetch=prefetch, microbatches=2, recompute="full")
+        blocks = {b.index for b in gpt.buckets if len(b.parameters) > 5}
+        assert len(blocks) == LAYERS
+        assert sum(bool(blocks & set(held)) for held in program.slots) == prefetch + 1
+        assert sum(bool(blocks & set(held)) for held in program.unreduced) == prefetch + 1
+
+
+@pytest.mark.parametrize(("gathered", "times"), [("use", 2), ("forward", 1), ("step", 1)])
+def test_how_often_a_block_is_gathered(gpt: Trace, gathered: Any, times: int) -> None:
+    """The first block: in the middle of neither turn."""
+    program = lowered(gpt, 3, gathered=gathered, microbatches=3)
+    block = next(b.index for b in gpt.buckets if gpt.units[b.units[0]].name == "blocks.2" and len(b.units) == 1)
+    found = sum(one.op is Op.GATHER and one.bucket == block for one in program.instructions)
+    assert found == (1 if gathered == "step" else 3 * times)
+
+
+@pytest.mark.parametrize(("reduced", "sums"), [("microbatch", 3), ("step", 1)])
+def test_how_often_a_gradient_is_reduced(gpt: Trace, reduced: Any, sums: int) -> None:
+    program = lowered(gpt, 2, reduced=reduced, microbatches=3)
+    block = next(b.index for b in gpt.buckets if len(b.parameters) > 5)
+    assert sum(one.op is Op.REDUCE and one.bucket == block for one in program.instructions) == sums
+
+
+def test_gathers_come_ahead_of_their_use(gpt: Trace) -> None:
+    for prefetch in (0, 1, 2):
+        program = lowered(gpt, 3, prefetch=prefetch)
+        order = [i for i, one in enumerate(program.instructions) if one.op is Op.FORWARD]
+        for k in range(2 + prefetch, len(order) - 1):
+            unit = program.instructions[order[k]].unit
+            own = [b.index for b in gpt.buckets if b.units == (unit,)]
+            at = max(
+                i for i in range(order[k]) if program.instructions[i].op is Op.GATHER and program.instructions[i].bucket in own
+            )
+            assert order[k - prefetch - 1] < at < order[k - prefetch]
+
+
+def test_replicas_are_summed_once_a_step(gpt: Trace) -> None:
+    program = lowered(gpt, 2, ranks=4, replicas=2, microbatches=3)
+    across = [one for one in program.instructions if one.op is Op.REDUCE and one.axes == ("dp_replicate",)]
+    assert Counter(one.bucket for one in across) == dict.fromkeys((b.index for b in gpt.buckets), 1)
+
+
+def test_evaluation_gathers_and_frees(gpt: Trace) -> None:
+    program = lowered(gpt, 3, training=False)
+    assert {str(one.op) for one in program.instructions} == {"COUNT", "GATHER", "FORWARD", "REDUCE"}
+    freed = [buffer for one in program.instructions for buffer in one.frees if buffer.kind == "activation"]
+    assert {buffer.index for buffer in freed} == {unit.index for unit in gpt.units}
+
+
+def test_what_is_freed_is_not_read_again() -> None:
+    held = Buffer("slot", 0)
+    first = Instruction(Op.FORWARD, unit=0, writes=(held,), frees=(held,))
+    with pytest.raises(ProgramError, match=r"FORWARD u1 reads slot0, which .*FORWARD u0.* has freed"):
+        check((Program("all", (), (first, Instruction(Op.FORWARD, unit=1, reads=(held,)))),), Mesh.of(dp=1))
+    again = Instruction(Op.GATHER, bucket=0, lane=Lane.COMPUTE, writes=(held,))
+    check((Program("all", (), (first, again, Instruction(Op.FORWARD, unit=1, reads=(held,)))),), Mesh.of(dp=1))
+
+
+spans = st.lists(
+    st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 20), st.integers(0, 6)).map(
+        lambda t: Span(t[0], t[0] * 100 + 64, t[2], t[2] + t[3])
+    ),
+    max_size=30,
+)
+
+
+@given(spans)
+def test_no_slot_holds_two_buckets_at_once(found: list[Span]) -> None:
+    slots, held = assign(found)
+    for i, a in enumerate(found):
+        assert a.bucket in held[slots[i]]
+        for j in range(i):
+            b = found[j]
+            assert slots[i] != slots[j] or a.start > b.stop or b.start > a.stop
+    busiest = max((sum(s.start <= t <= s.stop for s in found) for t in range(30)), default=0)
+    assert len(held) == busiest  # no more slots than are needed at once
