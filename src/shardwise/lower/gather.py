@@ -30,9 +30,9 @@ def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[i
             start = draft.ahead(readers[0], plan.prefetch)
             draft.before[start].append(_gather(plan, bucket, -1, param))
             continue
-        for span in _spans(draft, plan, readers):
-            spans.append(Span(bucket.index, bucket.nbytes, draft.ahead(span[0], plan.prefetch), span[-1]))
-            uses.append(span)
+        for group in _groups(draft, plan, readers):
+            spans.append(Span(bucket.index, bucket.nbytes, draft.ahead(group[0], plan.prefetch), group[-1]))
+            uses.append(group)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
         place = Buffer("slot", slot)
@@ -50,7 +50,7 @@ def _gather(plan: Plan, bucket: Bucket, slot: int, into: Buffer) -> Instruction:
     )
 
 
-def _spans(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
+def _groups(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
     """The uses of a bucket, in the groups for which it is gathered.
 
     Freeing it is pointless where the next gather of it would be issued at once.
@@ -58,13 +58,13 @@ def _spans(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
     if plan.gathered == "step":
         return [readers]
     if plan.gathered == "forward":
-        spans = [list(group) for _, group in groupby(readers, key=lambda i: draft.compute[i].microbatch)]
+        groups = [list(group) for _, group in groupby(readers, key=lambda i: draft.compute[i].microbatch)]
     else:
-        spans = [[i] for i in readers]
-    merged = [spans[0]]
-    for span in spans[1:]:
-        if draft.ahead(span[0], plan.prefetch) <= merged[-1][-1] + 1:
-            merged[-1].extend(span)
+        groups = [[i] for i in readers]
+    merged = [groups[0]]
+    for group in groups[1:]:
+        if draft.ahead(group[0], plan.prefetch) <= merged[-1][-1] + 1:
+            merged[-1].extend(group)
         else:
-            merged.append(span)
+            merged.append(group)
     return merged

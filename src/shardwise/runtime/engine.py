@@ -164,7 +164,7 @@ class Engine:
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters that some unit reads, whole, in their master precision; all ranks call it together."""
-        found = {}
+        found: dict[str, Tensor] = {}
         for bucket in self.memory.buckets:
             found |= bucket.views(bucket.whole(bucket.master, self.comm, f"parameters of bucket {bucket.bucket.index}"))
         return found

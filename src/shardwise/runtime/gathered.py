@@ -71,7 +71,7 @@ class Gathered:
         bucket = self._bucket.get(value.untyped_storage().data_ptr())
         if bucket is None:
             return value
-        return Reference(bucket, value.shape, value.stride(), value.storage_offset())
+        return Reference(bucket, value.shape, value.stride(), int(value.storage_offset()))
 
     def _unpack(self, kept: Any) -> Tensor:
         if not isinstance(kept, Reference):
