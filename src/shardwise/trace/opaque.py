@@ -15,7 +15,7 @@ from torch.func import functional_call
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.trace import ops
 from shardwise.trace.capture import LossFunction, WithLoss, set_mode
-from shardwise.trace.casts import cast_field, precision_layers, shadow_dtype
+from shardwise.trace.casts import cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept, Proceed
 from shardwise.trace.keyed_calls import KeyedRandom, batch_of
 from shardwise.trace.units import Unit
@@ -58,9 +58,7 @@ def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], preci
     leaves = [
         p.detach().to("cpu", shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad) for n, p in parameters.items()
     ]
-    buffers = [b.detach().to("cpu") for b in dict(module.named_buffers()).values()]
-    if precision == "fp64":
-        buffers = [b.double() if b.is_floating_point() else b for b in buffers]
+    buffers = [cast_buffer(b.detach().to("cpu"), precision) for b in dict(module.named_buffers()).values()]
     rows = next(iter(batch.values())).shape[0]
     try:
         loss, *_ = unit.function(ops.Env(rows=rows), *leaves, *buffers, *(cast_field(v.cpu(), precision) for v in batch.values()))
