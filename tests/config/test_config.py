@@ -203,7 +203,10 @@ REFUSED = [
     ("optimizer.weight_decay=-1", ["optimizer.weight_decay", "at least 0"]),
     ("optimizer.schedule=linear", ["optimizer.schedule", '"constant", "cosine", "wsd"']),
     ("parallel.recompute=some", ["parallel.recompute", '"none", "full"']),
-    ("parallel.precision=fp16", ["parallel.precision", '"fp16"', '"fp32", "fp64", "bf16"']),
+    ("parallel.precision=fp8", ["parallel.precision", '"fp8"', '"fp32", "fp64", "bf16", "fp16"']),
+    ("train.loss_scale=dynamic", ["train.loss_scale", '"dynamic"', "left out", 'parallel.precision = "fp16"']),
+    ("train.loss_scale=dynamics", ["train.loss_scale", '"dynamics"', '"dynamic" or a number above 0', 'Did you mean "dynamic"']),
+    ("train.loss_scale=0", ["train.loss_scale", "0", '"dynamic" or a number above 0 and below 1.7']),
     ("parallel.dp=3", ["data.batch_size", "3 x 1", "6 or 9"]),
     ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
@@ -380,7 +383,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "dp microbatches recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout eval_every eval_batches sample_every "
+        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
         "max_restarts tensorboard resume",
         "checkpoint": "every keep_last keep_every staging_mib",
     }

@@ -10,6 +10,7 @@ A model that comes in low precision trains as if it had come in fp32.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -83,6 +84,14 @@ def cast_buffer(value: Tensor, precision: str) -> Tensor:
     if not value.is_floating_point():
         return value
     return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+KERNEL_ADVICE = 'precision = "bf16" or "fp32", or a GPU'
+
+
+def lacks_kernel(error: Exception) -> bool:
+    """Whether torch refuses the dtype fp16, and not what was computed in it."""
+    return isinstance(error, NotImplementedError) or re.search(r"\bHalf\b|dtype", str(error)) is not None
 
 
 class Promote:

@@ -262,7 +262,8 @@ class Oracle:
     def _fields(self, batch: Fields) -> dict[str, Tensor]:
         device = next((t.device for t in (*self.masters.values(), *self.module.buffers())), torch.device("cpu"))
         fields = {
-            k: v.to(device) if self.precision in LOW_PRECISIONS else _widen(v.to(device), self.precision) for k, v in batch.items()
+            k: v.to(device) if self.precision in LOW_PRECISIONS else _widen(v.to(device), self.precision)
+            for k, v in batch.items()
         }
         sizes = {k: v.shape[0] for k, v in fields.items() if v.dim()}
         if not sizes or len(set(sizes.values())) > 1:
