@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
     from shardwise.loop import distribute
-    from shardwise.trainer import NonFiniteError, Trainer
+    from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
 __version__ = "0.1.0"
 
@@ -18,12 +18,13 @@ _HOMES = {
     "Checkpoints": "shardwise.checkpoints",
     "distribute": "shardwise.loop",
     "Mesh": "shardwise.core.mesh",
+    "LossScaleError": "shardwise.trainer",
     "NonFiniteError": "shardwise.trainer",
     "OptimizerChoice": "shardwise.core.optim",
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.trainer",
 }
-__all__ = ["Checkpoints", "distribute", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
+__all__ = ["Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
 
 
 def __getattr__(name: str) -> Any:

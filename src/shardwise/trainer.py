@@ -31,6 +31,20 @@ class NonFiniteError(ShardwiseError):
         super().__init__(f"step {step}: {what} not finite, first in unit {unit}; the weights are as before this step")
 
 
+class LossScaleError(ShardwiseError):
+    """The gradients of step after step overflow in fp16, at whatever scale of the loss; weights and optimizer state are as before."""
+
+    cause = "overflow"
+
+    def __init__(self, step: int, steps: int, scale: float, unit: str, what: str) -> None:
+        self.step, self.steps, self.scale, self.unit, self.what = step, steps, scale, unit, what
+        super().__init__(
+            f"step {step}: gradients have overflowed in fp16 for {steps} steps in a row, the loss scale is down to {scale:g}; first not "
+            f"finite is {what} in unit {unit}; the weights are as before these steps. It is not the scale: lower the learning rate, "
+            'look at the data and at this unit, or use precision = "bf16", which has the range of fp32'
+        )
+
+
 class Trainer:
     """One rank of a training run.
 

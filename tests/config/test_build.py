@@ -11,6 +11,7 @@ from shardwise.config import (
     Config,
     Hardware,
     build_dataset,
+    build_loss_scale,
     build_model,
     build_optimizer,
     build_plan,
@@ -18,6 +19,7 @@ from shardwise.config import (
 )
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
+from shardwise.core.scale import ScaleChoice
 from shardwise.data import Loader, PackedWindows
 from shardwise.models import GPT, Llama
 
@@ -135,6 +137,12 @@ def test_default_data_goes_through_the_default_model() -> None:
     with Loader(dataset, Mesh.of(dp=1), 0, 2) as loader:
         loss = model(**next(loader).fields)
     assert loss.item() == pytest.approx(5.545, abs=0.15)
+
+
+def test_loss_scale() -> None:
+    assert build_loss_scale(load()) is None and build_loss_scale(load("parallel.precision=bf16")) is None
+    assert build_loss_scale(load("parallel.precision=fp16")) == ScaleChoice()
+    assert build_loss_scale(load("parallel.precision=fp16", "train.loss_scale=1024")) == ScaleChoice.fixed(1024.0)
 
 
 def test_plan_and_optimizer() -> None:

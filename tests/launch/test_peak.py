@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.launch.peak import PEAKS, PRECISIONS, mfu, model_flops, named_peak, peak_flops
+from shardwise.core.plan import CHOICES
+from shardwise.launch.peak import PEAKS, mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
 from shardwise.trace.trace import trace
 
@@ -133,28 +134,28 @@ def test_mfu_of_palm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "fp64", "fp32", "tf32", "bf16"),
+    ("name", "fp64", "fp32", "tf32", "bf16", "fp16"),
     [
-        ("NVIDIA A100-SXM4-80GB", 19.5, 19.5, 156.0, 312.0),
-        ("A100-PCIE-40GB", 19.5, 19.5, 156.0, 312.0),
-        ("NVIDIA A100 80GB PCIe", 19.5, 19.5, 156.0, 312.0),
-        ("NVIDIA H100 80GB HBM3", 67.0, 67.0, 494.5, 989.0),
-        ("NVIDIA H100 PCIe", 51.0, 51.0, 378.0, 756.0),
-        ("NVIDIA H100 NVL", 60.0, 60.0, 417.5, 835.5),
-        ("NVIDIA H200", 67.0, 67.0, 494.5, 989.0),
-        ("NVIDIA B200", 37.0, 75.0, 1125.0, 2250.0),
-        ("NVIDIA L4", None, 30.3, 60.0, 121.0),
-        ("NVIDIA L40S", None, 91.6, 183.0, 362.0),
-        ("Tesla V100-SXM2-32GB", 7.8, 15.7, 15.7, None),  # neither TF32 nor bf16 units
-        ("Tesla T4", None, 8.1, 8.1, None),
-        ("NVIDIA GeForce RTX 3090", 0.556, 35.6, 35.6, 71.0),
-        ("NVIDIA GeForce RTX 4090", 1.29, 82.6, 82.6, 165.2),
-        ("NVIDIA GeForce RTX 5090", 1.64, 104.8, 104.8, 209.5),
+        ("NVIDIA A100-SXM4-80GB", 19.5, 19.5, 156.0, 312.0, 312.0),
+        ("A100-PCIE-40GB", 19.5, 19.5, 156.0, 312.0, 312.0),
+        ("NVIDIA A100 80GB PCIe", 19.5, 19.5, 156.0, 312.0, 312.0),
+        ("NVIDIA H100 80GB HBM3", 67.0, 67.0, 494.5, 989.0, 989.0),
+        ("NVIDIA H100 PCIe", 51.0, 51.0, 378.0, 756.0, 756.0),
+        ("NVIDIA H100 NVL", 60.0, 60.0, 417.5, 835.5, 835.5),
+        ("NVIDIA H200", 67.0, 67.0, 494.5, 989.0, 989.0),
+        ("NVIDIA B200", 37.0, 75.0, 1125.0, 2250.0, 2250.0),
+        ("NVIDIA L4", None, 30.3, 60.0, 121.0, 121.0),
+        ("NVIDIA L40S", None, 91.6, 183.0, 362.0, 362.0),
+        ("Tesla V100-SXM2-32GB", 7.8, 15.7, 15.7, None, 125.0),  # neither TF32 nor bf16 units
+        ("Tesla T4", None, 8.1, 8.1, None, 65.0),
+        ("NVIDIA GeForce RTX 3090", 0.556, 35.6, 35.6, 71.0, 71.0),
+        ("NVIDIA GeForce RTX 4090", 1.29, 82.6, 82.6, 165.2, 165.2),
+        ("NVIDIA GeForce RTX 5090", 1.64, 104.8, 104.8, 209.5, 209.5),
     ],
 )
-def test_peaks_by_name(name: str, fp64: float | None, fp32: float, tf32: float, bf16: float | None) -> None:
-    found = [named_peak(name, p) for p in ("fp64", "fp32", "bf16")] + [named_peak(name, "fp32", tf32=True)]
-    assert found == [None if t is None else t * 1e12 for t in (fp64, fp32, bf16, tf32)]
+def test_peaks_by_name(name: str, fp64: float | None, fp32: float, tf32: float, bf16: float | None, fp16: float) -> None:
+    found = [named_peak(name, p) for p in ("fp64", "fp32", "bf16", "fp16")] + [named_peak(name, "fp32", tf32=True)]
+    assert found == [None if t is None else t * 1e12 for t in (fp64, fp32, bf16, fp16, tf32)]
 
 
 @pytest.mark.parametrize(
@@ -163,7 +164,7 @@ def test_peaks_by_name(name: str, fp64: float | None, fp32: float, tf32: float, 
      "NVIDIA L400", "Quadro K620", "AMD Instinct MI300X", ""],
 )  # fmt: skip
 def test_devices_that_only_resemble_a_known_one(name: str) -> None:
-    assert all(named_peak(name, precision) is None for precision in PRECISIONS)
+    assert all(named_peak(name, precision) is None for precision in CHOICES["precision"])
 
 
 def test_no_peak_is_off_by_the_factor_of_sparsity() -> None:
@@ -195,5 +196,5 @@ def test_tf32_counts_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_cpu_has_no_peak_and_a_precision_has_a_name() -> None:
     assert peak_flops(torch.device("cpu"), "fp32") is None
-    with pytest.raises(ConfigError, match='precision: \'fp8\' is not legal; legal: "fp32", "bf16", "fp64"'):
+    with pytest.raises(ConfigError, match='precision: \'fp8\' is not legal; legal: "fp32", "fp64", "bf16", "fp16"'):
         peak_flops(torch.device("cpu"), "fp8")

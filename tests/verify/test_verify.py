@@ -54,9 +54,10 @@ def test_every_plan_equals_one_device(name: str, dp: int, microbatches: int, rec
     check(name, dp, microbatches, recompute)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "conv", "mixtral"])
-def test_bf16_is_as_near_to_the_truth_as_one_device(name: str) -> None:
-    check(name, 2, 2, "none", "bf16")
+def test_low_precision_is_as_near_to_the_truth_as_one_device(name: str, precision: str) -> None:
+    check(name, 2, 2, "none", precision)
 
 
 def test_covering_set_covers_every_pair() -> None:

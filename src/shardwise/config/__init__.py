@@ -1,6 +1,6 @@
 """Configuration: what a run is, checked before anything starts."""
 
-from .build import Data, build_data, build_dataset, build_model, build_optimizer, build_plan
+from .build import Data, build_data, build_dataset, build_loss_scale, build_model, build_optimizer, build_plan
 from .config import Config, load_config
 from .hardware import Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -17,6 +17,7 @@ __all__ = [
     "TrainConfig",
     "build_data",
     "build_dataset",
+    "build_loss_scale",
     "build_model",
     "build_optimizer",
     "build_plan",

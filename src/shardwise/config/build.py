@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.core.scale import ScaleChoice
 from shardwise.data import Corpus, Joined, Mixture, open_corpus, open_tokenizer
 from shardwise.data.samples import Samples
 from shardwise.data.tokenise import OnProgress
@@ -170,6 +171,14 @@ def build_optimizer(config: Config) -> OptimizerChoice:
         total_steps=config.train.steps,
     )
     return chosen if optimizer.betas is None else replace(chosen, betas=optimizer.betas)
+
+
+def build_loss_scale(config: Config) -> ScaleChoice | None:
+    """What the loss is scaled by in fp16; None in other precisions."""
+    chosen = config.train.loss_scale
+    if chosen is None:
+        return None
+    return ScaleChoice() if chosen == "dynamic" else ScaleChoice.fixed(chosen)
 
 
 def _factory_constructor(model: ModelConfig, aligned: bool, documents: bool) -> Constructor:

@@ -29,7 +29,7 @@ def complete(draft: Draft, hardware: Hardware) -> None:
     """Fill in the draft's defaults and note all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
-    for step in (_optimizer, _train, _checkpoint):
+    for step in (_optimizer, _loss_scale, _train, _checkpoint):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
@@ -116,6 +116,16 @@ def _optimizer(draft: Draft) -> None:
     most = steps if constant else steps - 1  # a decay needs a step of its own
     if draft.sound(*keys) and draft["optimizer.warmup_steps"] > most:
         draft.refuse("optimizer.warmup_steps", f"at most {most}, with train.steps = {steps}")
+
+
+def _loss_scale(draft: Draft) -> None:
+    key = "train.loss_scale"
+    if not draft.sound("parallel.precision"):
+        return
+    if draft["parallel.precision"] == "fp16":
+        draft.default(key, "dynamic")
+    elif draft.given(key) and draft.sound(key):
+        draft.refuse(key, 'left out, for it belongs to parallel.precision = "fp16"')
 
 
 def _train(draft: Draft) -> None:

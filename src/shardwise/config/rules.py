@@ -67,6 +67,21 @@ def choice(*words: str) -> Rule:
     return Rule(", ".join(f'"{word}"' for word in words), read)
 
 
+def either(*each: Rule) -> Rule:
+    """What one of several rules takes; a hint is the first one's."""
+
+    def read(value: Any) -> Any:
+        hints = []
+        for rule in each:
+            try:
+                return rule.read(value)
+            except Illegal as error:
+                hints.append(str(error))
+        raise Illegal(next(filter(None, hints), ""))
+
+    return Rule(" or ".join(rule.legal for rule in each), read)
+
+
 def switch() -> Rule:
     """True or false."""
 

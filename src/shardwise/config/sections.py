@@ -16,7 +16,7 @@ from shardwise.core.optim import OptimizerName, Schedule
 from shardwise.core.plan import Dropout, Gathered, Offload, Precision, Recompute, Reduced, ReduceDtype
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
-from .rules import LARGEST, Rule, choice, integer, key, number, pair, reference, switch, table, tables, text, texts
+from .rules import LARGEST, Rule, choice, either, integer, key, number, pair, reference, switch, table, tables, text, texts
 
 Resume = Literal["auto", "never"]
 
@@ -112,7 +112,8 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing; ``hang_timeout`` is in seconds.
+    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16
+    only, is "dynamic" or a number that stays.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
     """
@@ -124,6 +125,7 @@ class TrainConfig:
     clip_norm: float = key(number(0), 1.0)
     run_dir: str = key(text("the path of a folder"), "runs/train")
     dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
+    loss_scale: float | Literal["dynamic"] | None = key(either(choice("dynamic"), number(0, below=2.0**127, open_=True)))
     hang_timeout: float = key(number(0, open_=True), 20.0)
     eval_every: int = key(integer(0))
     eval_batches: int = key(integer(1), 20)

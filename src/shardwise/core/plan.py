@@ -13,7 +13,7 @@ from shardwise.core.errors import ConfigError, check_choice, check_count, check_
 from shardwise.core.mesh import Axis, Mesh
 
 Recompute = Literal["none", "full"]
-Precision = Literal["fp32", "fp64", "bf16"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Dropout = Literal["exact", "fast"]
 Gathered = Literal["use", "forward", "step"]
 Reduced = Literal["microbatch", "step"]
@@ -22,7 +22,7 @@ Offload = Literal["none", "optimizer"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "full"),
-    "precision": ("fp32", "fp64", "bf16"),
+    "precision": ("fp32", "fp64", "bf16", "fp16"),
     "schedule": ("1f1b",),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer"),
@@ -31,6 +31,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reduce": ("auto", "fp64", "fp32", "bf16", "fp16"),
 }
 """The fields of a plan that are one word, with the legal words."""
+
+LOW_PRECISIONS = ("bf16", "fp16")
+"""The precisions that compute with copies of fp32 masters."""
 
 DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
     ("R", "P", "R"): "DDP",

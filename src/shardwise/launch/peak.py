@@ -16,10 +16,9 @@ import torch
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.layout import shard_range
+from shardwise.core.plan import CHOICES
 from shardwise.trace.cost import cost
 from shardwise.trace.trace import Trace
-
-PRECISIONS = ("fp32", "bf16", "fp64")
 
 
 class Peak(NamedTuple):
@@ -29,6 +28,7 @@ class Peak(NamedTuple):
     fp32: float
     tf32: float | None
     bf16: float | None  # accumulated in fp32, as torch does
+    fp16: float | None = None  # the same; that of bf16 where it is None
 
 
 # Datasheets and architecture whitepapers of NVIDIA (V100, A100, GA102, Ada, H100, H200 NVL, RTX Blackwell, HGX B200 and B300).
@@ -58,10 +58,10 @@ PEAKS: Mapping[str, Peak] = MappingProxyType(
         r"L40": Peak(None, 90.5, 90.5, 181.0),
         r"L40S": Peak(None, 91.6, 183.0, 362.0),
         r"RTX 6000 Ada Generation": Peak(None, 91.1, 182.1, 364.2),
-        r"V100-SXM[23]-(16|32)GB(-LS)?": Peak(7.8, 15.7, None, None),
-        r"V100-PCIE-(16|32)GB": Peak(7.0, 14.0, None, None),
-        r"V100S-PCIE-32GB": Peak(8.2, 16.4, None, None),
-        r"T4": Peak(None, 8.1, None, None),
+        r"V100-SXM[23]-(16|32)GB(-LS)?": Peak(7.8, 15.7, None, None, 125.0),
+        r"V100-PCIE-(16|32)GB": Peak(7.0, 14.0, None, None, 112.0),
+        r"V100S-PCIE-32GB": Peak(8.2, 16.4, None, None, 130.0),
+        r"T4": Peak(None, 8.1, None, None, 65.0),
         r"GeForce RTX 3090": Peak(0.556, 35.6, 35.6, 71.0),
         r"GeForce RTX 3090 Ti": Peak(0.625, 40.0, 40.0, 80.0),
         r"GeForce RTX 4080": Peak(0.761, 48.7, 48.7, 97.5),
@@ -73,12 +73,12 @@ PEAKS: Mapping[str, Peak] = MappingProxyType(
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The dense peak of ``device`` for matrix products in ``precision`` ("fp32", "bf16" or "fp64"), in FLOP/s; None if unknown.
+    """The dense peak of ``device`` for matrix products in ``precision`` (as in a plan), in FLOP/s; None if unknown.
 
     "fp32" is the peak of TF32 where torch may use it for the products of float32 matrices, as it is set now.  CPUs have none: what
     a core can do depends on its clock under load, on its vector units and on its neighbours.
     """
-    check_choice("precision", precision, PRECISIONS)
+    check_choice("precision", precision, CHOICES["precision"])
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     return named_peak(torch.cuda.get_device_name(device), precision, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
@@ -91,7 +91,8 @@ def named_peak(name: str, precision: str, *, tf32: bool = False) -> float | None
     if found is None:
         return None
     fp32 = found.tf32 if tf32 and found.tf32 is not None else found.fp32
-    tera = {"fp32": fp32, "bf16": found.bf16, "fp64": found.fp64}[precision]
+    fp16 = found.bf16 if found.fp16 is None else found.fp16
+    tera = {"fp32": fp32, "bf16": found.bf16, "fp16": fp16, "fp64": found.fp64}[precision]
     return None if tera is None else tera * 1e12
 
 

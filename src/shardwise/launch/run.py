@@ -22,7 +22,7 @@ from shardwise.config.build import Data
 from shardwise.data.loader import Loader
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.progress import Progress
-from shardwise.trainer import NonFiniteError, Trainer
+from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, keep_lines, read_lines
@@ -100,7 +100,7 @@ class Run:
                 if trainer.stopping:
                     break
             trainer.finish()
-        except NonFiniteError:
+        except (NonFiniteError, LossScaleError):
             state = trainer.state_dict()
             if trainer.comm.rank == 0:
                 save_weights(state, self.module, self.folder / "weights.safetensors")

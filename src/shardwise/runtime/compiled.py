@@ -16,6 +16,7 @@ from shardwise.core.program import Program
 from shardwise.lower.step import lower
 from shardwise.parallel.data import batch_axes
 from shardwise.trace.capture import LossFunction
+from shardwise.trace.kernels import check_kernels
 from shardwise.trace.trace import Bucket, Trace, trace
 
 MASKS = ("attention_mask",)
@@ -47,6 +48,8 @@ class Compiled:
             raise ConfigError(f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}")
         self.general = self.trace((), None)
         self.buckets = self.buckets or self.general.buckets
+        if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
+            check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
             self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches

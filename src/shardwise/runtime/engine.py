@@ -17,6 +17,7 @@ from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.interpreter import Interpreter, StepInput, StepResult
+from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Trace
 
 
@@ -59,15 +60,15 @@ class Engine:
         for memory in buckets:
             memory.load(values)
         self.names = _aliases(module)
-        wide = trace.precision == "fp64"
-        buffers = {
-            n: b.detach().to(comm.device, torch.float64 if wide and b.is_floating_point() else b.dtype, copy=True)
-            for n, b in module.named_buffers()
-        }
+        buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan)
         self.interpreter = Interpreter(comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict)
+
+    def _compute_dtype(self, name: str) -> torch.dtype:
+        module = self.compiled.module
+        return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.precision)
 
     def step(self, fields: Mapping[str, Tensor], rows: int, stop: bool = False) -> StepResult:
         """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
@@ -86,7 +87,7 @@ class Engine:
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled)
         for name in sorted({n for t in traces for u in t.units for n in u.parameters} & set(self.unused)):
-            self.memory.leaves[name] = self.unused[name].to(self.comm.device, _compute_dtype(traces[0], self.unused[name]))
+            self.memory.leaves[name] = self.unused[name].to(self.comm.device, self._compute_dtype(name))
         program = compiled.programs(traces[0], len(traces))[0]
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
@@ -190,9 +191,3 @@ def _aliases(module: torch.nn.Module) -> dict[str, str]:
         *module.named_buffers(remove_duplicate=False),
     ]
     return {name: first.setdefault(id(value), name) for name, value in named}
-
-
-def _compute_dtype(trace: Trace, value: Tensor) -> torch.dtype:
-    from shardwise.trace.casts import COMPUTE_DTYPE
-
-    return COMPUTE_DTYPE[trace.precision] if value.is_floating_point() else value.dtype

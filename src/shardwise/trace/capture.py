@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.trace.casts import COMPUTE_DTYPE, cast_field, precision_layers, shadow_dtype
+from shardwise.trace.casts import COMPUTE_DTYPE, cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept
 
 HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
@@ -180,7 +180,7 @@ def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:
     """A copy of ``module`` whose parameters are uninitialised tensors of the compute dtype (nothing is committed to memory
-    until written); buffers and other attributes are shared, floating ones as doubles under ``fp64``."""
+    until written); buffers are copies, cast as the precision asks, and other attributes are shared."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
@@ -188,8 +188,7 @@ def shadow(module: nn.Module, precision: str) -> nn.Module:
             empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
-        wide = precision == "fp64" and buffer.is_floating_point()
-        memo[id(buffer)] = buffer.detach().to("cpu", torch.float64 if wide else buffer.dtype).clone()
+        memo[id(buffer)] = cast_buffer(buffer.detach().to("cpu", copy=True), precision)
     return copy.deepcopy(module, memo)
 
 

@@ -1,12 +1,16 @@
 """Which dtype computes what under each precision.
 
-``fp32`` changes nothing.  ``fp64`` turns every cast to a narrower float into one to double.  ``bf16`` casts parameters
-(not buffers, not BatchNorm's parameters), lets matmul-like functions cast their operands, and computes losses in fp32;
-the fused norm and softmax kernels keep their statistics in fp32 by themselves.
+``fp32`` changes nothing of a model in fp32.  ``fp64`` turns every cast to a narrower float into one to double.  ``bf16`` and
+``fp16`` cast parameters (not buffers, not BatchNorm's parameters), let matmul-like functions cast their operands, and compute
+losses in fp32; the fused norm and softmax kernels keep their statistics in fp32 by themselves.  ``fp16`` also computes in fp32
+what leaves its range easily: powers, exponentials, reciprocals and sums (as torch.autocast does for both).
+
+A model that comes in low precision trains as if it had come in fp32.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.core.plan import LOW_PRECISIONS
 from shardwise.trace.intercept import Proceed
 from shardwise.trace.torch_private import BatchNormBase
 
-COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 _MATMULS = frozenset(
@@ -33,6 +38,15 @@ _LOSSES = frozenset(
         F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
         F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
     )
+)  # fmt: skip
+_OVERFLOWING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor, torch.linalg)
+    for name in (
+        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__", "rsqrt",
+        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "vector_norm", "matrix_norm", "logsumexp", "cdist", "dist",
+    )
+    if hasattr(owner, name)
 )  # fmt: skip
 _WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
     Tensor.float: torch.float64,
@@ -50,8 +64,8 @@ def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str
     """The dtype in which a parameter takes part in computing."""
     if not parameter.is_floating_point():
         return parameter.dtype
-    if precision == "bf16" and _owner_is_batch_norm(module, name):
-        return parameter.dtype
+    if precision in LOW_PRECISIONS and _owner_is_batch_norm(module, name):
+        return torch.float32
     return COMPUTE_DTYPE[precision]
 
 
@@ -61,8 +75,23 @@ def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
 
 
 def cast_field(value: Tensor, precision: str) -> Tensor:
-    """A batch field as the graph takes it: floats as doubles under ``fp64``, otherwise unchanged."""
-    return value.double() if precision == "fp64" and value.is_floating_point() else value
+    """A batch field as the graph takes it: floats as doubles under ``fp64``, of at least fp32 under ``fp32``, otherwise unchanged."""
+    return value if precision in LOW_PRECISIONS else cast_buffer(value, precision)
+
+
+def cast_buffer(value: Tensor, precision: str) -> Tensor:
+    """A buffer as the graph takes it: floats as doubles under ``fp64``, otherwise of at least fp32."""
+    if not value.is_floating_point():
+        return value
+    return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+KERNEL_ADVICE = 'precision = "bf16" or "fp32", or a GPU'
+
+
+def lacks_kernel(error: Exception) -> bool:
+    """Whether torch refuses the dtype fp16, and not what was computed in it."""
+    return isinstance(error, NotImplementedError) or re.search(r"\bHalf\b|dtype", str(error)) is not None
 
 
 class Promote:
@@ -94,17 +123,19 @@ def _double(value: Any, position: int) -> Any:
 
 
 class CastOperands:
-    """Matmul-like functions take their operands in ``dtype`` when these differ; losses take at least fp32."""
+    """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of fp16, take
+    at least fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.wide = _LOSSES | _OVERFLOWING if dtype is torch.float16 else _LOSSES
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _MATMULS:
             operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
             if len({a.dtype for a in operands}) > 1:
                 args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
-        elif func in _LOSSES:
+        elif func in self.wide:
             args, kwargs = self._cast(args, kwargs, torch.float32, (torch.bfloat16, torch.float16))
         return proceed(func, args, kwargs)
 
@@ -120,5 +151,6 @@ class CastOperands:
 
 def precision_layers(precision: str) -> list[Any]:
     """The layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
-    layers: dict[str, list[Any]] = {"fp64": [Promote()], "bf16": [CastOperands(torch.bfloat16)]}
-    return layers.get(precision, [])
+    if precision in LOW_PRECISIONS:
+        return [CastOperands(COMPUTE_DTYPE[precision])]
+    return [Promote()] if precision == "fp64" else []

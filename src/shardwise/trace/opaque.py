@@ -15,7 +15,7 @@ from torch.func import functional_call
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
 from shardwise.trace import ops
 from shardwise.trace.capture import LossFunction, WithLoss, set_mode
-from shardwise.trace.casts import cast_field, precision_layers, shadow_dtype
+from shardwise.trace.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept, Proceed
 from shardwise.trace.keyed_calls import KeyedRandom, batch_of
 from shardwise.trace.units import Unit
@@ -52,22 +52,25 @@ def opaque_unit(module: nn.Module, fields: tuple[str, ...], loss: LossFunction |
     )
 
 
-def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str) -> Tensor:
-    """The loss of an example batch on one device: what plain PyTorch refuses is refused here, before anything starts."""
+def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device) -> Tensor:
+    """The loss of an example batch on ``device``: what plain PyTorch refuses is refused here, before anything starts."""
     parameters = dict(module.named_parameters())
     leaves = [
-        p.detach().to("cpu", shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad) for n, p in parameters.items()
+        p.detach().to(device, shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad)
+        for n, p in parameters.items()
     ]
-    buffers = [b.detach().to("cpu") for b in dict(module.named_buffers()).values()]
-    if precision == "fp64":
-        buffers = [b.double() if b.is_floating_point() else b for b in buffers]
+    buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
     rows = next(iter(batch.values())).shape[0]
     try:
-        loss, *_ = unit.function(ops.Env(rows=rows), *leaves, *buffers, *(cast_field(v.cpu(), precision) for v in batch.values()))
+        loss, *_ = unit.function(
+            ops.Env(rows=rows), *leaves, *buffers, *(cast_field(v.to(device), precision) for v in batch.values())
+        )
     except ShardwiseError:
         raise
     except Exception as error:  # of any kind: it is the user's code that runs
-        raise ConfigError(f"model: its forward fails on a first batch of {rows} rows: {describe(error)}") from error
+        missing = precision == "fp16" and device.type == "cpu" and lacks_kernel(error)
+        legal = f'; legal with precision = "fp16": {KERNEL_ADVICE}' if missing else ""
+        raise ConfigError(f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}") from error
     return loss
 
 

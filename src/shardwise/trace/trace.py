@@ -124,7 +124,7 @@ def trace(
     except Uncapturable as error:
         if not opaque:
             raise
-        return _opaque(module, batch, loss, precision, training, str(error), group)
+        return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units, captured)
@@ -179,17 +179,12 @@ def _buckets(
 
 
 def _opaque(
-    module: nn.Module,
-    batch: Mapping[str, Tensor],
-    loss: LossFunction | None,
-    precision: str,
-    training: bool,
-    reason: str,
-    group: Callable[[str], Hashable] | None,
-) -> Trace:
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str,
+    group: Callable[[str], Hashable] | None, device: torch.device,
+) -> Trace:  # fmt: skip
     unit = opaque_unit(module, tuple(batch), loss, precision, training)
     real = not any(p.is_meta for p in module.parameters())
-    if real and not first_loss(unit, module, batch, precision).requires_grad and training:
+    if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
         raise ConfigError(NOTHING_LEARNS)
     trainable = {n: p.requires_grad for n, p in module.named_parameters()}
     learning = {n for n, good in trainable.items() if good}

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import LOW_PRECISIONS, Precision
 from shardwise.trace.intercept import Intercept
 from shardwise.trace.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.verify.losses import MeanCrossEntropy
@@ -31,7 +32,7 @@ LossFunction = Callable[[Any, Fields], Tensor]
 OptimizerFactory = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """Parameter groups, as :mod:`torch.optim` takes them, to an optimizer."""
 
-_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -63,9 +64,13 @@ class Oracle:
     that are not ignored, else its share of rows.
 
     ``precision`` is ``fp64`` (parameters, buffers and inputs become doubles, and so does every cast inside
-    the model: ``promotions`` counts them), ``fp32``, or ``bf16`` (parameters, but not BatchNorm's, are bf16
-    copies of fp32 masters; buffers and inputs stay as they are; mixed operands of matmuls are cast to bf16;
-    losses are computed in fp32; gradients are summed in fp32).
+    the model: ``promotions`` counts them), ``fp32`` (parameters are fp32, buffers and inputs at least that), or
+    ``bf16`` or ``fp16`` (parameters, but not BatchNorm's, are low copies of fp32 masters; buffers are at least
+    fp32, inputs stay as they are; mixed operands of matmuls are cast to the low dtype; losses, and under
+    ``fp16`` what leaves its range easily, are computed in fp32; gradients are summed in fp32).
+
+    Losses are multiplied by ``loss_scale`` before backward and gradients divided by it after: under ``fp16``
+    small ones would be zero.
 
     Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
     :mod:`shardwise.trace.keyed_calls` for which calls count.  Others are refused by name.
@@ -82,16 +87,17 @@ class Oracle:
         optimizer: OptimizerFactory | None = None,
         *,
         microbatches: int = 1,
-        precision: Literal["fp64", "fp32", "bf16"] = "fp64",
+        precision: Precision = "fp64",
         seed: int = 0,
         clip_norm: float | None = None,
         decays: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) >= 2,
         first_step: int = 0,
+        loss_scale: float = 1.0,
     ) -> None:
         self.loss_fn = loss_fn
         self.microbatches = microbatches
         self.precision = precision
-        self.clip_norm = clip_norm
+        self.clip_norm, self.loss_scale = clip_norm, loss_scale
         self.step_index = first_step
         self.promotions = 0
         self.module = _copy(module, precision)
@@ -116,7 +122,7 @@ class Oracle:
         return OracleStep(self.step_index - 1, loss, norm, kept, self.parameters(), self.buffers())
 
     def parameters(self) -> dict[str, Tensor]:
-        """Copies of the parameters (of the fp32 masters under bf16), by name."""
+        """Copies of the parameters (of the fp32 masters in low precision), by name."""
         return {name: p.detach().clone() for name, p in self.masters.items()}
 
     def buffers(self) -> dict[str, Tensor]:
@@ -150,6 +156,7 @@ class Oracle:
                 if amount:
                     first = first or amount
                     share = value if amount == first else value * (amount / first)
+                    share = _widen(share, self.precision) * self.loss_scale
                     share.backward()  # type: ignore[no-untyped-call]
             if amount:  # a microbatch without targets has a loss of 0/0, and no part in the batch's
                 loss += value.item() * (amount / first)
@@ -161,10 +168,10 @@ class Oracle:
             )
         if not total:
             raise ShardwiseError("every target of the batch is ignored: its mean cross-entropy is 0/0")
-        if total != 1:
+        if (divisor := total * self.loss_scale) != 1:
             for p in self.masters.values():
                 if p.grad is not None:
-                    p.grad.div_(total)
+                    p.grad.div_(divisor)
         return loss / total
 
     def _forward(self, module: nn.Module, fields: Fields, row_start: int) -> tuple[Tensor, int | None]:
@@ -187,8 +194,8 @@ class Oracle:
     @contextmanager
     def _modes(self) -> Iterator[None]:
         layers: list[Any] = [self._losses, self._random]
-        if self.precision == "bf16":
-            layers.append(LowPrecision(torch.bfloat16))
+        if self.precision in LOW_PRECISIONS:
+            layers.append(LowPrecision(_DTYPES[self.precision]))
         if self.precision == "fp64":
             layers.append(WideGroupedMatmul())
         with ExitStack() as stack:
@@ -223,7 +230,7 @@ class Oracle:
     def _masters(self, module: nn.Module) -> dict[str, Tensor]:
         """What the optimizer updates: the copy's parameters, or fp32 versions of those in low precision."""
         own = dict(self.module.named_parameters())
-        if self.precision != "bf16":
+        if self.precision not in LOW_PRECISIONS:
             return dict(own)
         return {
             name: p.detach().to(torch.float32, copy=True).requires_grad_(p.requires_grad)
@@ -253,9 +260,11 @@ class Oracle:
                     p.copy_(self.masters[name])
 
     def _fields(self, batch: Fields) -> dict[str, Tensor]:
-        wide = self.precision == "fp64"
         device = next((t.device for t in (*self.masters.values(), *self.module.buffers())), torch.device("cpu"))
-        fields = {k: v.to(device, torch.float64 if wide and v.is_floating_point() else v.dtype) for k, v in batch.items()}
+        fields = {
+            k: v.to(device) if self.precision in LOW_PRECISIONS else _widen(v.to(device), self.precision)
+            for k, v in batch.items()
+        }
         sizes = {k: v.shape[0] for k, v in fields.items() if v.dim()}
         if not sizes or len(set(sizes.values())) > 1:
             raise ShardwiseError(f"the fields of a batch must have one number of rows; found {sizes}")
@@ -278,16 +287,23 @@ def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
 
 def _copy(module: nn.Module, precision: str) -> nn.Module:
     """A copy of ``module`` in ``precision``; parameters and buffers that are shared stay shared."""
-    dtype, wide = _DTYPES[precision], precision == "fp64"
-    keep = batch_norm_parameters(module) if precision == "bf16" else set()
+    dtype = _DTYPES[precision]
+    keep = batch_norm_parameters(module) if precision in LOW_PRECISIONS else set()
     memo: dict[int, Any] = {}
     for p in module.parameters():
         to = torch.float32 if id(p) in keep else dtype
         value = p.detach().to(to, copy=True) if p.is_floating_point() else p.detach().clone()
         memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
     for b in module.buffers():
-        memo[id(b)] = b.detach().to(torch.float64 if wide and b.is_floating_point() else b.dtype, copy=True)
+        memo[id(b)] = _widen(b.detach().clone(), precision)
     return copy.deepcopy(module, memo)
+
+
+def _widen(value: Tensor, precision: str) -> Tensor:
+    """Floats as doubles under ``fp64``, else as fp32 if they are narrower."""
+    if not value.is_floating_point():
+        return value
+    return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 def _groups(parameters: Mapping[str, Tensor], decays: Callable[[str, tuple[int, ...]], bool]) -> list[dict[str, Any]]:

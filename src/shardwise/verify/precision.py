@@ -24,17 +24,26 @@ _LOSSES = frozenset(
         "binary_cross_entropy", "binary_cross_entropy_with_logits",
     )
 )  # fmt: skip
+_OVERFLOWING = frozenset(
+    (
+        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__", "rsqrt",
+        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm",
+        "logsumexp", "cdist", "dist",
+    )
+)  # fmt: skip
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class LowPrecision:
-    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to fp32.
+    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to fp32; with
+    fp16 also those of functions whose results leave its range easily.
 
     They differ where a buffer or an input, which stay as they are, met a parameter in low precision.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+        self.wide = _LOSSES | _OVERFLOWING if dtype is torch.float16 else _LOSSES
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         name = getattr(func, "__name__", "")
@@ -42,7 +51,7 @@ class LowPrecision:
             floats = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()}
             if len(floats) > 1:
                 return proceed(func, *_cast(args, kwargs, floats, self.dtype))
-        elif name in _LOSSES:
+        elif name in self.wide:
             return proceed(func, *_cast(args, kwargs, _LOW, torch.float32))
         return proceed(func, args, kwargs)
 

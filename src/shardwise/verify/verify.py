@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import Plan
+from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.data.loader import AXES, rank_rows
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
@@ -105,7 +105,7 @@ def verify(
     comparison = compare(ours[0], truth)
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
     low = None
-    if plan.precision == "bf16":
+    if plan.precision in LOW_PRECISIONS:
         low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
     notes = list(compiled.general.notes)
@@ -171,7 +171,7 @@ def low_precision(
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision."""
     compiled = Compiled(module, plan.replace(dropout="exact"), batch, loss)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed))[0][0].gradients
-    single = Oracle(module, loss, None, microbatches=plan.microbatches, precision="bf16", seed=seed).step(batch).gradients
+    single = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed).step(batch).gradients
     mine, theirs = distance(ours, truth), distance(single, truth)
     return {"plan": mine, "one_device": theirs, "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf)}
 

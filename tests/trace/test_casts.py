@@ -1,0 +1,126 @@
+"""What a model computes in, whatever precision it comes in, and what fp16 computes in fp32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import LOW_PRECISIONS, Plan
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import run_ranks
+from shardwise.verify.compare import total_error
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.verify import RankStep, run_steps
+
+
+class Net(nn.Module):
+    """Parameters, a BatchNorm, and a buffer that is multiplied by one of them."""
+
+    table: Tensor
+
+    def __init__(self, branch: bool = False) -> None:
+        super().__init__()
+        self.branch = branch
+        self.first, self.norm, self.last = nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 1)
+        self.register_buffer("table", torch.randn(16, 16))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if self.branch and not bool(x.isfinite().all()):  # export stops here
+            raise ValueError
+        h = F.gelu(self.norm(self.first(x)) @ self.table)
+        return F.mse_loss(self.last(h).squeeze(-1), y)
+
+
+def net(dtype: torch.dtype, branch: bool = False, frozen: bool = False) -> Net:
+    torch.manual_seed(0)
+    made = Net(branch).to(torch.bfloat16).to(dtype)  # the same values in each
+    made.norm.requires_grad_(not frozen)
+    return made
+
+
+def batch(dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    fields = {"x": torch.randn(6, 8, generator=generator), "y": torch.randn(6, generator=generator)}
+    return {name: value.bfloat16().to(dtype) for name, value in fields.items()}
+
+
+def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> RankStep:
+    compiled = Compiled(module, Plan(precision=precision), fields)  # type: ignore[arg-type]
+    choice = OptimizerChoice(lr=1e-3, eps=1e-4)
+    return run_ranks(Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0))[0][0]
+
+
+@pytest.mark.parametrize("branch", [False, True], ids=["captured", "one unit"])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+def test_a_model_in_bf16_trains_as_one_in_fp32(precision: str, branch: bool) -> None:
+    wide = one_step(net(torch.float32, branch), batch(torch.float32), precision)
+    low = one_step(net(torch.bfloat16, branch), batch(torch.bfloat16), precision)
+    assert low.loss == wide.loss
+    for ours, truth in ((low.gradients, wide.gradients), (low.parameters, wide.parameters), (low.buffers, wide.buffers)):
+        assert ours.keys() == truth.keys() and all(torch.equal(ours[n], truth[n]) for n in truth)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["learning", "frozen norm"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+def test_low_precision_of_a_model_in_any(precision: str, dtype: torch.dtype, frozen: bool) -> None:
+    """As near to the truth as one device; BatchNorm and buffers are fp32 at least."""
+    module, fields = net(dtype, frozen=frozen), batch(dtype)
+    found = one_step(module, fields, precision)
+    truth = Oracle(module).step(fields).gradients
+    theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
+    assert total_error(found.gradients, truth) <= 1.25 * total_error(theirs, truth) < 0.05
+    assert all(found.buffers[n].dtype is torch.float32 for n in ("norm.running_mean", "table"))
+
+
+class Range(nn.Module):
+    """``op`` of values up to 1,000, brought back into the range of fp16."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op, self.weight = op, nn.Parameter(torch.linspace(1.0, 2.0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.weight * x.to(self.weight.dtype)).log().mean()
+
+
+RANGE = {
+    "power": lambda v: v**2,
+    "method": lambda v: v.pow(2),
+    "square": torch.square,
+    "sum": lambda v: (v * 16).sum(-1),
+    "method sum": lambda v: torch.cumsum(v * 32, 1),
+    "norm": lambda v: torch.linalg.vector_norm(v * 30, dim=-1),
+    "exponential": lambda v: torch.exp(v / 100),
+    "variance": lambda v: torch.var(v * 30, 1),
+    "reciprocal": lambda v: 1 / torch.rsqrt((v / 1e9).reciprocal()),
+}
+
+
+@pytest.mark.parametrize("name", RANGE)
+def test_fp16_computes_in_fp32_what_leaves_its_range(name: str) -> None:
+    fields = {"x": torch.linspace(500.0, 900.0, 32).view(4, 8)}
+    module = Range(RANGE[name])
+    found = one_step(module, fields, "fp16")
+    oracle = Oracle(module, precision="fp16").step(fields)
+    truth = Oracle(module).step(fields)
+    for low in (found, oracle):
+        assert low.loss == pytest.approx(truth.loss, rel=2e-3)
+        assert total_error(low.gradients, truth.gradients) < 2e-2
+    assert not bool(RANGE[name](torch.linspace(500.0, 1800.0, 32).view(4, 8).half()).isfinite().all())
+
+
+def test_frozen_parameters_have_the_dtype_of_the_graph() -> None:
+    module, fields = net(torch.float32, frozen=True), batch(torch.float32)
+    compiled = Compiled(module, Plan(precision="bf16"), fields)
+    leaves = run_ranks(Mesh.of(dp=1), lambda comm: Engine(compiled, comm, OptimizerChoice()).memory.leaves)[0]
+    assert {n: leaves[n].dtype for n in ("norm.weight", "first.weight")} == {
+        "norm.weight": torch.float32, "first.weight": torch.bfloat16,
+    }  # fmt: skip
