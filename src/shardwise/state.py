@@ -1,7 +1,7 @@
 """What a rank holds of a run's state, as pieces of named tensors: the atoms of checkpoints.
 
 Names: ``model.NAME`` for what ``module.state_dict()`` has, ``extra.NAME`` for buffers that it leaves out, and
-``optimizer.NAME.KEY`` for the optimizer's state of a parameter.
+``optimizer.NAME.KEY`` for the optimizer's state of a parameter; ``loss_scale.KEY`` under fp16.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.engine import Engine
 
+SCALE = "loss_scale."
 LINE = 16  # elements: shares begin where a cache line does
 
 
@@ -46,7 +47,8 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """
-    wanted = held(engine)
+    # A run that was not in fp16 has left no loss scale: it begins anew.
+    wanted = [piece for piece in held(engine) if not piece.name.startswith(SCALE) or piece.name in checkpoint.tensors]
     like: dict[int, Piece] = {}
     for i, piece in enumerate(wanted):
         saved = checkpoint.tensors.get(piece.name)
@@ -108,3 +110,6 @@ def _replicated(engine: Engine) -> Iterator[Piece]:
     own = engine.compiled.module.state_dict(keep_vars=True)
     for name, value in sorted((engine.unused | engine.memory.buffers).items()):
         yield _whole(f"model.{name}" if name in own else f"extra.{name}", value)
+    if engine.memory.loss_scale is not None:
+        for name, value in engine.memory.loss_scale.state_dict().items():
+            yield _whole(SCALE + name, value)

@@ -11,6 +11,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
@@ -58,6 +59,7 @@ class Trainer:
         loss: ``loss(output, fields)``, for modules that do not return their loss.
         clip_norm: the gradient norm to clip to.
         seed: key of dropout and other random ops, and of the loader's order.
+        loss_scale: what the loss is multiplied by under fp16; by default dynamic.
         comm: this rank's communicator; by default the one that torchrun's environment asks for.
         progress: called with (position, instruction) before each instruction; by default a rank that `shardwise launch` started
             tells its launcher, which names it if it hangs.
@@ -75,6 +77,7 @@ class Trainer:
         loss: LossFunction | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
+        loss_scale: ScaleChoice | None = None,
         comm: Communicator | None = None,
         progress: Callable[[int, Instruction], None] | None = None,
     ) -> None:
@@ -88,7 +91,9 @@ class Trainer:
         if not isinstance(module, Compiled):
             module = Compiled(module, plan, example, loss, self.comm.device)
         self.compiled: Compiled = module
-        self.engine = Engine(self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress)
+        self.engine = Engine(
+            self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress, loss_scale=loss_scale
+        )
         self._unseen: tuple[int, Batch, StepResult] | None = None
         self._asked_to_stop = False
         self.stopping = False
@@ -165,8 +170,10 @@ class Trainer:
 
     def _look(self, step: int, batch: Batch, result: StepResult) -> None:
         self.stopping = self.stopping or bool(result.stop)
-        if bool(result.skipped):
+        if bool(result.skipped) and (result.overflows is None or bool(self.engine.memory.halted)):
             unit, what = self.engine.culprit(batch.fields, batch.rows, step)
+            if result.scale is not None and result.overflows is not None:
+                raise LossScaleError(step, int(result.overflows), float(result.scale), unit, what)
             raise NonFiniteError(step, unit, what)
 
     def state_dict(self) -> dict[str, Tensor]:

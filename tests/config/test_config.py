@@ -203,17 +203,14 @@ REFUSED = [
     ("optimizer.weight_decay=-1", ["optimizer.weight_decay", "at least 0"]),
     ("optimizer.schedule=linear", ["optimizer.schedule", '"constant", "cosine", "wsd"']),
     ("parallel.recompute=some", ["parallel.recompute", '"none", "full"']),
-<<<<<<< HEAD
     ("parallel.zero=4", ["parallel.zero", "4", "At most 3"]),
     ("parallel.reduce=fp64", ["parallel.reduce", '"fp64"', '"fp32", "bf16" or "fp16"']),
     ("parallel.dp_replicate=2", ["parallel.dp_replicate", "parallel.zero of at least 1"]),
     ("parallel.dp_replicate=3", ["parallel.dp_replicate", "a divisor of parallel.dp = 2: 1, 2"]),
-=======
     ("parallel.precision=fp8", ["parallel.precision", '"fp8"', '"fp32", "fp64", "bf16", "fp16"']),
     ("train.loss_scale=dynamic", ["train.loss_scale", '"dynamic"', "left out", 'parallel.precision = "fp16"']),
     ("train.loss_scale=dynamics", ["train.loss_scale", '"dynamics"', '"dynamic" or a number above 0', 'Did you mean "dynamic"']),
     ("train.loss_scale=0", ["train.loss_scale", "0", '"dynamic" or a number above 0 and below 1.7']),
->>>>>>> h-fp16
     ("parallel.dp=3", ["data.batch_size", "3 x 1", "6 or 9"]),
     ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
@@ -391,13 +388,8 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-<<<<<<< HEAD
         "parallel": "dp dp_replicate zero gathered prefetch reduced reduce offload microbatches recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout eval_every eval_batches sample_every "
-=======
-        "parallel": "dp microbatches recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
->>>>>>> h-fp16
         "max_restarts tensorboard resume",
         "checkpoint": "every keep_last keep_every staging_mib",
     }

@@ -145,11 +145,12 @@ def test_checkpoints_move_between_stages_and_numbers_of_ranks(
     assert worst(state, truth) <= 1e-12
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_bit_equal_in_bf16_under_every_stage(tmp_path: Path, zero: int) -> None:
-    truth, _ = run(tmp_path / "whole", 3, STEPS, precision="bf16", zero=zero)
-    run(tmp_path / "parts", 3, 3, precision="bf16", zero=zero)
-    state, _ = run(tmp_path / "parts", 3, STEPS, precision="bf16", zero=zero)
+@pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
+def test_bit_equal_in_low_precision_under_every_stage(tmp_path: Path, zero: int, precision: str) -> None:
+    """The fp32 masters are what is saved, and the loss scale."""
+    truth, _ = run(tmp_path / "whole", 3, STEPS, precision=precision, zero=zero)
+    run(tmp_path / "parts", 3, 3, precision=precision, zero=zero)
+    state, _ = run(tmp_path / "parts", 3, STEPS, precision=precision, zero=zero)
     assert all(torch.equal(state[n], truth[n]) for n in truth)
 
 
@@ -160,6 +161,13 @@ def test_bit_equal_in_bf16(tmp_path: Path) -> None:
     state, _ = run(tmp_path / "parts", 2, STEPS, precision="bf16")
     assert all(torch.equal(state[n], truth[n]) for n in truth)
     assert Checkpoint.open(latest(tmp_path / "parts")).tensors["model.blocks.0.attention.qkv.weight"].dtype == torch.float32  # type: ignore[arg-type]
+
+
+def test_a_run_in_fp16_goes_on_from_one_in_fp32_and_back(tmp_path: Path) -> None:
+    run(tmp_path, 2, 1, precision="fp32")
+    run(tmp_path, 2, 2, precision="fp16", zero=3)
+    assert "loss_scale.scale" in Checkpoint.open(latest(tmp_path)).tensors  # type: ignore[arg-type]
+    run(tmp_path, 1, 3, precision="fp32")
 
 
 def test_other_precision(tmp_path: Path) -> None:

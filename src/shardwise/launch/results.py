@@ -83,9 +83,12 @@ class MetricsWriter:
             self.board.close()
 
     def _write(self, item: tuple[int, int, StepResult, float] | None) -> None:
-        if item is None or bool(item[2].skipped):
+        if item is None:
             return
         step, rows, result, seconds = item
+        skipped = bool(result.skipped)
+        if skipped and result.scale is None:
+            return  # the run ends here
         values: Metrics = {
             "step": step,
             "loss": _number(result.loss),
@@ -95,6 +98,8 @@ class MetricsWriter:
             "tokens_per_second": rows * self.tokens_per_row / seconds,
             "peak_memory_bytes": peak_memory(self.device),
         }
+        if result.scale is not None:
+            values |= {"loss_scale": float(result.scale), "skipped": int(skipped)}
         if self.utilisation is not None:
             values["mfu"] = self.utilisation(rows, seconds)
         self.history.append(values)

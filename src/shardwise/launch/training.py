@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint.weights import load_weights
-from shardwise.config import Config, build_data, build_model, build_optimizer, build_plan
+from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.runtime.communicator import Communicator
@@ -76,7 +76,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     progress.phase("capturing the model")
     trainer = Trainer(
         module, build_optimizer(config), plan, example, loss=loss, clip_norm=config.train.clip_norm or None,
-        seed=config.train.seed, comm=comm, progress=progress.instruction,
+        seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
     )  # fmt: skip
     if comm.rank == 0:
         (Path(config.train.run_dir) / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")

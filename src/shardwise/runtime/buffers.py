@@ -12,9 +12,11 @@ from torch import Tensor
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import SHARDS, placement
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
+from shardwise.runtime.scale import LossScale
 from shardwise.trace.trace import Bucket
 
 DECAY = "decay"
@@ -200,7 +202,10 @@ class Pool:
 class RankMemory:
     """What a rank keeps between steps: buckets, pools, the parameters that rest whole by name (leaves), the model's buffers."""
 
-    def __init__(self, buckets: list[BucketMemory], buffers: dict[str, Tensor], comm: Communicator, plan: Plan) -> None:
+    def __init__(
+        self, buckets: list[BucketMemory], buffers: dict[str, Tensor], comm: Communicator, plan: Plan, scale: ScaleChoice | None
+    ) -> None:
+        self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype)
         summed = REDUCE_DTYPE.get(plan.reduce)

@@ -12,6 +12,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.communicator import Communicator
@@ -31,6 +32,7 @@ class Engine:
         clip_norm: the gradient norm to clip to, or None.
         seed: key of the random ops.
         progress: called with (position, instruction) before each instruction.
+        loss_scale: of fp16; by default dynamic.
         strict: fill memory with NaN as soon as its content has ended, so that a use after that shows.
     """
 
@@ -44,6 +46,7 @@ class Engine:
         seed: int = 0,
         progress: Callable[[int, Instruction], None] | None = None,
         strict: bool = False,
+        loss_scale: ScaleChoice | None = None,
     ) -> None:
         if comm.mesh.size != compiled.plan.mesh.size:
             raise ConfigError(f"the plan's mesh has {compiled.plan.mesh.size} ranks, and {comm.mesh.size} are running")
@@ -63,7 +66,7 @@ class Engine:
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in placed}
-        self.memory = RankMemory(buckets, buffers, comm, plan)
+        self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.interpreter = Interpreter(comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict)
 
     def _compute_dtype(self, name: str) -> torch.dtype:

@@ -43,7 +43,8 @@ class StepResult:
     """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
 
     ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
-    number of ranks that have been asked to stop, the same on all.
+    number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
+    ``overflows`` the number of skipped steps in a row.
     """
 
     loss: Tensor
@@ -51,6 +52,8 @@ class StepResult:
     skipped: Tensor
     weight: Tensor
     stop: Tensor
+    scale: Tensor | None = None
+    overflows: Tensor | None = None
 
 
 @dataclass
@@ -122,6 +125,8 @@ class _Step:
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
         self.coefficient: Tensor | None = None
+        self.skip = self.memory.halted
+        self.scale = None if self.memory.loss_scale is None else self.memory.loss_scale.scale.clone()
         self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
         self.start: list[int] = []
         taken = 0
@@ -156,7 +161,10 @@ class _Step:
         for at in list(self.handles):
             self.wait(at, program)
         self.commit_buffers()
-        return StepResult(self.loss, self.norm, self.memory.halted.clone(), self.amount(), self.shared[1])
+        fp16 = (
+            () if self.scale is None or self.memory.loss_scale is None else (self.scale, self.memory.loss_scale.overflows.clone())
+        )
+        return StepResult(self.loss, self.norm, self.skip.clone(), self.amount(), self.shared[1], *fp16)
 
     def amount(self) -> Tensor:
         """What the batch weighs among others."""
@@ -289,7 +297,8 @@ class _Step:
 
     def seed(self, name: str, m: int, value: Tensor) -> Tensor | None:
         if name == "loss":
-            return self.weight(m).to(value.dtype)
+            weight = self.weight(m)
+            return (weight if self.scale is None else weight * self.scale).to(value.dtype)
         return self.pending.pop((name, m), None)
 
     def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
@@ -355,9 +364,13 @@ class _Step:
         shards = self.owner.comm.mesh.axis_size(SHARDS)  # further rows are those of replicas
         self.norm = torch.linalg.vector_norm(self.norms[:shards, : len(learning)])
         bad = (~torch.isfinite(self.norm)).to(torch.float32)
-        torch.maximum(self.memory.halted, bad, out=self.memory.halted)
+        if self.scale is not None:
+            self.norm = self.norm / self.scale
         if self.owner.clip_norm is not None:
             self.coefficient = (self.owner.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        if self.scale is not None:
+            self.coefficient = self.scale.reciprocal() if self.coefficient is None else self.coefficient / self.scale
+        self.skip_if(bad)
         if self.owner.apart:
             unreached = (self.norms[:, len(learning) :].sum(0) == 0).to(torch.float32)
             names = (p.name for b in learning for p in b.bucket.parameters)
@@ -365,22 +378,33 @@ class _Step:
         if self.owner.keep_gradients is not None:
             self.keep(self.owner.keep_gradients)
 
+    def skip_if(self, bad: Tensor) -> None:
+        """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is halted."""
+        memory, scaling = self.memory, self.memory.loss_scale
+        self.skip = torch.maximum(memory.halted, bad)
+        if scaling is not None:
+            scaling.update(self.skip)
+            bad = (scaling.overflows >= scaling.choice.patience).to(torch.float32)
+        torch.maximum(memory.halted, bad, out=memory.halted)
+
     def keep(self, found: dict[str, Tensor]) -> None:
         """Whole gradients of what was reached, for those who compare."""
         for b in self.memory.buckets:
             if b.grad is not None:
                 whole = b.whole(b.own_gradient, self.owner.comm, "gradients") if b.rule.state == "S" else b.grad.clone()
+                if self.scale is not None:
+                    whole /= self.scale
                 found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
 
     def update(self, one: Instruction) -> None:
-        bucket, coefficient, halted = self.memory.buckets[one.bucket], self.coefficient, self.memory.halted
+        bucket, coefficient = self.memory.buckets[one.bucket], self.coefficient
         assert bucket.taken is not None
         own = bucket.own_gradient if bucket.rule.state == "S" else bucket.grad
         assert own is not None
         if bucket.taken.data_ptr() != own.data_ptr():  # the host takes the step
             bucket.taken.copy_(own)
         for optimizer, name in bucket.updates:
-            skip = halted if name is None else torch.maximum(halted, self.unreached[name])
+            skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             optimizer.step(
                 self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
             )
@@ -391,4 +415,4 @@ class _Step:
         """Buffers written by forward change only if the step was not skipped."""
         for name, value in self.updates.items():
             buffer = self.memory.buffers[name]
-            buffer.copy_(torch.where(self.memory.halted != 0, buffer, value))
+            buffer.copy_(torch.where(self.skip != 0, buffer, value))
