@@ -21,7 +21,7 @@ from shardwise.trace.trace import Trace
 
 
 class Engine:
-    """Trains ``compiled.module`` from the values that it has when the engine is made; the module itself is not touched.
+    """Trains ``compiled.module`` from ``compiled.values``, read one tensor at a time; the module itself is not touched.
 
     Args:
         compiled: the model and plan; shared by thread ranks.
@@ -47,20 +47,22 @@ class Engine:
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
         self.step_index = 0
         module, trace = compiled.module, compiled.general
-        values = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
+        values = compiled.values
+        values.check()
         buckets = [BucketMemory.allocate(b, comm, optimizer) for b in trace.buckets]
         for memory in buckets:
             memory.load(values)
         leaves = {n: leaf for b in buckets for n, leaf in b.leaves.items()}
         self.names = _aliases(module)
         for name in trace.frozen:
-            leaves[name] = values[name].to(comm.device, _compute_dtype(trace, values[name]), copy=True)
+            value = values[name]
+            leaves[name] = value.to(comm.device, _compute_dtype(trace, value), copy=True)
         wide = trace.precision == "fp64"
         buffers = {
             n: b.detach().to(comm.device, torch.float64 if wide and b.is_floating_point() else b.dtype, copy=True)
             for n, b in module.named_buffers()
         }
-        self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in leaves}
+        self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in leaves}
         self.memory = Memory(buckets, leaves, buffers, torch.zeros((), dtype=torch.float32, device=comm.device))
         self.interpreter = Interpreter(comm, self.memory, batch_axes(compiled.plan), seed, clip_norm, progress)
 
