@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
@@ -100,6 +101,17 @@ class Seeding(Computed):
     def __init__(self) -> None:
         torch.manual_seed(1)
         super().__init__()
+
+
+class Around(nn.Module):
+    """A real layer before a module from elsewhere."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.before, self.inner = nn.Linear(6, 6), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.before(x))
 
 
 def rows(width: int = 6) -> dict[str, Tensor]:
@@ -218,6 +230,48 @@ def test_values_by_every_name() -> None:
     assert torch.equal(other["mask"], module.mask + 1) and torch.equal(other["angles"], module.angles)
     filled = other.whole()
     assert torch.equal(filled.get_buffer("mask"), module.mask + 1) and torch.equal(filled.get_buffer("angles"), module.angles)
+
+
+def frozen_later(module: nn.Module) -> nn.Module:
+    module.get_submodule("out").requires_grad_(False)
+    module.get_parameter("out.bias").requires_grad_(True)
+    module.get_submodule("out").eval()
+    return module
+
+
+@pytest.mark.parametrize("name", ["computed", "branching", "hidden", "seeding"])
+def test_a_module_that_was_changed_after_it_was_recorded(name: str) -> None:
+    model = make(name)
+    recorded = record(model.build, seed=SEED)
+    whole = frozen_later(recorded.materialise_all(SEED, "cpu"))
+    frozen_later(recorded.module)
+    lazy, mine, losses = begin(model, recorded.module, Values.of_recorded(recorded, SEED))
+    _, theirs, expected = begin(model, whole, None)
+    assert same(mine, theirs) and losses == expected
+    assert lazy.compiled.general.frozen == ("out.weight",) and not lazy.compiled.module.get_submodule("out").training
+
+
+@pytest.mark.parametrize("inner", ["computed", "branching"])
+def test_a_recorded_part_of_another_module(inner: str) -> None:
+    recorded = record(SMALL[inner][0])
+    model = zoo.Model.of(lambda: Around(recorded.module), rows())
+    values = Values(model.module, (), (recorded, SEED))
+    _, mine, losses = begin(model, model.module, values)
+    whole = copy.deepcopy(model.module)
+    whole.inner = recorded.materialise_all(SEED, "cpu")
+    _, theirs, expected = begin(model, whole, None)
+    assert same(mine, theirs) and losses == expected
+
+
+def test_values_of_one_module_for_another() -> None:
+    """The module that is trained is the one that was given, not that of the values."""
+    model = make("computed")
+    recorded = record(model.build)
+    other = frozen_later(Computed())
+    engine, mine, _ = begin(model, other, Values.of_recorded(recorded, SEED))
+    assert engine.compiled.general.frozen == ("out.weight",)
+    _, theirs, _ = begin(model, frozen_later(recorded.materialise_all(SEED, "cpu")), None)
+    assert same(mine, theirs)
 
 
 def test_ranges() -> None:

@@ -208,10 +208,10 @@ def fit_weights(path: Path, module: nn.Module) -> Fitting:
 def load_weights(path: Path, module: nn.Module) -> None:
     """Fill ``module`` with what :func:`fit_weights` finds for it, or with nothing where that raises."""
     state: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    found = fit_weights(path, module)
     bare = [name for name, value in state.items() if value.is_meta]
     if bare:
         raise ConfigError(f'model.weights = "{path}": without memory in the model: {_few(bare)}')
+    found = fit_weights(path, module)
     with torch.no_grad():
         for name in found:
             state[name].copy_(found[name])

@@ -16,15 +16,15 @@ LISTED = 3  # names in one error
 
 
 class Values(Mapping[str, Tensor]):
-    """The initial value of every parameter, buffer and tensor attribute of a module: on the CPU, in the module's shape and dtype.
+    """The initial value of every parameter, buffer and tensor attribute of a module, in the module's shape and dtype.
 
     Tied tensors are there under each of their names, and one of these is enough in what is given.  Nothing is held: each read replays,
     reads or looks up one tensor.  What is read may be the module's own memory: copy it before writing.
 
     Args:
         module: what it has on the meta device needs a value from elsewhere.
-        given: values by name that come before all others (none of ``module``'s but what it names); anything that is read lazily.
-        recorded: where all other values come from, with the seed; by default from ``module``.
+        given: values by name, read when they are needed; what the first of these lacks is looked for in the next, then in ``recorded``.
+        recorded: a record, of which ``module`` has the tensors, and the seed; what it lacks has its value in ``module``.
         notes: what a user should know of where the values come from.
 
     :class:`ConfigError` for given names that the module does not have.
@@ -40,6 +40,7 @@ class Values(Mapping[str, Tensor]):
         self.module, self.notes = module, notes
         self._given, self._recorded = given, recorded
         self._tensors = named_tensors(module)
+        self._names = {id(tensor): name for name, tensor in recorded[0].tensors.items()} if recorded is not None else {}
         by_identity: dict[int, list[str]] = {}
         for name, tensor in self._tensors.items():
             by_identity.setdefault(id(tensor), []).append(name)
@@ -55,7 +56,9 @@ class Values(Mapping[str, Tensor]):
     @staticmethod
     def of_mapping(module: nn.Module, values: Mapping[str, Tensor]) -> Values:
         """``values`` by name, such as a state dict, and for what it lacks those that the module has."""
-        return values if isinstance(values, Values) else Values(module, (values,))
+        if isinstance(values, Values):
+            return values if values.module is module else Values(module, (values,), notes=values.notes)
+        return Values(module, (values,))
 
     @staticmethod
     def of_recorded(recorded: Recorded, seed: int) -> Values:
@@ -75,8 +78,8 @@ class Values(Mapping[str, Tensor]):
             if value.shape != tensor.shape:
                 raise ConfigError(f'initial: "{name}" is {list(value.shape)} instead of {list(tensor.shape)}')
             return value.to("cpu", tensor.dtype)
-        if self._recorded is not None:
-            return self._recorded[0].materialise(name, self._recorded[1], "cpu")
+        if self._recorded is not None and id(tensor) in self._names:
+            return self._recorded[0].materialise(self._names[id(tensor)], self._recorded[1], "cpu")
         if tensor.is_meta:
             raise _without_values([name])
         return tensor.detach()
@@ -105,9 +108,8 @@ class Values(Mapping[str, Tensor]):
     @property
     def missing(self) -> list[str]:
         """The names for which there is no value."""
-        if self._recorded is not None:
-            return []
-        return [name for name, tensor in self._tensors.items() if tensor.is_meta and self._source(name) is None]
+        bare = [name for name, tensor in self._tensors.items() if tensor.is_meta and id(tensor) not in self._names]
+        return [name for name in bare if self._source(name) is None]
 
     def check(self) -> None:
         """:class:`ConfigError` if there is a name without a value."""
@@ -124,16 +126,30 @@ class Values(Mapping[str, Tensor]):
 
     def whole(self) -> nn.Module:
         """A new, ordinary module with all of these values, on the CPU."""
-        if self._recorded is not None:
-            module = self._recorded[0].materialise_all(self._recorded[1], "cpu")
-        else:
+        module = self._constructed()
+        constructed = module is not None
+        if module is None:
             self.check()
             memo: dict[int, Any] = {id(tensor): _memory_for(tensor) for tensor in self._tensors.values() if tensor.is_meta}
             module = copy.deepcopy(self.module, memo)
         with torch.no_grad():
             for name, tensor in named_tensors(module).items():
-                if self._source(name) is not None:
+                if self._source(name) is not None or not constructed and self._tensors[name].is_meta:
                     tensor.copy_(self[name])
+        return module
+
+    def _constructed(self) -> nn.Module | None:
+        """What the recorded constructor makes, if that is the module but for what is frozen and in evaluation mode."""
+        if self._recorded is None:
+            return None
+        module = self._recorded[0].materialise_all(self._recorded[1], "cpu")
+        modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+        if modules.keys() != dict(self.module.named_modules()).keys() or named_tensors(module).keys() != self._tensors.keys():
+            return None
+        for name, one in self.module.named_modules():
+            modules[name].training = one.training
+        for name, parameter in self.module.named_parameters():
+            parameters[name].requires_grad_(parameter.requires_grad)
         return module
 
     def _source(self, name: str) -> tuple[Mapping[str, Tensor], str] | None:
