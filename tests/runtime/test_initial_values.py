@@ -274,6 +274,44 @@ def test_values_of_one_module_for_another() -> None:
     assert same(mine, theirs)
 
 
+class TwoDefaults(nn.Module):
+    """Tensors made under another default dtype, which a replay sets again for the whole process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.pair(i) for i in range(40)])
+
+    @staticmethod
+    def pair(index: int) -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64 if index % 2 else before)
+        try:
+            made = nn.Linear(6, 6)
+            made.weight = nn.Parameter(torch.empty(6, 6).uniform_(-1, 1) * torch.linspace(0, 1, 6) / 3)
+        finally:
+            torch.set_default_dtype(before)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("name", ["two defaults", "own convnet"])
+def test_several_ranks_in_one_process(name: str) -> None:
+    model = zoo.Model.of(TwoDefaults, rows()) if name == "two defaults" else make(name)
+    recorded = record(model.build)
+    values = Values.of_recorded(recorded, SEED)
+    compiled = Compiled(recorded.module, Plan(Mesh.of(dp=4), precision="fp64"), model.batch, model.loss, initial=values)
+    choice = OptimizerChoice("sgd", lr=0.1)
+    states = run_ranks(Mesh.of(dp=4), lambda comm: Engine(compiled, comm, choice).state_dict())
+    expected = {
+        n: v.double() if v.is_floating_point() else v for n, v in recorded.materialise_all(SEED, "cpu").state_dict().items()
+    }
+    assert all(same(state, expected) for state in states)
+
+
 def test_ranges() -> None:
     recorded = record(lambda: nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last))
     values = Values.of_recorded(recorded, SEED)

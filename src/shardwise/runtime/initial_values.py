@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ class Values(Mapping[str, Tensor]):
     ) -> None:
         self.module, self.notes = module, notes
         self._given, self._recorded = given, recorded
+        self._replaying = threading.Lock()  # torch's default dtype, which a replay may set, belongs to the process
         self._tensors = named_tensors(module)
         self._names = {id(tensor): name for name, tensor in recorded[0].tensors.items()} if recorded is not None else {}
         by_identity: dict[int, list[str]] = {}
@@ -79,7 +81,8 @@ class Values(Mapping[str, Tensor]):
                 raise ConfigError(f'initial: "{name}" is {list(value.shape)} instead of {list(tensor.shape)}')
             return value.to("cpu", tensor.dtype)
         if self._recorded is not None and id(tensor) in self._names:
-            return self._recorded[0].materialise(self._names[id(tensor)], self._recorded[1], "cpu")
+            with self._replaying:
+                return self._recorded[0].materialise(self._names[id(tensor)], self._recorded[1], "cpu")
         if tensor.is_meta:
             raise _without_values([name])
         return tensor.detach()
