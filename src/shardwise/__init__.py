@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
     from shardwise.loop import distribute
+    from shardwise.runtime.initial_values import Values
+    from shardwise.trace.initial import record
     from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
 __version__ = "0.1.0"
@@ -23,8 +25,12 @@ _HOMES = {
     "OptimizerChoice": "shardwise.core.optim",
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.trainer",
+    "Values": "shardwise.runtime.initial_values",
+    "record": "shardwise.trace.initial",
 }
-__all__ = ["Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer"]
+__all__ = [
+    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer", "Values", "record",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -51,11 +51,13 @@ class Trainer:
 
     Args:
         module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.  It is read once,
-            for structure and initial values, and not changed.  Ranks that are threads of one process share one
-            :class:`shardwise.runtime.compiled.Compiled` instead, made beforehand: capture is not thread-safe.
+            for structure and initial values, and not changed; with ``initial`` it may be on the meta device.  Ranks that are threads of
+            one process share one :class:`shardwise.runtime.compiled.Compiled` instead, made beforehand: capture is not thread-safe.
         optimizer: which optimizer, its numbers and its schedule.
         plan: how the step is divided; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.
+        initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor), seed)``: then no
+            rank holds the whole model beside what it trains.  By default those that ``module`` has.
         loss: ``loss(output, fields)``, for modules that do not return their loss.
         clip_norm: the gradient norm to clip to.
         seed: key of dropout and other random ops, and of the loader's order.
@@ -74,6 +76,7 @@ class Trainer:
         plan: Plan,
         example: Mapping[str, Tensor],
         *,
+        initial: Mapping[str, Tensor] | None = None,
         loss: LossFunction | None = None,
         clip_norm: float | None = None,
         seed: int = 0,
@@ -89,7 +92,7 @@ class Trainer:
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         if not isinstance(module, Compiled):
-            module = Compiled(module, plan, example, loss, self.comm.device)
+            module = Compiled(module, plan, example, loss, self.comm.device, initial=initial)
         self.compiled: Compiled = module
         self.engine = Engine(
             self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress, loss_scale=loss_scale
@@ -107,7 +110,7 @@ class Trainer:
             f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
             for (op, path), n in general.replicated.items()
         ]
-        return [*general.notes, *replicated]
+        return [*self.compiled.values.notes, *general.notes, *replicated]
 
     @property
     def _rows(self) -> int:

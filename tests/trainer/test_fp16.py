@@ -110,7 +110,9 @@ def test_a_power_of_two_changes_nothing_but_the_range() -> None:
 @pytest.mark.parametrize("zero", [0, 3])
 def test_overflows_without_end_stop_the_run_with_advice(zero: int) -> None:
     plan = data_parallel(Plan(precision="fp16"), 2, zero)
-    with pytest.raises(LossScaleError, match=r"step 5: .* 4 steps in a row, the loss scale is down to 8192; .* lower the learning rate") as error:
+    with pytest.raises(
+        LossScaleError, match=r"step 5: .* 4 steps in a row, the loss scale is down to 8192; .* lower the learning rate"
+    ) as error:
         run(plan, [batch(0), batch(1), *(batch(i, 3e38) for i in range(2, 9))], ScaleChoice(patience=4))
     assert error.value.unit
     assert error.value.steps == 4

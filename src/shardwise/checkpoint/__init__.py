@@ -5,7 +5,7 @@ from __future__ import annotations
 from .atoms import Gather, Piece, alone
 from .export import export
 from .reader import Checkpoint, checkpoints, latest
-from .weights import Weights, load_weights, read_weights
+from .weights import Weights, fit_weights, load_weights, read_weights
 from .writer import CheckpointWriter, Saved, Saving
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "alone",
     "checkpoints",
     "export",
+    "fit_weights",
     "latest",
     "load_weights",
     "read_weights",

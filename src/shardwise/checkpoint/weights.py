@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,16 +154,38 @@ def _read(file: Path, name: str) -> Tensor:
         raise FileError(file, f"cannot be read: {error}") from error
 
 
-def load_weights(path: Path, module: nn.Module) -> None:
-    """Fill the parameters and persistent buffers of ``module`` from a file or folder, all of them, and from all of it.
+class Fitting(Mapping[str, Tensor]):
+    """The weights of a module that somebody saved, under all names of its state, each read when it is asked for.
+
+    ``whole`` says that they are in memory, since only the model's own class could read them.
+    """
+
+    def __init__(self, names: Mapping[str, str], read: Callable[[str], Tensor], whole: bool = False) -> None:
+        self._names, self._read, self.whole = names, read, whole
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(self._names[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def fit_weights(path: Path, module: nn.Module) -> Fitting:
+    """What a file or folder has for the parameters and persistent buffers of ``module``, on any device: for all of them, and all of it.
 
     Of tied tensors one name is enough.  The prefix under which a Hugging Face model keeps its base model (``base_model_prefix``), or
-    one that all names share, may be there on one side only.  Floating dtypes are converted to those of the module.  Where the
-    names differ otherwise and the class has a ``from_pretrained``, that loads the folder, to be copied from if it finds all names.
+    one that all names share, may be there on one side only.  Floating dtypes may differ.  Where the names differ otherwise and the
+    class has a ``from_pretrained``, that loads the folder, as a whole, and is taken if it finds all names.
 
     Raises:
         ConfigError: beginning with ``model.weights = "path"``: names that are missing or unexpected, shapes and dtypes that differ,
-            tied names with different values, or a file that cannot be read.  Nothing has been copied then.
+            tied names with different values, or a file that cannot be read.
     """
     path = Path(path)
     try:
@@ -178,14 +200,21 @@ def load_weights(path: Path, module: nn.Module) -> None:
         converted = _converted(path, module)
         if converted is None:
             raise ConfigError(f'model.weights = "{path}": {"; ".join(faults)}')
-        with torch.no_grad():
-            for name, value in converted.items():
-                state[name].copy_(value)
-        return
+        return Fitting({name: name for name in converted}, converted.__getitem__, whole=True)
+    tied = {id(state[name]): source for name, source in found.items() if source is not None}
+    return Fitting({name: tied[id(value)] for name, value in state.items()}, weights.read)
+
+
+def load_weights(path: Path, module: nn.Module) -> None:
+    """Fill ``module`` with what :func:`fit_weights` finds for it, or with nothing where that raises."""
+    state: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    bare = [name for name, value in state.items() if value.is_meta]
+    if bare:
+        raise ConfigError(f'model.weights = "{path}": without memory in the model: {_few(bare)}')
+    found = fit_weights(path, module)
     with torch.no_grad():
-        for name, source in found.items():
-            if source is not None:
-                state[name].copy_(weights.read(source))
+        for name in found:
+            state[name].copy_(found[name])
 
 
 def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
@@ -209,7 +238,7 @@ def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
         return None
     values, state = loaded.state_dict(), module.state_dict()
     fits = values.keys() == state.keys() and all(values[name].shape == state[name].shape for name in state)
-    return dict(values) if fits and not any(value.is_meta for value in state.values()) else None
+    return dict(values) if fits else None
 
 
 def _match(weights: Weights, state: Mapping[str, Tensor], module: nn.Module) -> dict[str, str]:
@@ -243,17 +272,15 @@ def _faults(
     missing = [group[0] for group in tied.values() if all(found[name] is None for name in group)]
     ignored = _ignored(module)
     unexpected = [file for name, file in names.items() if name not in state and file in weights.shapes and not ignored(name)]
-    shapes, dtypes, meta = [], [], []
+    shapes, dtypes = [], []
     for name, source in found.items():
         value = state[name]
-        if value.is_meta:
-            meta.append(name)
-        elif source is not None and weights.shapes[source] != tuple(value.shape):
+        if source is not None and weights.shapes[source] != tuple(value.shape):
             shapes.append(f"{name} is {list(weights.shapes[source])} instead of {list(value.shape)}")
         elif source is not None and weights.dtypes[source].is_floating_point != value.dtype.is_floating_point:
             dtypes.append(f"{name} is {weights.dtypes[source]} instead of {value.dtype}")
     listed = [("missing", missing), ("unexpected", unexpected), ("other shapes", shapes), ("other dtypes", dtypes)]
-    faults = [f"{word}: {_few(items)}" for word, items in [*listed, ("without memory in the model", meta)] if items]
+    faults = [f"{word}: {_few(items)}" for word, items in listed if items]
     return faults or [
         f"tied in the model, but different in the file: {' and '.join(group)}"
         for group in tied.values()

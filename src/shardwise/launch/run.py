@@ -21,6 +21,7 @@ from shardwise.config import Config
 from shardwise.config.build import Data
 from shardwise.data.loader import Loader
 from shardwise.report.tensorboard import TensorBoard
+from shardwise.runtime.initial_values import Values
 from shardwise.runtime.progress import Progress
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
@@ -55,15 +56,19 @@ class Side:
 
 @dataclass
 class Run:
-    """A rank that is ready to train; ``module`` is the plain model with its initial weights."""
+    """A rank that is ready to train."""
 
     config: Config
-    module: nn.Module
     trainer: Trainer
     data: Data
     matmul: MatmulChoice | None
     side: Side
     metrics: MetricsWriter | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The plain model, whose parameters may have no memory: for its names, shapes and config."""
+        return self.trainer.compiled.module
 
     @property
     def folder(self) -> Path:
@@ -169,9 +174,9 @@ class Run:
         """What an own model of text writes."""
         if self.data.decode is None or self.data.encode is None or self.config.model.name is None:
             return None
-        self.module.load_state_dict(dict(state))
+        module = Values.of_mapping(self.module, state).whole()
         prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
-        return sample_text(self.module.to(self.trainer.comm.device), prompt, self.data.decode, self.config.train.seed)
+        return sample_text(module.to(self.trainer.comm.device), prompt, self.data.decode, self.config.train.seed)
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config.checkpoint

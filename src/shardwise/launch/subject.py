@@ -13,7 +13,8 @@ from shardwise.config.build import LossFunction
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.data import Loader
-from shardwise.trace.initial import Recorded, record
+from shardwise.runtime.initial_values import Values
+from shardwise.trace.initial import record
 
 
 @dataclass(frozen=True)
@@ -38,17 +39,8 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
     """
     constructor, loss = build_model(config)
     recorded = record(constructor, seed=config.train.seed)
-    module = recorded.materialise_all(config.train.seed, "cpu") if weights else _with_buffers(recorded, config.train.seed)
+    initial = Values.of_recorded(recorded, config.train.seed)
+    module = initial.whole() if weights else initial.structure()
     dataset, _ = build_dataset(config)
     with Loader(dataset, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
         return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
-
-
-def _with_buffers(recorded: Recorded, seed: int) -> nn.Module:
-    """The module with its parameters on the meta device; what graphs may look into has values."""
-    module = recorded.module
-    for name, buffer in list(module.named_buffers(remove_duplicate=False)):
-        if buffer.is_meta:
-            path, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(path), leaf, recorded.materialise(name, seed, "cpu"))
-    return module

@@ -8,12 +8,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from shardwise.checkpoint.weights import load_weights
+from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
+from shardwise.config.build import Constructor
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect
+from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
@@ -62,10 +64,8 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     progress = side.progress
     progress.phase("building the model")
     constructor, loss = build_model(config)
-    recorded = record(constructor, seed=config.train.seed)
-    module = recorded.materialise_all(config.train.seed, "cpu")
-    if config.model.weights is not None:
-        load_weights(Path(config.model.weights), module)
+    initial = _initial(config, constructor)
+    module = initial.module
     progress.phase("opening the data")
     data = build_data(config)
     samples = Samples(data.train)
@@ -75,12 +75,22 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
     trainer = Trainer(
-        module, build_optimizer(config), plan, example, loss=loss, clip_norm=config.train.clip_norm or None,
+        module, build_optimizer(config), plan, example, initial=initial, loss=loss, clip_norm=config.train.clip_norm or None,
         seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
     )  # fmt: skip
     if comm.rank == 0:
         (Path(config.train.run_dir) / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-    return Run(config, module, trainer, data, matmul, side)
+    return Run(config, trainer, data, matmul, side)
+
+
+def _initial(config: Config, constructor: Constructor) -> Values:
+    """Of the constructor, or of ``model.weights``, which must fit: nothing is held yet, and little of it ever at once."""
+    initial = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
+    if config.model.weights is None:
+        return initial
+    found = fit_weights(Path(config.model.weights), initial.module)
+    whole = f'initial weights: every rank reads all of "{config.model.weights}" at once, as only the class of the model can'
+    return initial.with_weights(found, (whole,) if found.whole else ())
 
 
 def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator) -> MatmulChoice | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import SHARDS, placement
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
 from shardwise.trace.trace import Bucket
@@ -120,12 +121,13 @@ class BucketMemory:
         return self.param if self.param.numel() == self.held.numel else self.param[self.held.start : self.held.stop]
 
     @torch.no_grad()
-    def load(self, values: Mapping[str, Tensor]) -> None:
+    def load(self, values: Values) -> None:
         """Set the held range, masters first, so that nothing of their precision is lost; what others hold is gathered before its use."""
         held = self.held
         for entry, start, stop in self.ranges(held.start, held.stop):
-            source = values[entry.name].detach().reshape(-1)[start - entry.offset : stop - entry.offset]
-            self.master[start - held.start : stop - held.start].copy_(source)
+            values.copy_range(
+                entry.name, start - entry.offset, stop - entry.offset, self.master[start - held.start : stop - held.start]
+            )
         self.publish()
 
     @torch.no_grad()

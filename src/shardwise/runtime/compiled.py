@@ -15,6 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.step import lower
 from shardwise.parallel.data import batch_axes
+from shardwise.runtime.initial_values import Values
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
 from shardwise.trace.trace import Bucket, Trace, trace
@@ -28,6 +29,10 @@ class Compiled:
 
     A capture with a static batch dim fits microbatches of one size; other sizes (the last batch of an epoch) are captured when they
     come.  Programs depend on the number of microbatches, which a batch of few rows can make smaller.
+
+    ``initial`` has the values that training starts from; without it they are those of ``module``, which may be on the meta device
+    otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other values than they have.  A
+    model that cannot be captured is made as a whole if its parameters are on the meta device, and says so.
     """
 
     module: nn.Module
@@ -36,6 +41,8 @@ class Compiled:
     loss: LossFunction | None = None
     device: torch.device = torch.device("cpu")
     training: bool = True
+    initial: Mapping[str, Tensor] | None = None
+    _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _programs: dict[tuple[int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -46,13 +53,35 @@ class Compiled:
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
         if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
             raise ConfigError(f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}")
-        self.general = self.trace((), None)
+        if self._values is None:
+            given = self.initial
+            self._values = Values.of_module(self.module) if given is None else Values.of_mapping(self.module, given)
+            self.module = self._values.structure()
+        self.general = self._general()
         self.buckets = self.buckets or self.general.buckets
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
             self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches
+
+    @property
+    def values(self) -> Values:
+        """The values that training starts from."""
+        assert self._values is not None
+        return self._values
+
+    def _general(self) -> Trace:
+        found = self.trace((), None)
+        if found.opaque is None or not any(p.is_meta for p in self.module.parameters()) or self.values.missing:
+            return found
+        # Its code may hold tensors that nobody else sees, and is tried on a first batch.
+        self.module = self.values.whole()
+        self._values = Values.of_module(self.module)
+        self._traces.clear()
+        found = self.trace((), None)
+        found.notes.append("initial weights: every rank builds the whole model, since it could not be captured without")
+        return found
 
     def evaluation(self) -> Compiled:
         """The same model in evaluation mode, under the same plan; captured when first needed."""

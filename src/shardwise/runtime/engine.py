@@ -17,13 +17,14 @@ from shardwise.parallel.data import batch_axes
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter, StepInput, StepResult
 from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Trace
 
 
 class Engine:
-    """Trains ``compiled.module`` from the values that it has when the engine is made; the module itself is not touched.
+    """Trains ``compiled.module`` from ``compiled.values``, read one tensor at a time; the module itself is not touched.
 
     Args:
         compiled: the model and plan; shared by thread ranks.
@@ -52,20 +53,20 @@ class Engine:
             raise ConfigError(f"the plan's mesh has {compiled.plan.mesh.size} ranks, and {comm.mesh.size} are running")
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
         self.step_index = 0
-        module, trace, plan = compiled.module, compiled.general, compiled.plan
+        module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
         apart = trace.opaque is not None
         if apart and any(rule.rest == "S" for rule in plan.parameters):
             raise ConfigError(
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
-        values = {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
+        values.check()
         buckets = [BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in trace.buckets]
         for memory in buckets:
             memory.load(values)
         self.names = _aliases(module)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
         placed = {p.name for b in trace.buckets for p in b.parameters}
-        self.unused = {n: v.clone() for n, v in values.items() if self.names[n] == n and n not in placed}
+        self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.interpreter = Interpreter(comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict)
 
@@ -178,8 +179,9 @@ class Engine:
         missing = set(self.compiled.module.state_dict()) - set(state)
         if missing:
             raise ShardwiseError(f"state lacks {', '.join(sorted(missing)[:5])}")
+        values = Values.of_mapping(self.compiled.module, state)
         for bucket in self.memory.buckets:
-            bucket.load(state)
+            bucket.load(values)
         with torch.no_grad():
             for name, value in (self.unused | self.memory.buffers).items():
                 if name in state:

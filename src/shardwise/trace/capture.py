@@ -211,6 +211,8 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
+    if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
+        raise Uncapturable("it computes with a tensor without memory, which its constructor made and no attribute holds")
     signature = program.graph_signature
     canonical = _canonical(wrapped)
     order = list(example)

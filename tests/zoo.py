@@ -20,11 +20,16 @@ ROWS, LENGTH, WORDS = 7, 12, 31
 
 @dataclass
 class Model:
-    """A module in fp32, a batch for it, and a loss function if the module has none."""
+    """A module in fp32, a batch for it, a loss function if the module has none, and its constructor."""
 
     module: nn.Module
     batch: dict[str, Tensor]
-    loss: Callable[[Any, Any], Tensor] | None = None
+    loss: Callable[[Any, Any], Tensor] | None
+    build: Callable[[], nn.Module]
+
+    @staticmethod
+    def of(build: Callable[[], nn.Module], batch: dict[str, Tensor], loss: Callable[[Any, Any], Tensor] | None = None) -> Model:
+        return Model(build(), batch, loss, build)
 
 
 # ---- our own ------------------------------------------------------------------------------------------------------------------
@@ -150,17 +155,17 @@ def own(name: str) -> Model:
     x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(6))
     sizes: dict[str, Any] = {"vocabulary": WORDS, "width": 16, "layers": 2, "heads": 4, "context": LENGTH}
     if name == "gpt":
-        return Model(GPT(**sizes, dropout=0.1), batch)
+        return Model.of(lambda: GPT(**sizes, dropout=0.1), batch)
     if name == "llama":
-        return Model(Llama(**sizes, kv_heads=2), batch)
+        return Model.of(lambda: Llama(**sizes, kv_heads=2), batch)
     if name == "mlp":
-        return Model(MLP(), {"x": x, "y": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))}, squared_loss)
+        return Model.of(MLP, {"x": x, "y": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))}, squared_loss)
     if name == "convnet":
-        return Model(ConvNet(), {"image": images(), "label": classes()}, accuracy_loss)
+        return Model.of(ConvNet, {"image": images(), "label": classes()}, accuracy_loss)
     if name == "pairs":
-        return Model(Pairs(), {"tokens": batch["input_ids"] * (batch["labels"] != -100), "x": x})
+        return Model.of(Pairs, {"tokens": batch["input_ids"] * (batch["labels"] != -100), "x": x})
     assert name == "tagger"
-    return Model(Tagger(), {"tokens": batch["input_ids"], "labels": batch["labels"]})
+    return Model.of(Tagger, {"tokens": batch["input_ids"], "labels": batch["labels"]})
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------------------
@@ -175,27 +180,32 @@ def hugging(name: str) -> Model:
     grouped = {**text, "num_key_value_heads": 2}
     kind, _, variant = name.partition(" ")
     batch = tokens()
+    build: Callable[[Any], nn.Module]
+    config: Any
     if kind == "llama":
-        model = t.LlamaForCausalLM(t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0))
+        build, config = t.LlamaForCausalLM, t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0)
     elif kind == "gpt2":
-        model = t.GPT2LMHeadModel(t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32))
+        build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32)
     elif kind == "bert":
-        model = t.BertForMaskedLM(t.BertConfig(**text))
+        build, config = t.BertForMaskedLM, t.BertConfig(**text)
     elif kind == "mixtral":
-        model = t.MixtralForCausalLM(t.MixtralConfig(**grouped, num_local_experts=4, output_router_logits=variant == "balanced"))
+        build, config = (
+            t.MixtralForCausalLM,
+            t.MixtralConfig(**grouped, num_local_experts=4, output_router_logits=variant == "balanced"),
+        )
     elif kind == "qwen3":
-        model = t.Qwen3ForCausalLM(t.Qwen3Config(**grouped, head_dim=8, tie_word_embeddings=True))
+        build, config = t.Qwen3ForCausalLM, t.Qwen3Config(**grouped, head_dim=8, tie_word_embeddings=True)
     elif kind == "vit":
-        model = t.ViTForImageClassification(t.ViTConfig(**common, image_size=8, patch_size=4, num_labels=3))
+        build, config = t.ViTForImageClassification, t.ViTConfig(**common, image_size=8, patch_size=4, num_labels=3)
         batch = {"pixel_values": images(), "labels": classes()}
     else:
         assert kind == "resnet"
         config = t.ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 2], layer_type="basic", num_labels=3)
-        model = t.ResNetForImageClassification(config)
+        build = t.ResNetForImageClassification
         batch = {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(3)), "labels": classes()}
     if variant in ("padded", "ones"):
         batch = padded(batch, variant == "ones")
-    return Model(model, batch)
+    return Model.of(lambda: build(config), batch)
 
 
 OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger")

@@ -1,0 +1,173 @@
+"""The values that training starts from, read one tensor at a time, so that no rank ever has to hold a whole model."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError, ShardwiseError, did_you_mean
+from shardwise.trace.initial import Recorded, named_tensors
+
+LISTED = 3  # names in one error
+
+
+class Values(Mapping[str, Tensor]):
+    """The initial value of every parameter, buffer and tensor attribute of a module, in the module's shape and dtype.
+
+    Tied tensors are there under each of their names, and one of these is enough in what is given.  Nothing is held: each read replays,
+    reads or looks up one tensor.  What is read may be the module's own memory: copy it before writing.
+
+    Args:
+        module: what it has on the meta device needs a value from elsewhere.
+        given: values by name, read when they are needed; what the first of these lacks is looked for in the next, then in ``recorded``.
+        recorded: a record, of which ``module`` has the tensors, and the seed; what it lacks has its value in ``module``.
+        notes: what a user should know of where the values come from.
+
+    :class:`ConfigError` for given names that the module does not have.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        given: tuple[Mapping[str, Tensor], ...] = (),
+        recorded: tuple[Recorded, int] | None = None,
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.module, self.notes = module, notes
+        self._given, self._recorded = given, recorded
+        self._replaying = threading.Lock()  # torch's default dtype, which a replay may set, belongs to the process
+        self._tensors = named_tensors(module)
+        self._names = {id(tensor): name for name, tensor in recorded[0].tensors.items()} if recorded is not None else {}
+        by_identity: dict[int, list[str]] = {}
+        for name, tensor in self._tensors.items():
+            by_identity.setdefault(id(tensor), []).append(name)
+        self._tied = {name: by_identity[id(tensor)] for name, tensor in self._tensors.items()}
+        for unknown in (name for source in given for name in source if name not in self._tensors):
+            raise ConfigError(f'initial: "{unknown}" is no tensor of the model.{did_you_mean(unknown, self._tensors)}')
+
+    @staticmethod
+    def of_module(module: nn.Module) -> Values:
+        """The values that a module has."""
+        return Values(module)
+
+    @staticmethod
+    def of_mapping(module: nn.Module, values: Mapping[str, Tensor]) -> Values:
+        """``values`` by name, such as a state dict, and for what it lacks those that the module has."""
+        if isinstance(values, Values):
+            return values if values.module is module else Values(module, (values,), notes=values.notes)
+        return Values(module, (values,))
+
+    @staticmethod
+    def of_recorded(recorded: Recorded, seed: int) -> Values:
+        """What the constructor gives for ``seed``: replayed a tensor at a time, or, where it could not be recorded, held as a whole."""
+        whole = f"initial weights: every rank builds the whole model, whose constructor cannot be recorded: {recorded.reason}"
+        return Values(recorded.module, (), (recorded, seed), () if recorded.reason is None else (whole,))
+
+    def with_weights(self, weights: Mapping[str, Tensor], notes: tuple[str, ...] = ()) -> Values:
+        """These values but for those that ``weights`` has."""
+        return Values(self.module, (weights, *self._given), self._recorded, (*self.notes, *notes))
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        source = self._source(name)
+        if source is not None:
+            value = source[0][source[1]].detach()
+            if value.shape != tensor.shape:
+                raise ConfigError(f'initial: "{name}" is {list(value.shape)} instead of {list(tensor.shape)}')
+            return value.to("cpu", tensor.dtype)
+        if self._recorded is not None and id(tensor) in self._names:
+            with self._replaying:
+                return self._recorded[0].materialise(self._names[id(tensor)], self._recorded[1], "cpu")
+        if tensor.is_meta:
+            raise _without_values([name])
+        return tensor.detach()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def copy_range(self, name: str, start: int, stop: int, out: Tensor) -> None:
+        """Copy elements ``start`` to ``stop`` of the flattened (row-major) tensor into ``out``: 1-d, of any dtype and device.
+
+        Makes that one tensor for as long as it takes, and nothing if the range is empty.
+        """
+        numel = self._tensors[name].numel()
+        if not 0 <= start <= stop <= numel or tuple(out.shape) != (stop - start,):
+            raise ShardwiseError(f'range {start} to {stop} of "{name}", which has {numel} elements, into {list(out.shape)}')
+        if start < stop:
+            with torch.no_grad():
+                out.copy_(self[name].reshape(-1)[start:stop])
+
+    @property
+    def missing(self) -> list[str]:
+        """The names for which there is no value."""
+        bare = [name for name, tensor in self._tensors.items() if tensor.is_meta and id(tensor) not in self._names]
+        return [name for name in bare if self._source(name) is None]
+
+    def check(self) -> None:
+        """:class:`ConfigError` if there is a name without a value."""
+        if missing := self.missing:
+            raise _without_values(missing)
+
+    def structure(self) -> nn.Module:
+        """The module with values for all but its parameters, for those who look at its code: the module itself if it has them."""
+        parameters = {id(parameter): parameter for parameter in self.module.parameters()}
+        rest = {id(tensor): name for name, tensor in self._tensors.items() if id(tensor) not in parameters}
+        if self._recorded is None and not any(self._tensors[n].is_meta or self._source(n) is not None for n in rest.values()):
+            return self.module
+        return copy.deepcopy(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
+
+    def whole(self) -> nn.Module:
+        """A new, ordinary module with all of these values, on the CPU."""
+        module = self._constructed()
+        constructed = module is not None
+        if module is None:
+            self.check()
+            memo: dict[int, Any] = {id(tensor): _memory_for(tensor) for tensor in self._tensors.values() if tensor.is_meta}
+            module = copy.deepcopy(self.module, memo)
+        with torch.no_grad():
+            for name, tensor in named_tensors(module).items():
+                if self._source(name) is not None or not constructed and self._tensors[name].is_meta:
+                    tensor.copy_(self[name])
+        return module
+
+    def _constructed(self) -> nn.Module | None:
+        """What the recorded constructor makes, if that is the module but for what is frozen and in evaluation mode."""
+        if self._recorded is None:
+            return None
+        module = self._recorded[0].materialise_all(self._recorded[1], "cpu")
+        modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
+        if modules.keys() != dict(self.module.named_modules()).keys() or named_tensors(module).keys() != self._tensors.keys():
+            return None
+        for name, one in self.module.named_modules():
+            modules[name].training = one.training
+        for name, parameter in self.module.named_parameters():
+            parameters[name].requires_grad_(parameter.requires_grad)
+        return module
+
+    def _source(self, name: str) -> tuple[Mapping[str, Tensor], str] | None:
+        """Who has been given with a value of this tensor, and under which of its names."""
+        return next(((source, one) for source in self._given for one in self._tied[name] if one in source), None)
+
+
+def _memory_for(tensor: Tensor) -> Tensor:
+    empty = torch.empty_like(tensor, device="cpu")
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _without_values(names: list[str]) -> ConfigError:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ConfigError(
+        f"model: on the meta device, without values: {', '.join(names[:LISTED])}{more}; legal: a module with values, or "
+        "recorded = shardwise.record(constructor), module = recorded.module, initial = shardwise.Values.of_recorded(recorded, seed)"
+    )
