@@ -557,6 +557,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.end_token",
         "data.factory",
         "data.arguments",
+        "train.loss_scale",
         "checkpoint.keep_every",
         "checkpoint.staging_mib",
     }

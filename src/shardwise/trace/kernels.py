@@ -94,7 +94,7 @@ class _Nodes(fx.Interpreter):
     def _product(self, n: fx.Node, args: Any, kwargs: Any) -> Tensor:
         given = [v for i in n.all_input_nodes if isinstance(v := self.env[i], Tensor)]
         args, kwargs = fx.node.map_aggregate((args, kwargs), _wide)
-        result: Tensor = n.target(*args, **kwargs)  # type: ignore[operator]
+        result: Tensor = n.target(*args, **kwargs)
         return result.to(n.meta["val"].dtype).requires_grad_(any(v.requires_grad for v in given))
 
     def _backward(self, n: fx.Node, result: Any) -> None:
