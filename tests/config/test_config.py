@@ -564,6 +564,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.factory",
         "data.arguments",
         "parallel.gathered",
+        "train.loss_scale",
         "checkpoint.keep_every",
         "checkpoint.staging_mib",
     }

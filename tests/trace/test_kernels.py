@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import kernels
+from shardwise.trace import kernels, ops
 from shardwise.trace.kernels import check_kernels
 from shardwise.trace.trace import trace
 from verify.models import CASES
@@ -102,6 +102,30 @@ def test_what_no_gradient_passes_needs_no_backward() -> None:
         still = Model(torch.special.i1e, torch.relu)
     still.layers[0].requires_grad_(False)
     Compiled(still, FP16, batch())
+
+
+def test_products_that_are_not_tried_have_kernels() -> None:
+    def x(*shape: int) -> Tensor:
+        return torch.randn(shape).half().requires_grad_()
+
+    aten, env = torch.ops.aten, ops.Env(rows=2)
+    heads, grouped = (x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8)), (x(2, 4, 6, 8), x(2, 2, 6, 8), x(2, 2, 6, 8))
+    mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (aten.linear, (x(2, 3, 4), x(5, 4), x(5)), {}), (aten.linear, (x(4), x(5, 4)), {}), (aten.matmul, (x(2, 3, 4), x(4)), {}),
+        (aten.matmul, (x(2, 3, 4), x(2, 4, 5)), {}), (aten.mm, (x(3, 4), x(4, 5)), {}), (aten.bmm, (x(2, 3, 4), x(2, 4, 5)), {}),
+        (aten.addmm, (x(5), x(3, 4), x(4, 5)), {}), (aten.baddbmm, (x(2, 3, 5), x(2, 3, 4), x(2, 4, 5)), {}),
+        (aten.einsum, ("bij,bjk->bik", [x(2, 3, 4), x(2, 4, 5)]), {}),
+        *((getattr(aten, f"conv{d}d"), (x(2, 4, *[7] * d), x(6, 2, *[3] * d), x(6), [2] * d, [1] * d, [1] * d, 2), {}) for d in (1, 2, 3)),
+        (aten.conv_transpose1d, (x(2, 3, 7), x(3, 4, 3), x(4)), {}), (aten.conv_transpose2d, (x(2, 3, 5, 5), x(3, 4, 3, 3), x(4)), {}),
+        (aten.conv_transpose3d, (x(2, 3, 5, 5, 5), x(3, 4, 3, 3, 3), x(4)), {}),
+        (aten.scaled_dot_product_attention, heads, {"is_causal": True}), (aten.scaled_dot_product_attention, (*heads, mask), {}),
+        (aten.scaled_dot_product_attention, grouped, {"enable_gqa": True}),
+        (ops.attention, (env, *heads, None, 0.1, True, 0, (0, 1), False), {}),
+    ]  # fmt: skip
+    for op, args, kwargs in calls:
+        op(*args, **kwargs).sum().backward()
+    assert {op for op, _, _ in calls} == kernels.PRODUCTS
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "conv"])

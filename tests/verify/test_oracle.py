@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.trace.random import keyed_mask, keyed_normal, keyed_uniform
+from shardwise.verify.compare import total_error
 from shardwise.verify.oracle import Oracle, plain_optimizer
 
 ADAMW = plain_optimizer(OptimizerChoice(name="adamw", lr=1e-2, weight_decay=0.1))
@@ -488,6 +489,21 @@ def test_bf16_is_near_fp64_and_not_equal() -> None:
             assert 1e-4 < error < 0.1, name
         assert low.loss == pytest.approx(truth.loss, rel=0.02) and low.loss != truth.loss
     assert all(p.dtype is torch.float32 for p in low.parameters.values())
+
+
+def test_small_gradients_in_fp16_need_a_loss_scale() -> None:
+    """Those of a loss 2^-24 times as large; in fp64 the scale changes nothing."""
+
+    def small(y: Any, fields: Any) -> Tensor:
+        return y["loss"] * 2.0**-24
+
+    model, batch = Tiny(), language_batch()
+    truth = Oracle(model, small, microbatches=3).step(batch).gradients
+    scaled, lost = (
+        Oracle(model, small, microbatches=3, precision="fp16", loss_scale=scale).step(batch).gradients for scale in (2.0**30, 1.0)
+    )
+    assert total_error(scaled, truth) < 5e-3 < 0.5 < total_error(lost, truth)
+    assert largest(Oracle(model, small, microbatches=3, loss_scale=2.0**30).step(batch).gradients, truth) < 1e-15
 
 
 def test_bf16_masters_take_small_steps() -> None:

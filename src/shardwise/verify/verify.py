@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
+from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, rank_rows
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
@@ -29,6 +30,7 @@ from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 
 TOLERANCE = 1e-10
 LOW_PRECISION_FACTOR = 1.25
+LEAST_SCALE = 2.0**-16  # at which overflows are not the loss scale's fault
 STEPS = 3
 OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
 """AdamW; its eps is large enough that a gradient of pure rounding noise (an attention key's bias) moves nothing."""
@@ -129,10 +131,16 @@ def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep
 
 
 def run_steps(
-    compiled: Compiled, comm: Communicator, batches: Batches, optimizer: OptimizerChoice, clip_norm: float | None, seed: int
+    compiled: Compiled,
+    comm: Communicator,
+    batches: Batches,
+    optimizer: OptimizerChoice,
+    clip_norm: float | None,
+    seed: int,
+    scale: ScaleChoice | None = None,
 ) -> list[RankStep]:
     """Train one rank on its rows of each of the batches."""
-    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True)
+    engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
     out = []
     for batch in batches:
@@ -168,10 +176,20 @@ def low_precision(
     run: Runner,
     truth: Mapping[str, Tensor],
 ) -> dict[str, float]:
-    """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision."""
+    """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
+
+    Under fp16 both multiply their loss by the largest power of two that does not make one device's gradients overflow.
+    """
     compiled = Compiled(module, plan.replace(dropout="exact"), batch, loss)
-    ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed))[0][0].gradients
-    single = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed).step(batch).gradients
+    scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
+    while True:
+        oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
+        single = oracle.step(batch).gradients
+        if scale <= LEAST_SCALE or plan.precision != "fp16" or all(bool(g.isfinite().all()) for g in single.values()):
+            break
+        scale /= 2
+    fixed = ScaleChoice.fixed(scale)
+    ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed, fixed))[0][0].gradients
     mine, theirs = distance(ours, truth), distance(single, truth)
     return {"plan": mine, "one_device": theirs, "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf)}
 
