@@ -40,7 +40,7 @@ class Lane(StrEnum):
 class Buffer:
     """A named piece of a rank's memory: the unit of conflict between instructions.
 
-    ``kind`` is one of ``param grad state saved activation gradient loss weight norm``; ``index`` is the
+    ``kind`` is one of ``param grad state kept saved activation gradient loss weight norm``; ``index`` is the
     bucket or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch; ``version`` numbers weight
     versions.
     """

@@ -12,12 +12,12 @@ from typing import Any, Literal
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
 from shardwise.core.mesh import Axis, Mesh
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "fp64", "bf16"]
 Dropout = Literal["exact", "fast"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16"),
     "schedule": ("1f1b",),
     "dropout": ("exact", "fast"),
@@ -71,8 +71,8 @@ class ParameterRule:
 class Plan:
     """How a step is divided over the ranks of ``mesh``.
 
-    ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward;
-    ``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend
+    ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward,
+    selective: but for their matrix products, convolutions and attention; ``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend
     on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
     :class:`ConfigError` names the field, the value and what is legal.
     """
