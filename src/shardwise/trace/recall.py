@@ -6,8 +6,8 @@ on a :class:`Tape`; RECOMPUTE takes the result from there, and backward runs the
 those of no recomputation, bit for bit.
 
 A small graph holds none of its inputs.  Where autograd saves (a view of) one, it gets a reference, found again among the inputs of
-RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.  An op that saves more than that
-(attention with dropout, whose probabilities are larger than its result) is computed again like any other.
+RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.  An op whose
+statistics are larger than its result (attention with dropout saves its probabilities) is computed again like any other.
 
 All else is computed twice, collectives included, as under full recomputation: those of a unit that mixes rows (a synchronised BatchNorm)
 are few and small beside its products.
@@ -27,25 +27,30 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.trace import ops, products
-from shardwise.trace.meter import base_name, tensors_in
+from shardwise.trace.meter import tensors_in
 from shardwise.trace.ops import Env
-from shardwise.trace.torch_private import OpOverload, storage_key
+from shardwise.trace.torch_private import OpOverload, schema, storage_key
 
-KEPT = frozenset(
-    """linear matmul mm bmm addmm addbmm baddbmm einsum tensordot bilinear inner linalg_matmul linalg_multi_dot chain_matmul
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _grouped_mm grouped_mm_fallback
-    scaled_dot_product_attention""".split()
-)
-"""ATen ops (and transformers' grouped product) whose results are kept."""
+_PRODUCTS = """
+    linear matmul mm bmm addmm addbmm baddbmm einsum tensordot bilinear inner linalg_matmul linalg_multi_dot chain_matmul
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _grouped_mm
+    transformers::grouped_mm_fallback scaled_dot_product_attention"""
+KEPT = frozenset(_PRODUCTS.split())
+"""The ops whose results are kept; those of ATen without namespace."""
 
 OWN: dict[str, Callable[..., Tensor]] = {"linear": products.linear, "attention": ops.attention}
 """Our own functions that are kept, under the names that stand for them in a graph."""
 
-_BLIND = frozenset(
-    """add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
-    select slice narrow split chunk unbind cat to _to_copy dropout feature_dropout""".split()
-)
-"""Ops whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
+_BLIND = """
+    add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
+    select slice narrow split chunk unbind cat to _to_copy"""
+BLIND = {*_BLIND.split(), operator.getitem, ops.dropout, ops.feature_dropout}
+"""Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
+
+
+def _op(target: Any) -> Any:
+    """What stands for a node's target in the sets above."""
+    return str(schema(target).name).removeprefix("aten::") if isinstance(target, OpOverload) else target
 
 
 def recallable(graph: fx.Graph, own: int) -> fx.Graph:
@@ -64,7 +69,7 @@ def recallable(graph: fx.Graph, own: int) -> fx.Graph:
         if env is None:
             env = copies[node]  # the first placeholder
         target: Any = node.target
-        if node.op == "call_function" and (target in names or (isinstance(target, OpOverload) and base_name(target) in KEPT)):
+        if node.op == "call_function" and (target in names or _op(target) in KEPT):
             copies[node].target = recalled
             copies[node].args = (env, count, node in read, names.get(target, target), *copies[node].args)
             count += 1
@@ -77,10 +82,8 @@ def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
     for node in reversed(graph.nodes):
         if node.op == "output":
             read.update(node.args[0][own:])
-        elif node.op == "call_function" and node.target is not products.edge:
-            blind = node.target is operator.getitem or base_name(node.target) in _BLIND
-            if node in read or not blind:
-                read.update(node.all_input_nodes)
+        elif node.op == "call_function" and (node in read or _op(node.target) not in BLIND) and node.target is not products.edge:
+            read.update(node.all_input_nodes)
     return read
 
 
@@ -192,22 +195,25 @@ class _Replay(torch.autograd.Function):
 
 
 def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tuple[Tensor, _Kept | None]:
-    """Run ``op`` as a graph of its own; returns the result, cut off, and what is kept, or None if that is too much."""
+    """Run ``op`` as a graph of its own; returns the result, cut off, and what is kept: None if that is too much, or an input."""
     given = tensors_in((args, kwargs))
     learning = [i for i, t in enumerate(given) if t.requires_grad]
     alone = [t.detach() for t in given]
-    for i, t in zip(learning, _Start.apply(_anchor(), [given[i] for i in learning]) if learning else (), strict=True):  # type: ignore[no-untyped-call]
-        alone[i] = t
+    if learning:
+        anchor = torch.empty(0, requires_grad=True)
+        for i, t in zip(learning, _Start.apply(anchor, [given[i] for i in learning]), strict=True):  # type: ignore[no-untyped-call]
+            alone[i] = t
     saver = _Saver(list(alone))
     feed = iter(alone)
     args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: next(feed) if isinstance(a, Tensor) else a)
     with saved_tensors_hooks(saver.pack, saver.unpack):
         result = op(*args, **kwargs)
     value = result.detach()
-    saver.sources.clear()
-    size = saver.held.pop(storage_key(value), 0)
     cut = result.detach().requires_grad_(result.requires_grad)
-    if sum(saver.held.values()) > max(size, value.untyped_storage().nbytes()):
+    saver.sources.clear()  # autograd holds the saver
+    key = storage_key(value)
+    beside = sum(size for k, size in saver.held.items() if k != key)
+    if beside > value.untyped_storage().nbytes() or any(storage_key(t) == key for t in given):
         return cut, None
     end = get_gradient_edge(result) if result.grad_fn is not None else None
     starts = {i: get_gradient_edge(alone[i]) for i in learning} if end is not None else {}
@@ -226,10 +232,6 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
         return None, None
-
-
-def _anchor() -> Tensor:
-    return torch.empty((), requires_grad=True)
 
 
 @dataclass
@@ -275,7 +277,7 @@ def _view(index: int, source: Tensor, tensor: Tensor) -> _View | None:
     """``tensor`` as a view of ``source``, whose memory it shares; None if it is none: parameters, too, share the memory of a bucket."""
     same = (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (source.dtype, source.is_conj(), source.is_neg())
     offset = tensor.storage_offset() - source.storage_offset()
-    if same and 0 <= offset and offset + _extent(tensor) <= _extent(source):
+    if same and offset >= 0 and offset + _extent(tensor) <= _extent(source):
         return _View(index, offset, tensor.shape, tensor.stride())
     return None
 
