@@ -17,7 +17,13 @@ from zoo import make
 
 from harness import Subject, parity, sharded_run
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import Instruction, Op
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trace import recall
 from shardwise.trace.meter import tensors_in
 from shardwise.trace.ops import Env
@@ -229,6 +235,31 @@ def test_nothing_else_is_alive_after_forward(dtype: str) -> None:
         grads = torch.autograd.grad(outputs[0], arguments, seed, allow_unused=True)
         del outputs
         assert alive.bytes == sum(t.nbytes for t in (output, seed, *grads) if t is not None)
+
+
+def test_a_step_keeps_of_each_block_what_its_tape_does() -> None:
+    """Alive before the first BACKWARD, beside what full recomputation keeps."""
+    torch.manual_seed(0)
+    module = GPT(vocabulary=31, width=WIDTH, layers=3, heads=HEADS, context=LENGTH)
+    batch = {k: torch.randint(0, 31, (ROWS, LENGTH)) for k in ("input_ids", "labels")}
+
+    def alive(recompute: str) -> int:
+        compiled = Compiled(module, Plan(recompute=recompute), batch)  # type: ignore[arg-type]
+        found: list[int] = []
+
+        def rank(comm: ThreadCommunicator) -> None:
+            with Alive() as made:
+
+                def look(position: int, one: Instruction) -> None:
+                    if one.op in (Op.RECOMPUTE, Op.BACKWARD) and not found:
+                        found.append(made.bytes)
+
+                Engine(compiled, comm, OptimizerChoice("sgd", lr=0.0), progress=look).step(batch, ROWS)
+
+        run_ranks(compiled.plan.mesh, rank, timeout=60)
+        return found[0]
+
+    assert alive("selective") - alive("full") == 3 * ROWS * LENGTH * (9 * WIDTH * 4 + HEADS * 4)
 
 
 def test_probabilities_are_not_kept() -> None:
