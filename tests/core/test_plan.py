@@ -83,7 +83,7 @@ def test_replace_checks_anew() -> None:
         ({"microbatches": 0}, "microbatches: 0 is not legal; legal: an integer of at least 1"),
         ({"microbatches": 1.5}, "microbatches: 1.5"),
         ({"microbatches": True}, "microbatches: True"),
-        ({"recompute": "ful"}, 'recompute: \'ful\' is not legal; legal: "none", "full". Did you mean "full"'),
+        ({"recompute": "ful"}, 'recompute: \'ful\' is not legal; legal: "none", "selective", "full". Did you mean "full"'),
         ({"recompute": True}, "recompute: True"),
         (
             {"precision": "bf32"},

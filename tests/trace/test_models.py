@@ -1,6 +1,6 @@
 """Whole models under every division of the batch: losses, gradients and state of AdamW steps against the oracle.
 
-By default each model meets every number of ranks, of microbatches and both kinds of recomputation, and all pairs of these occur over
+By default each model meets every number of ranks, of microbatches and every kind of recomputation, and all pairs of these occur over
 the models; ``-m full`` runs the whole product.
 """
 
@@ -12,16 +12,16 @@ from functools import cache
 import pytest
 import torch
 from torch import fx
-from zoo import NAMES, make
 
 from harness import OptimizerChoice, Subject, errors, oracle_run, parity, sharded_run
 from shardwise.trace import ops
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
+from zoo import NAMES, make
 
 aten = torch.ops.aten
 ADAM = OptimizerChoice("adamw", lr=0.01, eps=1e-3, weight_decay=0.1)  # a larger eps: gradients of pure rounding stay small
-RECOMPUTE = ("none", "full")
+RECOMPUTE = ("none", "selective", "full")
 PRODUCT = list(itertools.product((1, 2, 3, 4), (1, 2, 3), RECOMPUTE))
 MIXES_ROWS = {"own convnet", "own pairs", "resnet", "mixtral", "mixtral balanced", "mixtral padded"}
 PADDED = ("llama padded", "gpt2 padded", "bert padded", "mixtral padded", "qwen3 padded")
@@ -29,7 +29,7 @@ PADDED = ("llama padded", "gpt2 padded", "bert padded", "mixtral padded", "qwen3
 
 def covering(index: int) -> list[tuple[int, int, str]]:
     """Four of the product that hold every number of ranks, microbatches and kind of recomputation; shifted for each model."""
-    return [(dp, 1 + (dp + index) % 3, RECOMPUTE[(dp + index // 3) % 2]) for dp in (1, 2, 3, 4)]
+    return [(dp, 1 + (dp + index) % 3, RECOMPUTE[(dp + index // 3) % 3]) for dp in (1, 2, 3, 4)]
 
 
 @cache

@@ -14,17 +14,19 @@ from models import CASES, ConvNet, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
-from shardwise.trace import entropy, ops
-from shardwise.verify.verify import verify
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace import entropy, ops, recall
+from shardwise.trace.trace import Trace
+from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads, verify
 
-DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "full")
+DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "selective", "full")
 PLANS = list(itertools.product(DP, MICROBATCHES, RECOMPUTE))
 
 
 def covering() -> Iterator[tuple[str, int, int, str]]:
     """For each model plans in which every pair of values occurs over the models, and dp > 1 with each model at least twice."""
-    rows = [(1, 1, "none"), (2, 1, "full"), (3, 2, "none"), (4, 3, "full"), (2, 3, "none"), (4, 1, "none"), (3, 1, "full"), (1, 3, "full"),
-            (4, 2, "none"), (2, 2, "full"), (1, 2, "none"), (3, 3, "none")]  # fmt: skip
+    pairs = [(1, 1), (2, 1), (3, 2), (1, 2), (2, 3), (4, 1), (1, 3), (3, 1), (4, 3), (4, 2), (2, 2), (3, 3)]
+    rows = [(dp, microbatches, RECOMPUTE[(dp + microbatches) % 3]) for dp, microbatches in pairs]
     for i, name in enumerate(CASES):
         for j in range(3):
             yield (name, *rows[(3 * i + 5 * j) % len(rows)])
@@ -72,11 +74,12 @@ def test_covering_set_covers_every_pair() -> None:
 # ---- negative controls: each of these errors must be found ---------------------------------------------------------------
 
 
-def _gpt_report(dp: int = 2, microbatches: int = 2) -> bool:
+def _gpt_report(dp: int = 2, microbatches: int = 2, recompute: str = "none", dropout: float = 0.1) -> bool:
     torch.manual_seed(0)
-    module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=0.1).train()
+    module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=dropout).train()
     batches = [{k: v % 31 if k == "input_ids" else v.clamp(max=30) for k, v in tokens(7).items()} for _ in range(2)]
-    return verify(module, batches, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches)).passed
+    plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute)  # type: ignore[arg-type]
+    return verify(module, batches, plan).passed
 
 
 def test_control_passes() -> None:
@@ -121,14 +124,54 @@ def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     assert not verify(module, [batch], Plan(mesh=Mesh.of(dp=2)), loss=image_loss).passed
 
 
+def test_a_wrong_kept_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = recall._Kept.take
+    assert _gpt_report(recompute="selective")
+    monkeypatch.setattr(recall._Kept, "take", lambda self: original(self) * (1 + 1e-8))
+    assert not _gpt_report(recompute="selective")
+
+
+def test_a_value_that_is_not_kept_though_it_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall, "_read", lambda graph, own: set())
+    assert not _gpt_report(recompute="selective")
+
+
+def test_a_reference_to_another_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recall._Saver, "unpack", lambda self, saved: saved if isinstance(saved, Tensor) else
+                        next(iter(self.inputs.values())).as_strided(saved.shape, saved.stride))  # fmt: skip
+    assert not _gpt_report(recompute="selective", dropout=0.0)
+
+
+# ---- recomputation changes nothing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["gpt", "own-llama", "llama", "gpt2", "bert", "conv"])
+def test_recomputation_changes_no_bit(name: str, precision: str) -> None:
+    torch.manual_seed(2)
+    module, make, loss = CASES[name]()
+    batches = [make(6) for _ in range(2)]
+    plans = {r: Plan(recompute=r, precision=precision) for r in RECOMPUTE}  # type: ignore[arg-type]
+    traces: dict[tuple[tuple[str, ...], int | None], Trace] = {}
+    for dp, microbatches in ((1, 1), (1, 3), (2, 1), (3, 3)):
+        steps = {}
+        for recompute, plan in plans.items():
+            plan = plan.replace(mesh=Mesh.of(dp=dp), microbatches=microbatches)
+            compiled = Compiled(module.train(), plan, batches[0], loss, _traces=traces)
+            steps[recompute] = run_threads(compiled, lambda comm, c=compiled: run_steps(c, comm, batches, OPTIMIZER, 1.0, 0))[0]  # type: ignore[misc]
+        for recompute in ("selective", "full"):
+            for mine, right in zip(steps[recompute], steps["none"], strict=True):
+                assert mine.loss == right.loss
+                assert mine.gradients.keys() == right.gradients.keys()
+                assert all(torch.equal(mine.gradients[n], g) for n, g in right.gradients.items())
+                assert all(torch.equal(mine.buffers[n], b) for n, b in right.buffers.items())
+
+
 # ---- what the loss of a step means -----------------------------------------------------------------------------------------
 
 
 def test_microbatches_of_unequal_masks_equal_one() -> None:
     """The loss and gradients of m microbatches over n ranks are those of the whole batch at once."""
-    from shardwise.runtime.compiled import Compiled
-    from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads
-
     torch.manual_seed(0)
     module = GPT(vocabulary=31, width=16, layers=1, heads=2, context=12).double()
     ids = torch.randint(0, 31, (6, 12))
@@ -172,9 +215,6 @@ def test_a_loss_that_is_not_finite_on_one_device_either_is_said() -> None:
 
 
 def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
-    from shardwise.runtime.compiled import Compiled
-    from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads
-
     torch.manual_seed(0)
     module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=0.3)
     batches = [{k: v.clamp(max=30) for k, v in tokens(8).items()} for _ in range(6)]

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
 from shardwise.core.mesh import Axis, Mesh
 
-Recompute = Literal["none", "full"]
+Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Dropout = Literal["exact", "fast"]
 Gathered = Literal["use", "forward", "step"]
@@ -21,7 +21,7 @@ ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "recompute": ("none", "full"),
+    "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "schedule": ("1f1b",),
     "dropout": ("exact", "fast"),
@@ -80,9 +80,9 @@ class ParameterRule:
 class Plan:
     """How a step is divided over the ranks of ``mesh``.
 
-    ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward;
-    ``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend
-    on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
+    ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward, under
+    "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
+    computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
     Of parameters that rest sharded, ``gathered`` says how long they stay whole: for one use, from a
     microbatch's forward to its backward, or for the whole step; ``prefetch`` is how many units ahead they are

@@ -21,7 +21,7 @@ from shardwise.trace.trace import Bucket, Trace
 LOSS = Buffer("loss")
 WEIGHT = Buffer("weight")
 NORM = Buffer("norm")
-PASSING = ("activation", "saved", "gradient")
+PASSING = ("activation", "kept", "saved", "gradient")
 """Kinds of buffers that live within a step."""
 
 
@@ -73,7 +73,7 @@ class _Lowering:
                 if not units[u].differentiable:
                     continue
                 if self.recomputed(u):
-                    out.append(replace(self.forward(u, m), op=Op.RECOMPUTE, writes=(Buffer("saved", u, m),)))
+                    out.append(self.recompute(u, m))
                 first = tuple(b.index for b in self.used[u] if b.learns and b.index not in written)
                 written |= set(first)
                 out.append(self.backward(u, m, first))
@@ -88,7 +88,7 @@ class _Lowering:
 
     def recomputed(self, unit: int) -> bool:
         """The last unit's backward comes right after its forward: nothing would be saved by running it twice."""
-        return self.plan.recompute == "full" and unit != len(self.trace.units) - 1
+        return self.plan.recompute != "none" and unit != len(self.trace.units) - 1
 
     def forward(self, u: int, m: int) -> Instruction:
         unit = self.trace.units[u]
@@ -97,12 +97,20 @@ class _Lowering:
         if "loss" in unit.outputs and self.trace.targets is not None:
             reads.append(WEIGHT)
         writes = [Buffer("activation", u, m)]
-        if self.training and unit.differentiable and not self.recomputed(u):
-            writes.append(Buffer("saved", u, m))
+        if self.training and unit.differentiable:
+            writes += self.kept(u, m) if self.recomputed(u) else [Buffer("saved", u, m)]
         if "loss" in unit.outputs:
             writes.append(LOSS)
         axes = self.axes if unit.collectives else ()
         return Instruction(Op.FORWARD, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes))
+
+    def recompute(self, u: int, m: int) -> Instruction:
+        again = self.forward(u, m)
+        return replace(again, op=Op.RECOMPUTE, reads=(*again.reads, *self.kept(u, m)), writes=(Buffer("saved", u, m),))
+
+    def kept(self, u: int, m: int) -> list[Buffer]:
+        """What FORWARD leaves for RECOMPUTE inside a unit."""
+        return [Buffer("kept", u, m)] if self.plan.recompute == "selective" else []
 
     def backward(self, u: int, m: int, first: tuple[int, ...]) -> Instruction:
         unit = self.trace.units[u]

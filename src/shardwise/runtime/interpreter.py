@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
+from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 
@@ -102,6 +103,7 @@ class _Step:
     given: StepInput
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
+    tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     handles: dict[int, tuple[Instruction, Handle]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
@@ -219,10 +221,13 @@ class _Step:
         env = self.env(m)
         env.ordinal = unit.ordinal
         again = one.op is Op.RECOMPUTE
-        keep = self.saves(one, unit)
+        keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
+        env.tape = self.tapes.pop((unit.index, m), None)
+        if record:
+            env.tape = self.tapes[unit.index, m] = Tape()
         arguments = self.arguments(unit, m, env)
-        function = unit.training_function if keep and unit.training_function is not None else unit.function
-        with torch.set_grad_enabled(keep), self.gathered.references() if keep else nullcontext():
+        function = unit.training_function if (keep or record) and unit.training_function is not None else unit.function
+        with env.tape.record() if record else self.autograd(keep):
             outputs = function(env, *arguments)
         own = len(unit.outputs) + len(unit.updates)
         outputs, operands = outputs[:own], outputs[own:]
@@ -242,8 +247,14 @@ class _Step:
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
             self.updates[name] = value.detach()
 
-    def saves(self, one: Instruction, unit: Unit) -> bool:
-        return unit.differentiable and any(b.kind == "saved" for b in one.writes)
+    def saves(self, one: Instruction, unit: Unit, kind: str) -> bool:
+        return unit.differentiable and any(b.kind == kind for b in one.writes)
+
+    @contextmanager
+    def autograd(self, keep: bool) -> Iterator[None]:
+        """Whether autograd follows, and how it keeps parameters if it does."""
+        with torch.set_grad_enabled(keep), self.gathered.references() if keep else nullcontext():
+            yield
 
     def backward(self, one: Instruction) -> None:
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch

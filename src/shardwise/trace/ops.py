@@ -37,6 +37,7 @@ class Env:
     step: int = 0
     ordinal: int = 0  # of the first random op of the unit that runs
     targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
+    tape: Any = None  # what selective recomputation keeps of the unit that runs: a Tape of `trace/recall.py`
 
     def range(self, index: int | None = None) -> tuple[int, int]:
         """(start, stop) in the microbatch of the rows of a rank, by default this one."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from shardwise.trace import entropy, ops
 from shardwise.trace.products import expose
+from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
 
 _INTEGER_OPS = {ops.rows, ops.local_rows}
@@ -48,7 +49,7 @@ class Unit:
     collectives: bool = False
     values: dict[str, Any] = field(default_factory=dict)  # example (fake) tensor of each live tensor
     training_function: Callable[..., tuple[Tensor, ...]] | None = (
-        None  # `function` with the operands of `products` as last outputs
+        None  # `function` with the operands of `products` as last outputs, and products and attention to be recalled
     )
     products: tuple[
         str, ...
@@ -237,6 +238,7 @@ class _Builder:
         captured = self.captured
         parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
         exposed, products = expose(graph, [captured.trainable[n] for n in parameters])
+        exposed = recallable(exposed, len(outputs) + len(updated))
         key_code = exposed.python_code("self").src
         if key_code not in shared:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
