@@ -29,7 +29,7 @@ LAST_LINES = 15  # of what a rank printed, shown if it fails
 Step = Callable[[], Any]
 """Runs one step; what it returns, a number or a tensor of one element, is this rank's loss before the step."""
 StepMaker = Callable[[int, int], Step]
-"""(rank, ranks) -> the step.  Ranks unpickle it, so it is a function of a module beside this one, or a partial of such a function."""
+"""(rank, ranks) -> the step.  Ranks unpickle it: a function of a module beside this one, or a partial of such a function."""
 
 
 class ContenderFailed(RuntimeError):
@@ -161,7 +161,7 @@ def _busy() -> float:
 def _memory() -> dict[str, float]:
     """Bytes of this process.
 
-    ``peak_rss``: the most that was resident, pages shared with other processes in full (``ru_maxrss`` is not asked: it begins with
+    ``peak_rss``: the most that was resident, pages shared with other processes in full (not ``ru_maxrss``, which begins with
     what the parent had).  ``pss``: resident now, a page that n processes share as 1/n.  ``data``: of that, what no file backs, so
     that the libraries' code does not count, of which the share depends on how many other contenders run.  ``cuda_peak``: the most
     that tensors took of the GPU.

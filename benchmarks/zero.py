@@ -1,18 +1,19 @@
 """ZeRO against FSDP2, ZeroRedundancyOptimizer, DeepSpeed, and the limit: ranks that never communicate.
 
     python benchmarks/zero.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only "zero 3" "FSDP2 reshard"] [--json FILE]
-    python benchmarks/zero.py --gpu [--rows 4]
+    python benchmarks/zero.py --gpu [--rows 4] [--json FILE]
 
-A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4); AdamW; gloo
-for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32 matmul, the allocator's
-settings.  A stage's contenders take turns in one run, with the limit of their own: all stages together need more than 24 GiB.
-With --only those named run together.
+A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4);
+AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32 matmul, the
+allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages together, at about
+1 GB a rank, need more than 24 GiB.  With --only those named run together.
 
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is per rank,
-the rank's that takes most: peak RSS counts a page that ranks share in both, PSS half in each; data is PSS without the libraries' files.
+Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is per
+rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out; data is PSS
+without the libraries' files.
 
---gpu: a Llama of 1.1 B parameters on one CUDA device in bf16, sequence 2048: the ordinary loop (autocast), FSDP2 over one rank, and
-shardwise, one after the other, with as many rows as fit all three.
+--gpu: a Llama of 1.1 B parameters on one CUDA device in bf16, sequence 2048: the ordinary loop (autocast), FSDP2 over one
+rank, and shardwise, one after the other, with as many rows as fit all three.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
     for row in rows:
         at = min(CHECKED, len(row["losses"])) - 1
         print(
-            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}  {first['seconds'] / row['seconds']:8.3f}"
+            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
+            f"  {first['seconds'] / row['seconds']:8.3f}"
             f"  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}  {row['losses'][at]:14.4f}"
             f"  {row['off']:.0e}  {row['clean_steps']}/{row['steps']}"
         )
@@ -143,8 +145,8 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def tell(verdict: dict[str, Any]) -> None:
     reach = {key: f" (to reach: {verdict[key]})" if verdict[key] else "" for key in ("faster_to_reach", "memory_to_reach")}
     print(
-        f"{verdict['name']} / {verdict['against']:45} {verdict['faster']:.2f}{reach['faster_to_reach']} at {verdict['data']:.2f} of its "
-        f"memory{reach['memory_to_reach']}; with libraries {verdict['pss']:.2f}, peak RSS {verdict['peak_rss']:.2f}"
+        f"{verdict['name']} / {verdict['against']:45} {verdict['faster']:.2f}{reach['faster_to_reach']} "
+        f"at {verdict['data']:.2f} of its memory{reach['memory_to_reach']}; with libraries {verdict['pss']:.2f}, peak RSS {verdict['peak_rss']:.2f}"
     )
 
 
@@ -216,18 +218,16 @@ def _on_gpu(options: argparse.Namespace, task: Task, makers: dict[str, StepMaker
         environment = {**ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
         one = Contender(name, functools.partial(several, make=make, steps=steps), 1, environment=environment)
         alternate([one], rounds=options.rounds, steps=1, warmup=GPU_WARMUP)
-        one.seconds, one.clean = (
-            [seconds / steps for seconds in one.seconds],
-            [],
-        )  # others' use of the host's cores does not matter
+        one.clean = []  # others' use of the host's cores does not matter
+        one.seconds = [seconds / steps for seconds in one.seconds]
         found.append(figures(one, task, (found[0]["losses"] if found else one.losses)[:GPU_WARMUP]))
-    print(
-        f"\n{task.precision}, {task.rows} × {task.sequence} tokens     ms/step  tokens/s  of plain  GPU peak GiB  loss of step {GPU_WARMUP * steps}  off by"
-    )
+    title = f"{task.precision}, {task.rows} × {task.sequence} tokens"
+    print(f"\n{title:27} ms/step  tokens/s  of plain  GPU peak GiB  loss of step {GPU_WARMUP * steps:2}  off by")
     for row in found:
         peak = f"{row['cuda_peak'] / GiB:12.2f}" if "cuda_peak" in row else " " * 11 + "–"
         print(
-            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}  {found[0]['seconds'] / row['seconds']:8.3f}"
+            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
+            f"  {found[0]['seconds'] / row['seconds']:8.3f}"
             f"  {peak}  {row['losses'][GPU_WARMUP - 1]:14.4f}  {row['off']:.0e}"
         )
     return found
