@@ -5,8 +5,8 @@
 
 A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4);
 AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32 matmul, the
-allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages together, at about
-1 GB a rank, need more than 24 GiB.  With --only those named run together.
+allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages of 4 ranks
+together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named run together.
 
 Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is per
 rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out; data is PSS
@@ -146,7 +146,8 @@ def tell(verdict: dict[str, Any]) -> None:
     reach = {key: f" (to reach: {verdict[key]})" if verdict[key] else "" for key in ("faster_to_reach", "memory_to_reach")}
     print(
         f"{verdict['name']} / {verdict['against']:45} {verdict['faster']:.2f}{reach['faster_to_reach']} "
-        f"at {verdict['data']:.2f} of its memory{reach['memory_to_reach']}; with libraries {verdict['pss']:.2f}, peak RSS {verdict['peak_rss']:.2f}"
+        f"at {verdict['data']:.2f} of its memory{reach['memory_to_reach']}; "
+        f"with libraries {verdict['pss']:.2f}, peak RSS {verdict['peak_rss']:.2f}"
     )
 
 
