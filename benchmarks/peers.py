@@ -1,0 +1,135 @@
+"""The peers of shardwise's ZeRO, each as it is meant to be used: FSDP2, ZeroRedundancyOptimizer, DeepSpeed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import init_process_group
+
+from alternate import Step
+from task import Task, fused_adamw, loop
+
+DEEPSPEED = "0.19.8"
+CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
+
+
+def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
+    """``fully_shard`` on each block and the root; ``reshard``: blocks are freed after forward and gathered again for backward.
+
+    In bf16 gradients are reduced in fp32, as shardwise does.  The root, embedding and head, stays gathered: torch's default.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.set_float32_matmul_precision("medium")
+    if task.device == "cuda":
+        init_process_group("nccl", device_id=torch.device("cuda", 0))
+    else:
+        init_process_group("gloo")
+    mesh = init_device_mesh(task.device, (ranks,))
+    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = bf16 if task.precision == "bf16" else MixedPrecisionPolicy()
+    model = task.model().to(task.device)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)
+    return loop(task, model, fused_adamw(model.parameters()), task.batch([rank]), autocast=False)
+
+
+def zero_redundancy(rank: int, ranks: int, *, task: Task) -> Step:
+    """DDP, each rank's optimizer with a share of the parameters, which it broadcasts after the step."""
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    torch.set_float32_matmul_precision("medium")
+    init_process_group("gloo")
+    model = nn.parallel.DistributedDataParallel(task.model(), gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=1e-4, fused=True
+    )
+    return loop(task, model, optimizer, task.batch([rank]), autocast=task.precision == "bf16")
+
+
+def deepspeed(rank: int, ranks: int, *, task: Task, stage: int) -> Step:
+    """DeepSpeed's engine around torch's fused AdamW, which is as fast as its own CPU Adam and needs no compiler."""
+    import deepspeed as ds
+
+    torch.set_float32_matmul_precision("medium")
+    ds.init_distributed("gloo", verbose=False)
+    model = task.model()
+    config = {
+        "train_micro_batch_size_per_gpu": task.rows,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,  # by default 1.0: nobody else clips
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": task.precision == "bf16"},
+    }
+    engine, *_ = ds.initialize(model=model, optimizer=fused_adamw(model.parameters()), config=config)
+    batch = task.batch([rank])
+
+    def step() -> Tensor:
+        loss: Tensor = engine(**batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return step
+
+
+class NotInstalled(RuntimeError):
+    """A peer cannot be installed here; the message is one line."""
+
+
+def deepspeed_environment(folder: Path) -> dict[str, str]:
+    """What DeepSpeed's ranks need in their environment, with the virtual environment in ``folder``."""
+    import shardwise
+
+    return {
+        "DS_ACCELERATOR": "cpu",
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(Path(shardwise.__file__).parents[1]),  # for the model, which is plain PyTorch
+        "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+    }
+
+
+def deepspeed_python(folder: Path) -> str:
+    """The Python of a virtual environment in ``folder`` with DeepSpeed and this process's torch; made where it is not there yet.
+
+    Raises :class:`NotInstalled`.
+    """
+    python, stamp = folder / "bin" / "python", folder / ".installed"
+    want = f"deepspeed {DEEPSPEED}, torch {torch.__version__}\n"
+    if stamp.is_file() and stamp.read_text() == want:
+        return str(python)
+    print(f"installing DeepSpeed {DEEPSPEED} into {folder} (a minute or two)", file=sys.stderr)
+    pip = [str(python), "-m", "pip", "install", "--quiet", "--constraint", str(CONSTRAINTS)]
+    torch_here = [f"torch=={torch.__version__}", "numpy", "setuptools"]
+    index = f"https://download.pytorch.org/whl/{torch.__version__.partition('+')[2] or 'cpu'}"
+    # what it compiles when it starts on CPU: here, where a missing compiler shows
+    build = "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShareMemCommBuilder').load()"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        _run([sys.executable, "-m", "venv", str(folder)])
+        try:
+            _run([*pip, *torch_here])
+        except NotInstalled:  # not among pip's own sources
+            _run([*pip, "--extra-index-url", index, *torch_here])
+        _run([*pip, f"deepspeed=={DEEPSPEED}"])
+        _run([str(python), "-c", build], deepspeed_environment(folder))
+    except OSError as error:
+        raise NotInstalled(str(error)) from error
+    stamp.write_text(want)
+    return str(python)
+
+
+def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
+    done = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise NotInstalled(lines[-1] if lines else f"{command[0]}: exit code {done.returncode}")

@@ -1,0 +1,115 @@
+"""What the contenders of a benchmark train, and the loops that do it: an ordinary one, alone or with DDP, and shardwise's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from alternate import Step, StepMaker
+
+
+@dataclass(frozen=True)
+class Task:
+    """A language model, and ``rows`` sequences for each rank, the same in every step; AdamW."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    family: Literal["gpt", "llama"] = "gpt"
+    vocabulary: int = 8192
+    width: int = 512
+    layers: int = 8
+    heads: int = 8
+    kv_heads: int | None = None  # of a Llama
+    hidden: int | None = None  # width of the MLP
+    sequence: int = 256
+    rows: int = 2
+    device: str = "cpu"
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank in a step."""
+        return self.rows * self.sequence
+
+    def model(self) -> nn.Module:
+        """With the same weights in every process; on the CPU."""
+        from shardwise.models import GPT, Llama
+
+        torch.manual_seed(0)
+        sizes = {"vocabulary": self.vocabulary, "width": self.width, "layers": self.layers, "heads": self.heads}
+        if self.family == "gpt":
+            return GPT(**sizes, hidden=self.hidden, context=self.sequence)
+        return Llama(**sizes, hidden=self.hidden, kv_heads=self.kv_heads, context=self.sequence)
+
+    def batch(self, ranks: Iterable[int]) -> dict[str, Tensor]:
+        """The rows of these ranks, on the device."""
+        generators = [torch.Generator().manual_seed(rank) for rank in ranks]
+        shape = (self.rows, self.sequence + 1)
+        ids = torch.cat([torch.randint(0, self.vocabulary, shape, generator=each) for each in generators]).to(self.device)
+        return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
+
+
+def fused_adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
+
+
+def loop(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], *, autocast: bool) -> Step:
+    """One step of an ordinary loop."""
+
+    def step() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(task.device, torch.bfloat16, enabled=autocast):
+            loss: Tensor = model(**batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def plain(rank: int, ranks: int, *, task: Task, tuned: bool = True, ddp: bool = False, rows_of: int | None = None) -> Step:
+    """An ordinary loop, with or without DDP around the model; ``rows_of``: on the rows of so many ranks."""
+    if tuned:
+        torch.set_float32_matmul_precision("medium")
+    model = task.model().to(task.device)
+    if ddp:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=tuned)
+    optimizer = fused_adamw(model.parameters()) if tuned else torch.optim.AdamW(model.parameters(), lr=1e-4)
+    batch = task.batch([rank] if rows_of is None else range(rows_of))
+    return loop(task, model, optimizer, batch, autocast=task.precision == "bf16")
+
+
+def ours(rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto") -> Step:
+    """The same under shardwise."""
+    from shardwise import OptimizerChoice, Plan, Trainer
+    from shardwise.data.loader import Batch
+    from shardwise.parallel.data import data_parallel
+    from shardwise.runtime.connect import connect
+
+    torch.set_float32_matmul_precision("medium")
+    batch = task.batch([rank])
+    plan = data_parallel(Plan(precision=task.precision), ranks, zero=zero)
+    trainer = Trainer(
+        task.model(),
+        OptimizerChoice("adamw", lr=1e-4, decay="all"),
+        plan,
+        {name: values.cpu() for name, values in batch.items()},
+        comm=connect(plan.mesh, torch.device(task.device), backend=backend),
+    )
+    given = Batch(batch, task.rows * ranks, (rank * task.rows,), (task.rows,))
+    return lambda: trainer.step(given).loss
+
+
+def several(rank: int, ranks: int, *, make: StepMaker, steps: int) -> Step:
+    """A step made of ``steps`` steps: a GPU's host is waited for only after the last of them."""
+    step: Callable[[], Tensor] = make(rank, ranks)
+
+    def run() -> Tensor:
+        for _ in range(steps - 1):
+            step()
+        return step()
+
+    return run

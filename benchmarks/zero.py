@@ -1,0 +1,271 @@
+"""ZeRO against FSDP2, ZeroRedundancyOptimizer, DeepSpeed, and the limit: ranks that never communicate.
+
+    python benchmarks/zero.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only "zero 3" "FSDP2 reshard"] [--json FILE]
+    python benchmarks/zero.py --gpu [--rows 4] [--json FILE]
+
+A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4);
+AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32 matmul, the
+allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages of 4 ranks
+together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named run together.
+
+Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is per
+rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out; data is PSS
+without the libraries' files.
+
+--gpu: a Llama of 1.1 B parameters on one CUDA device in bf16, sequence 2048: the ordinary loop (autocast), FSDP2 over one
+rank, and shardwise, one after the other, with as many rows as fit all three.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alternate import Contender, ContenderFailed, StepMaker, alternate
+from peers import NotInstalled, deepspeed, deepspeed_environment, deepspeed_python, fsdp2, zero_redundancy
+from shardwise.launch.local import ALLOCATOR
+from task import Task, ours, plain, several
+
+LIMIT = "limit"
+STAGES = {
+    "zero 1": ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
+    "zero 2": ("FSDP2 keep", "DeepSpeed 2"),
+    "zero 3": ("FSDP2 reshard", "DeepSpeed 3"),
+}
+"""Each stage and its peers, which hold the same parts in shards."""
+TO_REACH = {("zero 1", STAGES["zero 1"]): (1.05, None), ("zero 3", ("FSDP2 reshard",)): (1.35, 0.8)}
+"""Of a stage against the fastest of some peers: how much faster, and with what part of that peer's memory."""
+SAME = {"fp32": 1e-5, "bf16": 5e-3}
+"""How far the losses of the first steps may be from the reference's, relative to it."""
+CHECKED = 6  # steps
+STEPS, WARMUP = 3, 3  # of a turn, and before all turns
+GPU_ROWS = (16, 8, 4, 2, 1)
+GPU_TASK = Task("bf16", "llama", 32000, 2048, 22, 32, 4, 5632, sequence=2048, device="cuda")
+GPU_STEPS = 5  # of a turn: the host waits for the last
+GPU_WARMUP = 2  # turns; their losses are compared
+GiB = 2.0**30
+
+
+def contenders(task: Task, ranks: int, names: Sequence[str], venv: Path) -> list[Contender]:
+    """Those of ``names``, with the limit."""
+    makers: dict[str, StepMaker] = {
+        LIMIT: functools.partial(plain, task=task),
+        **{f"zero {stage}": functools.partial(ours, task=task, zero=stage) for stage in (1, 2, 3)},
+        "FSDP2 reshard": functools.partial(fsdp2, task=task, reshard=True),
+        "FSDP2 keep": functools.partial(fsdp2, task=task, reshard=False),
+        "ZeroRedundancyOptimizer": functools.partial(zero_redundancy, task=task),
+        **{f"DeepSpeed {stage}": functools.partial(deepspeed, task=task, stage=stage) for stage in (1, 2, 3)},
+    }
+    every = []
+    for name in (LIMIT, *names):
+        one = Contender(name, makers[name], ranks, connected=name != LIMIT, environment=dict(ALLOCATOR))
+        if name.startswith("DeepSpeed"):
+            one.python = str(venv / "bin" / "python")
+            one.environment |= deepspeed_environment(venv)
+        every.append(one)
+    return every
+
+
+def reference(task: Task, ranks: int) -> list[float]:
+    """The losses of an ordinary loop in fp32 on one rank with the rows of all, before each of the steps that are checked."""
+    make = functools.partial(plain, task=replace(task, precision="fp32"), rows_of=ranks)
+    one = Contender("reference", make, 1, environment=ALLOCATOR)
+    alternate([one], rounds=0, steps=0, warmup=CHECKED)
+    return one.losses
+
+
+def off(one: Contender, expected: Sequence[float]) -> float:
+    """The largest relative difference of a contender's losses from those expected; inf where one is not finite."""
+    differences = torch.tensor(one.losses[: len(expected)]) / torch.tensor(expected[: len(one.losses)]) - 1
+    return float(differences.abs().nan_to_num(nan=torch.inf).max())
+
+
+def figures(one: Contender, task: Task, expected: Sequence[float]) -> dict[str, Any]:
+    """What a row of a table and of the JSON file says of a contender."""
+    return {
+        "name": one.name,
+        "precision": task.precision,
+        "ranks": one.ranks,
+        "rows": task.rows,
+        "seconds": one.median,
+        "tokens_per_second": task.tokens * one.ranks / one.median,
+        "clean_steps": len(one.clean),
+        "steps": len(one.seconds),
+        **{kind: one.most(kind) for kind in one.memory[0]},
+        "losses": one.losses,
+        "off": off(one, expected),
+        "off_at_most": SAME[task.precision],
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> None:
+    """A line for each contender."""
+    first = rows[0]
+    title = f"{first['precision']}, {first['ranks']} ranks, {first['rows']} rows each"
+    print(f"\n{title:27} ms/step  tokens/s  of limit  peak RSS   PSS  data MB  loss of step {CHECKED}  off by  clean")
+    for row in rows:
+        at = min(CHECKED, len(row["losses"])) - 1
+        print(
+            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
+            f"  {first['seconds'] / row['seconds']:8.3f}"
+            f"  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}  {row['losses'][at]:14.4f}"
+            f"  {row['off']:.0e}  {row['clean_steps']}/{row['steps']}"
+        )
+
+
+def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Each stage against each of its peers, and against the fastest of those it has to reach, where both have run."""
+    by = {row["name"]: row for row in rows}
+    for stage, peers in STAGES.items():
+        for rivals in dict.fromkeys([*((peer,) for peer in peers), peers]):
+            if stage not in by or not all(peer in by for peer in rivals) or (len(rivals) > 1 and (stage, rivals) not in TO_REACH):
+                continue
+            mine, peer = by[stage], min((by[name] for name in rivals), key=lambda row: row["seconds"])
+            faster, smaller = TO_REACH.get((stage, rivals), (None, None))
+            yield {
+                "name": stage,
+                "against": ("best of " if len(rivals) > 1 else "") + " and ".join(rivals),
+                "faster": peer["seconds"] / mine["seconds"],
+                "faster_to_reach": faster,
+                **{kind: mine[kind] / peer[kind] for kind in ("data", "pss", "peak_rss")},
+                "memory_to_reach": smaller,
+            }
+
+
+def tell(verdict: dict[str, Any]) -> None:
+    reach = {key: f" (to reach: {verdict[key]})" if verdict[key] else "" for key in ("faster_to_reach", "memory_to_reach")}
+    print(
+        f"{verdict['name']} / {verdict['against']:45} {verdict['faster']:.2f}{reach['faster_to_reach']} "
+        f"at {verdict['data']:.2f} of its memory{reach['memory_to_reach']}; "
+        f"with libraries {verdict['pss']:.2f}, peak RSS {verdict['peak_rss']:.2f}"
+    )
+
+
+def wrong(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Who did not train as the reference did; the limit does not, as its ranks never meet."""
+    return [
+        f"{row['name']}, {row['precision']}, {row['ranks']} ranks: losses {row['losses'][:CHECKED]} are off by {row['off']:.1e}, "
+        f"more than {row['off_at_most']:.0e}"
+        for row in rows
+        if row["name"] != LIMIT and not row["off"] <= row["off_at_most"]
+    ]
+
+
+def heats(only: Sequence[str] | None, missing: Sequence[str]) -> list[list[str]]:
+    """Who runs together."""
+    together = [list(only)] if only else [[stage, *peers] for stage, peers in STAGES.items()]
+    return [[name for name in heat if name not in missing] for heat in together]
+
+
+def compare(options: argparse.Namespace, task: Task) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All tables, printed: their rows and the verdicts."""
+    missing = []
+    if any(name.startswith("DeepSpeed") for heat in heats(options.only, ()) for name in heat):
+        try:
+            deepspeed_python(options.venv)
+        except NotInstalled as error:
+            print(f"DeepSpeed is left out, it cannot be installed here: {error}")
+            missing = [f"DeepSpeed {stage}" for stage in (1, 2, 3)]
+    rows: list[dict[str, Any]] = []
+    said: list[dict[str, Any]] = []
+    expected = {ranks: reference(task, ranks) for ranks in options.ranks}
+    for precision in options.precision:
+        for ranks in options.ranks:
+            for heat in heats(options.only, missing):
+                this = replace(task, precision=precision)
+                every = contenders(this, ranks, heat, options.venv)
+                alternate(every, rounds=options.rounds, steps=STEPS, warmup=WARMUP)
+                found = [figures(one, this, expected[ranks]) for one in every]
+                table(found)
+                for verdict in verdicts(found):
+                    tell(verdict)
+                    said.append({"precision": precision, "ranks": ranks, **verdict})
+                rows += found
+    return rows, said
+
+
+def on_gpu(options: argparse.Namespace, task: Task) -> list[dict[str, Any]]:
+    """One device, the table printed; every contender has it to itself."""
+    for rows in (options.rows,) if options.rows else GPU_ROWS:
+        this = replace(task, rows=rows)
+        makers: dict[str, StepMaker] = {
+            "plain loop": functools.partial(plain, task=this),
+            "FSDP2": functools.partial(fsdp2, task=this, reshard=False),
+            "zero 0": functools.partial(ours, task=this),
+        }
+        try:
+            return _on_gpu(options, this, makers)
+        except ContenderFailed as error:
+            if "OutOfMemoryError" not in str(error) or rows == 1 or options.rows:
+                raise
+            print(f"{rows} rows do not fit: {str(error).splitlines()[0]}")
+    raise AssertionError
+
+
+def _on_gpu(options: argparse.Namespace, task: Task, makers: dict[str, StepMaker]) -> list[dict[str, Any]]:
+    steps = options.gpu_steps
+    found: list[dict[str, Any]] = []
+    for name, make in makers.items():
+        environment = {**ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+        one = Contender(name, functools.partial(several, make=make, steps=steps), 1, environment=environment)
+        alternate([one], rounds=options.rounds, steps=1, warmup=GPU_WARMUP)
+        one.clean = []  # others' use of the host's cores does not matter
+        one.seconds = [seconds / steps for seconds in one.seconds]
+        found.append(figures(one, task, (found[0]["losses"] if found else one.losses)[:GPU_WARMUP]))
+    title = f"{task.precision}, {task.rows} × {task.sequence} tokens"
+    print(f"\n{title:27} ms/step  tokens/s  of plain  GPU peak GiB  loss of step {GPU_WARMUP * steps:2}  off by")
+    for row in found:
+        peak = f"{row['cuda_peak'] / GiB:12.2f}" if "cuda_peak" in row else " " * 11 + "–"
+        print(
+            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
+            f"  {found[0]['seconds'] / row['seconds']:8.3f}"
+            f"  {peak}  {row['losses'][GPU_WARMUP - 1]:14.4f}  {row['off']:.0e}"
+        )
+    return found
+
+
+def parse() -> tuple[argparse.Namespace, Task]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS} steps each")
+    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    names = [name for stage, peers in STAGES.items() for name in (stage, *peers)]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "deepspeed"
+    parser.add_argument("--venv", type=Path, default=cache, help="folder of DeepSpeed's virtual environment (made if needed)")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    parser.add_argument("--gpu", action="store_true", help="one CUDA device and a Llama of 1.1 B parameters")
+    parser.add_argument("--gpu-steps", type=int, default=GPU_STEPS, help="steps of a turn; the host waits for the last")
+    for field in fields(Task):
+        if field.name not in ("precision", "family"):
+            parser.add_argument(f"--{field.name.replace('_', '-')}", type=str if field.name == "device" else int)
+    options = parser.parse_args()
+    options.venv = options.venv.resolve()
+    sizes = {field.name: getattr(options, field.name, None) for field in fields(Task) if field.name != "precision"}
+    task = GPU_TASK if options.gpu else Task()
+    return options, replace(task, **{name: size for name, size in sizes.items() if size is not None})
+
+
+def main() -> None:
+    options, task = parse()
+    print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
+    rows, said = (on_gpu(options, task), []) if options.gpu else compare(options, task)
+    if options.json:
+        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
+        options.json.write_text(json.dumps({"machine": machine, "rows": rows, "verdicts": said}, indent=1) + "\n")
+    if problems := wrong(rows):
+        sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
