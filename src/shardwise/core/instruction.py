@@ -64,7 +64,7 @@ class Instruction:
     ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
     unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE.
     ``first`` lists the buckets whose gradient this BACKWARD writes first in the step and so overwrites; to
-    all others it adds.  ``waits`` are the positions of earlier instructions of the same program, on other
+    all others it adds.  ``frees`` are the buffers that end with it.  ``waits`` are the positions of earlier instructions of the same program, on other
     lanes, that must be complete.
     """
 
@@ -80,6 +80,7 @@ class Instruction:
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
     first: tuple[int, ...] = ()
+    frees: tuple[Buffer, ...] = ()
     waits: tuple[int, ...] = ()
 
     def __str__(self) -> str:

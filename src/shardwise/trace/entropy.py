@@ -35,7 +35,7 @@ def cross_entropy(
     plain = weight is None and not smoothing and not log_probabilities and not target.is_floating_point() and logits.dim() == 2
     count = _count(env, logits, target, weight, ignore_index, counted).to(wide)
     if plain and logits.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _CrossEntropy.apply(logits, target, ignore_index, count.reciprocal(), wide)  # type: ignore[no-untyped-call]
+        result: Tensor = _CrossEntropy.apply(env, logits, target, ignore_index, count.reciprocal(), wide)  # type: ignore[no-untyped-call]
         return result
     if log_probabilities:
         return F.nll_loss(logits.to(wide), target, weight, reduction="sum", ignore_index=ignore_index) / count
@@ -61,13 +61,15 @@ class _CrossEntropy(torch.autograd.Function):
     """``scale`` times the sum of the cross-entropies of the rows of ``logits`` (n, classes), computed in dtype ``wide``."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, env: Env, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype
+    ) -> Tensor:  # fmt: skip
         rows, classes = logits.shape
         gradient = torch.empty_like(logits)
         valid = (target != ignore_index)[:, None]
         index = target[:, None].where(valid, 0)
         losses = torch.empty((rows, 1), dtype=wide, device=logits.device)
-        step = max(1, PIECE.get(logits.device.type, PIECE["cuda"]) // max(classes, 1))
+        step = max(1, PIECE.get(env.kind or logits.device.type, PIECE["cuda"]) // max(classes, 1))
         for start in range(0, rows, step):
             piece = slice(start, start + step)
             scores = logits[piece].to(wide)
@@ -80,14 +82,18 @@ class _CrossEntropy(torch.autograd.Function):
             powers.scatter_add_(1, index[piece], (-scale).where(valid[piece], 0))
             gradient[piece] = powers
         ctx.save_for_backward(gradient, valid.any())
+        ctx.env = env
         return losses.where(valid, 0).sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient, any_valid = ctx.saved_tensors
         seed = grads[0].where(any_valid, 0)  # no targets at all: the loss is 0/0, its gradient nothing
-        one = seed.device.type == "cpu" and bool(seed == 1)  # on the CPU a look costs nothing, and mostly it is
-        return gradient if one else gradient * seed.to(gradient.dtype), None, None, None, None
+        if (ctx.env.kind or seed.device.type) == "cpu":  # there a look costs nothing, and mostly it is 1
+            is_one = seed == 1
+            if ctx.env.alone if seed.is_meta else bool(is_one):
+                return None, gradient, None, None, None, None
+        return None, gradient * seed.to(gradient.dtype), None, None, None, None
 
 
 def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:

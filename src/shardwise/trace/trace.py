@@ -10,14 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.flat import FlatBuffer
+from shardwise.core.optim import OptimizerChoice
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.functional import functionalise
+from shardwise.trace.casts import GRADIENT_DTYPE, shadow_dtype
 from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
 from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.rules import find
 from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
+
+DECAY = "decay"
+"""The group of parameters with weight decay in a flat buffer."""
 
 NOTHING_LEARNS = (
     "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's output, and "
@@ -51,6 +57,16 @@ class Bucket:
     @property
     def numel(self) -> int:
         return sum(p.numel for p in self.parameters)
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of gradients, masters and optimizer state."""
+        return GRADIENT_DTYPE.get(self.dtype, self.dtype)
+
+    def layout(self, choice: OptimizerChoice, parts: int = 1) -> FlatBuffer:
+        """Where the parameters lie in a flat buffer of ``parts`` equal ranges, those with weight decay first."""
+        items = [(p.name, p.shape, DECAY if choice.decays(p.name, p.shape) else "plain") for p in self.parameters]
+        return FlatBuffer.pack(items, parts, self.wide.itemsize)
 
 
 @dataclass
@@ -147,8 +163,6 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
 def _buckets(
     units: list[Unit], module: nn.Module, trainable: Mapping[str, bool], precision: str, learning: set[str]
 ) -> list[Bucket]:
-    from shardwise.trace.casts import shadow_dtype
-
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:
