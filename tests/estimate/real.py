@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwise.core.instruction import Buffer, Instruction, Op
@@ -103,4 +102,3 @@ def differences(subject: Compiled, batch: Mapping[str, Tensor]) -> list[str]:
     return found
 
 
-Make = Callable[[], torch.Tensor]

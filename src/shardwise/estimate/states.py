@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.flat import FlatBuffer, FlatShard
-from shardwise.core.optim import OptimizerChoice
+from shardwise.core.optim import FUSED, OptimizerChoice
 from shardwise.core.plan import DATA_PARALLEL_ROWS
 
 ZERO: tuple[tuple[str, str, str], ...] = tuple(DATA_PARALLEL_ROWS)
@@ -17,6 +17,16 @@ STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 
 
 SCALARS: Mapping[str, int] = {"nadam": 2, "sgd": 0}
 """Scalars that an optimizer keeps for each segment, where it is not one (the number of its steps)."""
+
+UPDATE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
+    ("rmsprop", "cpu"): (1, 2), ("nadam", "cpu"): (2, 3), ("radam", "cpu"): (5, 6),
+    ("adagrad", "cuda"): (1, 2), ("rmsprop", "cuda"): (1, 2), ("nadam", "cuda"): (3, 3), ("radam", "cuda"): (4, 5),
+}  # fmt: skip
+"""Temporaries of a segment's size in the update of an optimizer that is not fused: (without weight decay, with it)."""
+
+
+SCALAR = 4
+"""Bytes of the clipping factor."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,18 @@ def bucket_states(layout: FlatBuffer, row: tuple[str, str, str], parts: int, ind
         (grad.stop - grad.start) * each.gradient,
         (state.stop - state.start) * each.master + optimizer,
     )
+
+
+def step_peak(choice: OptimizerChoice, segments: Sequence[tuple[bool, int]], each: Widths, wide: int, device: str) -> int:
+    """Bytes that the update of a bucket takes beside its states, for ``segments`` of (whether they decay, elements).
+
+    A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and state.
+    """
+    if choice.name in FUSED[device]:
+        return SCALAR if segments else 0
+    undo = sum(numel * (wide + each.state) + each.scalars for _, numel in segments)
+    decays = bool(choice.weight_decay)
+    return undo + max((UPDATE_TENSORS[choice.name, device][decays and own] * numel * wide for own, numel in segments), default=0)
 
 
 def model_states(
