@@ -29,7 +29,11 @@ class Layer(nn.Module):
         b, s, h = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, s, self.heads, -1).chunk(3, -1)
         q, k, v = (t.transpose(1, 2).reshape(b * self.heads, s, -1) for t in (q, k, v))
-        y = checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=False) if self.selective else self.core(q, k, v)
+        y = (
+            checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=False)
+            if self.selective
+            else self.core(q, k, v)
+        )
         y = y.view(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)
         x = x + self.dropout(self.out(y))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))

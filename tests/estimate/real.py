@@ -13,7 +13,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.estimate.memory import ProgramSizes
+from shardwise.estimate.memory import ProgramSizes, states, steps
 from shardwise.estimate.timeline import Timeline, timeline, total
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
@@ -52,14 +52,18 @@ def compiled(
     return Compiled(module, plan, batch, loss)
 
 
-def predicted(subject: Compiled, batch: Mapping[str, Tensor], device: str = "cpu") -> Timeline:
-    """Of what the step makes, without model states."""
-    rows, number = len(next(iter(batch.values()))), subject.plan.microbatches
+def predicted(subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice | None = None) -> Timeline:
+    """Of what the step makes; with an ``optimizer``, of model states and its updates too."""
+    rows, plan = len(next(iter(batch.values()))), subject.plan
+    number = plan.microbatches
     sizes = [b - a for a, b in (shard_range(rows, number, m) for m in range(number))]
-    traces = [subject.trace((), size) for size in sizes]
-    profiles = {size: profile(subject.trace((), size), size, device=device, microbatches=number) for size in set(sizes)}
+    ones = subject.masks if all(bool((batch[m] == 1).all()) for m in subject.masks) else ()
+    traces = [subject.trace(ones, size) for size in sizes]
+    profiles = {size: profile(subject.trace(ones, size), size, microbatches=number) for size in set(sizes)}
     program = freeing(subject.programs(traces[0], number)[0].instructions)
-    return timeline(program, ProgramSizes(program, traces, [profiles[s] for s in sizes], {}))
+    persistent = {} if optimizer is None else states(traces[0], plan, optimizer)
+    updates = {} if optimizer is None else steps(traces[0], plan, optimizer)
+    return timeline(program, ProgramSizes(program, traces, [profiles[s] for s in sizes], persistent, updates))
 
 
 def measured(subject: Compiled, batch: Mapping[str, Tensor]) -> list[Seen]:
@@ -100,5 +104,3 @@ def differences(subject: Compiled, batch: Mapping[str, Tensor]) -> list[str]:
                 name = subject.general.units[one.unit].name if one.unit >= 0 else ""
                 found.append(f"{one} {name}: predicted {expected}, is {actual} ({real.op})")
     return found
-
-

@@ -7,8 +7,11 @@ the paper assumes of the fused kernel.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
+from figure1 import rows, table
 from layer import Layer, Layers
 
 from shardwise.trace.profile import UnitMemory, profile
@@ -59,3 +62,19 @@ def test_recomputed_attention_leaves_34sbh(b: int, s: int, h: int, a: int, selec
     attention = 0 if selective else 5 * a * s * s * b
     assert tracker.current == 34 * s * b * h + attention + statistics(b, s, "cuda")
     assert y.nbytes == x.nbytes == 2 * s * b * h
+
+
+def test_figure_1_but_for_statistics_biases_and_norms() -> None:
+    """Full-size layers, from 22 billion parameters to a trillion: both bars, to what the paper leaves out."""
+    found = rows()
+    assert len(found) == 8
+    for row in found:
+        assert row.activations[1] - row.activations[0] == pytest.approx(row.statistics, abs=1e-9)
+        assert row.states[1] - row.states[0] == pytest.approx(
+            row.vectors, abs=1e-6
+        )  # padding, and the whole number of parameters
+        assert row.statistics < 2e-4 * row.activations[0] and row.vectors < 2e-4 * row.states[0]
+
+
+def test_the_table_in_the_docs_is_what_comes_out() -> None:
+    assert table() in (Path(__file__).parents[2] / "docs" / "memory.md").read_text()

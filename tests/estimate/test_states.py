@@ -50,7 +50,9 @@ def published(name: str) -> Iterator[dict[str, str]]:
 
 def held(memory: BucketMemory) -> tuple[int, int, int]:
     """Bytes of storages: parameters, gradients, and masters with optimizer state."""
-    state = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in memory.optimizer.state_dict().values() for t in ts}
+    state = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in memory.optimizer.state_dict().values() for t in ts
+    }
     master = 0 if memory.master is memory.param else memory.master.untyped_storage().nbytes()
     return memory.param.untyped_storage().nbytes(), memory.grad.untyped_storage().nbytes(), master + sum(state.values())
 
@@ -166,5 +168,3 @@ def test_states_of_megatron() -> None:
         h, layers, ranks = int(line["hidden"]), int(line["layers"]), int(line["tensor"]) * int(line["pipeline"])
         ours = model_states(12 * layers * h * h // ranks, 0, 1, 2, 4, 12).total
         assert ours / 2**30 == float(line["states_gib"])
-
-

@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.estimate.states import Widths, bucket_states, step_peak, widths
 from shardwise.estimate.timeline import Made
+from shardwise.parallel.data import batch_axes
 from shardwise.trace.profile import Profile, UnitMemory
-from shardwise.trace.trace import Trace
+from shardwise.trace.trace import DECAY, Bucket, Trace
 
 COUNTER = 8  # bytes of a number of targets, int64
+
+
+def states(trace: Trace, plan: Plan, choice: OptimizerChoice, index: int = 0) -> dict[Buffer, int]:
+    """Model states of rank ``index`` of the batch axes by buffer, with masters under ``state``."""
+    found: dict[Buffer, int] = {}
+    for bucket, row, parts in _rows(trace, plan):
+        size = bucket_states(bucket.layout(choice, parts), row, parts, index % parts, _widths(choice, bucket))
+        sizes = (("param", size.parameters), ("grad", size.gradients), ("state", size.optimizer))
+        found |= {Buffer(kind, bucket.index): n for kind, n in sizes}
+    return found
+
+
+def steps(trace: Trace, plan: Plan, choice: OptimizerChoice, device: str = "cpu", index: int = 0) -> dict[int, int]:
+    """The peak of each bucket's STEP on rank ``index``."""
+    found: dict[int, int] = {}
+    for bucket, _, parts in _rows(trace, plan):
+        layout = bucket.layout(choice, parts)
+        segments = layout.shard(parts, index % parts).segments(layout)
+        own = [(group == DECAY, stop - start) for group, start, stop in segments]
+        found[bucket.index] = step_peak(choice, own, _widths(choice, bucket), bucket.wide.itemsize, device)
+    return found
+
+
+def _rows(trace: Trace, plan: Plan) -> Iterator[tuple[Bucket, tuple[str, str, str], int]]:
+    """Each bucket with its row of the data-parallel table and the number of ranges into which it is cut."""
+    for bucket in trace.buckets:
+        rule = plan.rule(bucket.parameters[0].name)
+        row = (rule.rest, rule.grad, rule.state)
+        yield bucket, row, plan.mesh.axis_size(batch_axes(plan)) if "S" in row else 1
+
+
+def _widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
+    return widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
 
 
 @dataclass

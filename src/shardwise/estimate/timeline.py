@@ -91,7 +91,7 @@ def total(sizes: Mapping[Category, int]) -> int:
 def timeline(instructions: Sequence[Instruction], sizes: Sizes) -> Timeline:
     """Walk a program.  At the peak of an instruction, what it leaves counts under its category, the rest as temporary."""
     alive: dict[Buffer, dict[str, int]] = {b: {"": n} for b, n in sizes.persistent.items()}
-    now = Counter({c: 0 for c in Category})
+    now = Counter(dict.fromkeys(Category, 0))
     for buffer, size in sizes.persistent.items():
         now[CATEGORY[buffer.kind]] += size
     moments = []

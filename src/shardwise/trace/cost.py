@@ -20,6 +20,7 @@ from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 from shardwise.trace.walk import Run, Walk, check_walk, failed_op, largest_sizes, storages, without
 
+
 @dataclass(frozen=True)
 class UnitCost:
     """The cost of one unit for one rank and one microbatch.

@@ -77,7 +77,8 @@ class _CrossEntropy(torch.autograd.Function):
         index = target[:, None].where(valid, 0)
         losses = torch.empty((rows, 1), dtype=wide, device=logits.device)
         step = max(1, PIECE.get(where, PIECE["cuda"]) // max(classes, 1))
-        for start in range(0, rows, step):
+        starts = range(0, rows, step)
+        for start in starts[:2] if logits.is_meta and where != "meta" else starts:  # for their memory, two stand for all
             piece = slice(start, start + step)
             scores = logits[piece].to(wide)
             largest = scores.amax(1, keepdim=True)

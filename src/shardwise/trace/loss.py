@@ -90,7 +90,8 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     env = next(iter(graph.nodes))
     graph.output(graph.call_function(counter, (env, copies[target], ignore)))
     return Targets(
-        fx.GraphModule(torch.nn.Module(), graph).forward, graph,
+        fx.GraphModule(torch.nn.Module(), graph).forward,
+        graph,
         tuple(captured.parameters[n.name] for n in leaves),
         tuple(captured.buffers[n.name] for n in buffers),
         tuple(captured.constants[n.name] for n in constants),

@@ -325,7 +325,9 @@ def dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None
 ) -> Tensor:
     """Dropout with a keyed mask; ``whole`` says that ``x`` holds the rows of all ranks; ``shape`` is the mask's, if not x's."""
-    return keyed.keyed_dropout(x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape, env.kind)
+    return keyed.keyed_dropout(
+        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape, env.kind
+    )
 
 
 def feature_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:

@@ -278,9 +278,7 @@ class _Work:
                 self.live.append(detached.requires_grad_() if grad else detached)
         self.updates = [value.detach() for value in outputs[len(unit.outputs) :]]
 
-    def backward(
-        self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None]
-    ) -> tuple[int, list[Tensor | None]]:
+    def backward(self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None]) -> tuple[int, list[Tensor | None]]:
         """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those ``before``."""
         unit = self.unit
         assert self.saved is not None

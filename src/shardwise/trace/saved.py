@@ -211,7 +211,8 @@ def _reduced(device: str, args: Sequence[Any], result: Tensor) -> Tensor:
     """A loss of each element, shrunk to its sum or mean: the scalar keeps the storage of them all."""
     if result.dim() or args[0].dim() == 0:
         return result
-    return result.new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape)).as_strided((), ())
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    return result.new_empty(shape).as_strided((), ())
 
 
 RESULTS: Mapping[str, Callable[[str, Sequence[Any], Any], Any]] = {

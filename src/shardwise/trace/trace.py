@@ -13,8 +13,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.flat import FlatBuffer
 from shardwise.core.optim import OptimizerChoice
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
-from shardwise.trace.functional import functionalise
 from shardwise.trace.casts import GRADIENT_DTYPE, shadow_dtype
+from shardwise.trace.functional import functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
 from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
