@@ -1,7 +1,7 @@
 """Figure 1 of Korthikanti et al. (2022) beside what our traces say, as the table of docs/memory.md: run it to print that.
 
-One layer is traced at full size on meta, for CUDA.  Tensor and sequence parallelism over t divide it as the paper says (its table 2):
-all of it under sequence parallelism; without, all but 10sbh and the statistics of the norms.
+One layer is traced at full size on meta, for CUDA.  Tensor and sequence parallelism over t divide it as the paper says (its
+table 2): all of it under sequence parallelism; without, all but 10sbh and the statistics of the norms.
 """
 
 from __future__ import annotations

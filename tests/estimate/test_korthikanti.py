@@ -1,8 +1,8 @@
 """Activation memory of Korthikanti et al. (2022), table 2: bytes of one transformer layer in 16 bits, without parallelism.
 
-The published sums leave out the statistics of the two norms (a mean and a reciprocal deviation for each token, in the dtype of the
-parameters on the CPU and in fp32 on CUDA): the difference is exactly these.  Our keyed dropout keeps a mask of one byte an element, as
-the paper assumes of the fused kernel.
+The published sums leave out the statistics of the two norms (a mean and a reciprocal deviation for each token, in the dtype of
+the parameters on the CPU and in fp32 on CUDA): the difference is exactly these.  Our keyed dropout keeps a mask of one byte an
+element, as the paper assumes of the fused kernel.
 """
 
 from __future__ import annotations

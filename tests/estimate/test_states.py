@@ -33,10 +33,10 @@ from shardwise.trace.trace import Bucket, trace
 from shardwise.trace.tracker import StorageTracker
 
 OPTIMIZERS = (
-    OptimizerChoice("adamw"), OptimizerChoice("adam", weight_decay=0.1), OptimizerChoice("sgd"),
-    OptimizerChoice("sgd", momentum=0.9), OptimizerChoice("adagrad"), OptimizerChoice("rmsprop"),
-    OptimizerChoice("rmsprop", momentum=0.9, weight_decay=0.1), OptimizerChoice("nadam"), OptimizerChoice("nadam", weight_decay=0.1),
-    OptimizerChoice("radam"), OptimizerChoice("radam", weight_decay=0.1),
+    OptimizerChoice("adamw"), OptimizerChoice("adam", weight_decay=0.1), OptimizerChoice("sgd"), OptimizerChoice("sgd",
+    momentum=0.9), OptimizerChoice("adagrad"), OptimizerChoice("rmsprop"), OptimizerChoice("rmsprop", momentum=0.9,
+    weight_decay=0.1), OptimizerChoice("nadam"), OptimizerChoice("nadam", weight_decay=0.1), OptimizerChoice("radam"),
+    OptimizerChoice("radam", weight_decay=0.1),
 )  # fmt: skip
 
 
@@ -163,7 +163,7 @@ def test_table_2_of_zero() -> None:
 
 
 def test_states_of_megatron() -> None:
-    """18 bytes a parameter (gradients in fp32) of 12 L h² parameters over tensor and pipeline ranks: Korthikanti et al., figure 1."""
+    """18 bytes a parameter (gradients in fp32), of 12 L h² over tensor and pipeline ranks: Korthikanti et al., figure 1."""
     for line in published("korthikanti_figure1.csv"):
         h, layers, ranks = int(line["hidden"]), int(line["layers"]), int(line["tensor"]) * int(line["pipeline"])
         ours = model_states(12 * layers * h * h // ranks, 0, 1, 2, 4, 12).total

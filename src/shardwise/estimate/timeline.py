@@ -1,7 +1,7 @@
 """The bytes a rank holds at every instruction of a program: pure data, from the program and the sizes of what it names.
 
-A buffer is alive from the first instruction that makes a part of it to the one that frees it; while an instruction runs it may need
-more than it leaves.  Persistent buffers are alive from the start and for good.
+A buffer is alive from the first instruction that makes a part of it to the one that frees it; while an instruction runs it may
+need more than it leaves.  Persistent buffers are alive from the start and for good.
 """
 
 from __future__ import annotations

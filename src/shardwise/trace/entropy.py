@@ -63,8 +63,8 @@ def _count(env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, igno
 class _CrossEntropy(torch.autograd.Function):
     """``scale`` times the sum of the cross-entropies of the rows of ``logits`` (n, classes), computed in dtype ``wide``.
 
-    ``where`` is the type of device for which it works, and ``is_loss`` whether the gradient that comes in is known to be 1 where a
-    tensor on meta cannot say.
+    ``where`` is the type of device for which it works; ``is_loss`` says that the gradient that comes in is known to be 1, where
+    a tensor on meta cannot say.
     """
 
     @staticmethod

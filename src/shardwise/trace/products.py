@@ -1,8 +1,8 @@
 """Weight gradients of linear layers taken out of backward: their operands become outputs of the unit.
 
-The gradient of a weight, dYᵀX, needs only the input X and the output's gradient dY.  A unit that trains computes its linears with
-detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its results, and
-whoever runs the unit multiplies dYᵀX when and where it likes: straight into the gradient buffer, without a copy.
+The gradient of a weight, dYᵀX, needs only the input X and the output's gradient dY.  A unit that trains computes its linears
+with detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its
+results, and whoever runs the unit multiplies dYᵀX when and where it likes: straight into the gradient buffer, without a copy.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a tracker.
 
 They are done here as ``runtime/interpreter.py`` does them, with the same objects held for as long, so that peaks are its peaks.
-Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of the others are made
-from what the first one's looked like.  Parameters, buffers, constants and batch fields are given and count nothing.
+Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of the others are
+made from what the first one's looked like.  Parameters, buffers, constants and batch fields are given and count nothing.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shardwise.trace.walk import META, Run, Walk, check_walk, failed_op, largest
 class UnitMemory:
     """The bytes of one unit on one rank for one microbatch.
 
-    Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what autograd
-    keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it.  Peaks are the most that an
-    instruction adds to what was alive before it, and include what it leaves.
+    Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
+    autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it.  Peaks are the
+    most that an instruction adds to what was alive before it, and include what it leaves.
     """
 
     index: int
@@ -57,10 +57,10 @@ class Profile:
 
 
 def profile(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1) -> Profile:
-    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows over ``parts`` ranks, of which the last has the most.
+    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on the last of ``parts`` ranks, which has the most.
 
-    ``device`` is "cpu" or "cuda", whichever is present here; ``microbatches`` is the number in a step.  Raises :class:`ConfigError`
-    on numbers that the trace cannot take.
+    ``device`` is "cpu" or "cuda", whichever is present here; ``microbatches`` is the number in a step.  Raises
+    :class:`ConfigError` on numbers that the trace cannot take.
     """
     check_walk("memory", trace, rows, parts, device)
     if trace.opaque is not None:
@@ -205,10 +205,8 @@ class _Profiler:
         recompute, saved = again.forward(keep=True, again=True)
         backward, _ = once.backward(given, before)
         backward_again, grads = again.backward(given, before)
-        unknown = once.names_of_unknown()
-        return {
-            "saved_again": saved, "recompute": recompute, "backward": backward, "backward_again": backward_again, "unknown": unknown,
-        }, grads  # fmt: skip
+        found = {"saved_again": saved, "recompute": recompute, "backward": backward, "backward_again": backward_again}
+        return found | {"unknown": once.names_of_unknown()}, grads
 
 
 def _owned(unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], arguments: Sequence[Tensor]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Running units on the meta device, as one rank would run them on its own device.
 
-Nothing is allocated; strides, views and shards are those of the real run.  What depends on the device is the table in ``saved.py``.
+Nothing is allocated; strides, views and shards are those of the real run.  What depends on the device is the table in
+``saved.py``.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class Walk:
 class Run:
     """Runs graphs op by op, dropping each value after its last use as the graph's own code does.
 
-    ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.  ``weight_flops``
-    are those of the ops in SPLIT, by the storage of the weight, where that is in ``parameters``.
+    ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.
+    ``weight_flops`` are those of the ops in SPLIT, by the storage of the weight, where that is in ``parameters``.
     """
 
     def __init__(self, walk: Walk, parameters: Mapping[int, int]) -> None:
