@@ -105,6 +105,15 @@ def test_illegal_arguments_are_refused() -> None:
         profile(found, 7, device="tpu")
     with pytest.raises(ConfigError, match="1 or more"):
         profile(found, 7, 0)
+    with pytest.raises(ConfigError, match="legal: 0 to 1"):
+        profile(found, 7, 2, index=2)
+
+
+def test_a_rank_of_fewer_rows_holds_less() -> None:
+    found = trace(Chain(), {"x": torch.zeros(5, 8)})
+    first, last = (profile(found, 5, 2, index=i).units for i in (0, 1))
+    assert [u.outputs for u in first] == [64, 64, 64, 0] and [u.outputs for u in last] == [96, 96, 96, 0]
+    assert profile(found, 5, 2) == profile(found, 5, 2, index=1)
 
 
 def test_a_model_that_was_not_captured_is_unknown() -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.core.errors import ConfigError
 from shardwise.trace.casts import GRADIENT_DTYPE
 from shardwise.trace.meter import storage
 from shardwise.trace.products import Operands, accumulate, expose, watch
@@ -56,16 +57,20 @@ class Profile:
     count: int = 0
 
 
-def profile(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1) -> Profile:
-    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on the last of ``parts`` ranks, which has the most.
+def profile(
+    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None
+) -> Profile:
+    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
-    ``device`` is "cpu" or "cuda", whichever is present here; ``microbatches`` is the number in a step.  Raises
+    Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here; ``microbatches`` is the number in a step.  Raises
     :class:`ConfigError` on numbers that the trace cannot take.
     """
     check_walk("memory", trace, rows, parts, device)
+    if index is not None and not 0 <= index < parts:
+        raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
-    walk = Walk.of(trace, rows, parts, device, kind=device, alone=microbatches == 1)
+    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=microbatches == 1)
     with largest_sizes():
         return Profile(tuple(_Profiler(trace, walk, microbatches).run()), _count(trace, walk))
 

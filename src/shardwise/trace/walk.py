@@ -55,10 +55,12 @@ class Walk:
         self.live: dict[str, Tensor] = {}
 
     @staticmethod
-    def of(trace: Trace, rows: int, parts: int, device: str, **env: Any) -> Walk:
-        """As the last of ``parts`` ranks, which has the most of the ``rows`` rows."""
+    def of(trace: Trace, rows: int, parts: int, device: str, index: int | None = None, **env: Any) -> Walk:
+        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows."""
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
-        return Walk(trace, Env(_Silent(), ("dp",), parts, parts - 1, rows, targets=counted, **env), device)
+        return Walk(
+            trace, Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, **env), device
+        )
 
     def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
         """Make a unit's outputs live; returns those through which gradients come back."""
