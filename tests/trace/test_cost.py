@@ -19,7 +19,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.models import GPT, Llama
 from shardwise.models.llama import rotary_table
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace import cost as module_under_test
+from shardwise.trace import walk as module_under_test
 from shardwise.trace.cost import UnitCost, cost
 from shardwise.trace.trace import Trace, trace
 
@@ -320,7 +320,7 @@ def test_sizes_that_depend_on_data_count_at_their_most(name: str, select: Callab
 def test_a_table_without_attention_is_wrong_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = traced("gpt", "bf16")
     before = cost(found, 6)
-    for name in ("shardwise.trace.cost.COMPOSED", "shardwise.trace.saved.COMPOSED"):
+    for name in ("shardwise.trace.walk.COMPOSED", "shardwise.trace.saved.COMPOSED"):
         monkeypatch.setattr(name, {})
     after = cost(found, 6)
     assert [c.unknown for c in after] == [(), *[("aten.scaled_dot_product_attention.default",)] * 2, ()]

@@ -78,8 +78,9 @@ class Instruction:
     ``first`` lists the buckets whose gradient this BACKWARD, REDUCE or ADD writes first and so overwrites; to
     all others it adds.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
     ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
-    writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the buffers whose content ends with this instruction.  ``waits`` are the
-    positions of earlier instructions of the same program, on other lanes, that must be complete.
+    writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the
+    buffers whose content ends with this instruction.  ``waits`` are the positions of earlier instructions of
+    the same program, on other lanes, that must be complete.
     """
 
     op: Op

@@ -18,11 +18,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
-from shardwise.trace.trace import Bucket
-
-DECAY = "decay"
-WIDE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
-"""The dtype of masters and gradients, by the dtype that computes, where the two differ."""
+from shardwise.trace.trace import DECAY, Bucket
 
 REDUCE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -62,7 +58,7 @@ class BucketMemory:
         ``apart``: an optimizer for each parameter, so that those without a gradient in a step can be skipped.
         """
         parts, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
-        rule, layout = placement(plan, bucket.parameters[0].name), layout_of(bucket, parts, choice)
+        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
         shard, whole = layout.shard(parts, index), FlatShard(0, layout.numel)
         sharded = rule.state == "S" if bucket.learns else rule.rest == "S"
         held = shard if sharded else whole
@@ -73,7 +69,7 @@ class BucketMemory:
         own = param if rest == held else param[held.start : held.stop]
         if not bucket.learns:
             return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [])
-        wide, host = WIDE.get(bucket.dtype, bucket.dtype), plan.offload == "optimizer"
+        wide, host = bucket.wide, plan.offload == "optimizer"
         master = _host(held.numel, wide, comm) if host else own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
         grad = comm.allocate(held.numel if rule.grad == "S" else layout.numel, wide)
         final = grad if grad.numel() == held.numel else grad[held.start : held.stop]
@@ -150,12 +146,6 @@ class BucketMemory:
         return {e.name: whole[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
 
 
-def layout_of(bucket: Bucket, parts: int, choice: OptimizerChoice) -> FlatBuffer:
-    """How a bucket's parameters lie in its flat buffers."""
-    items = [(p.name, p.shape, DECAY if bucket.learns and choice.decays(p.name, p.shape) else "plain") for p in bucket.parameters]
-    return FlatBuffer.pack(items, parts, bucket.dtype.itemsize)
-
-
 def _zeros(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
     return torch.zeros(numel, dtype=dtype, device=comm.device)
 
@@ -211,7 +201,7 @@ class RankMemory:
         self.buckets, self.buffers = buckets, buffers
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype)
         summed = REDUCE_DTYPE.get(plan.reduce)
-        self.unreduced = Pool(comm, lambda memory: summed or WIDE.get(memory.bucket.dtype, memory.bucket.dtype), shared=True)
+        self.unreduced = Pool(comm, lambda memory: summed or memory.bucket.wide, shared=True)
         self.leaves = {
             name: view.detach().requires_grad_(memory.learns)
             for memory in buckets

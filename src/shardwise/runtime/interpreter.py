@@ -20,6 +20,7 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
+from shardwise.trace.products import watch
 from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
@@ -266,7 +267,7 @@ class _Step:
         ]
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        later = self.watch(unit, operands)
+        later = watch(unit.products, operands, self.add_product)
         wanted = [*parameters.values(), *(self.live[n, m] for n in live), *(y for _, _, y in later)]
         kept, given = zip(*seeds, strict=True)
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
@@ -285,26 +286,6 @@ class _Step:
             if grad is not None:
                 before = self.pending.get((name, m))
                 self.pending[name, m] = grad if before is None else before + grad
-
-    def watch(self, unit: Unit, operands: tuple[Any, ...]) -> list[tuple[str, Tensor, Any]]:
-        """Have weight gradients dYᵀX multiplied as soon as backward has dY, while it is in the cache.
-
-        Returns (weight, X, edge of Y) of the linears that backward would not pass, as nothing before them has a gradient.
-        """
-        later = []
-        for name, x, y in zip(unit.products, operands[::2], operands[1::2], strict=bool(unit.products)):
-            if not x.requires_grad:
-                later.append((name, x, y))
-                continue
-            x = x.detach()
-
-            def arrive(grads: Sequence[Tensor | None], name: str = name, x: Tensor = x, at: int = y.output_nr) -> None:
-                dy = grads[at]
-                if dy is not None:
-                    self.add_product(name, dy, x)
-
-            y.node.register_prehook(arrive)
-        return later
 
     def seed(self, name: str, m: int, value: Tensor) -> Tensor | None:
         if name == "loss":

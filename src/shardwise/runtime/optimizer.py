@@ -14,10 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.optim import OptimizerChoice
-
-FUSED = {"cpu": ("adamw", "adam", "sgd", "adagrad"), "cuda": ("adamw", "adam", "sgd")}
-"""The optimizers for which the oldest torch that we support has fused kernels, by type of device."""
+from shardwise.core.optim import FUSED, OptimizerChoice
 
 
 class Segment(NamedTuple):

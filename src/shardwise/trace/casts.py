@@ -23,6 +23,8 @@ from shardwise.trace.intercept import Proceed
 from shardwise.trace.torch_private import BatchNormBase
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+GRADIENT_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""The dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
 _MATMULS = frozenset(

@@ -35,7 +35,10 @@ def cross_entropy(
     plain = weight is None and not smoothing and not log_probabilities and not target.is_floating_point() and logits.dim() == 2
     count = _count(env, logits, target, weight, ignore_index, counted).to(wide)
     if plain and logits.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _CrossEntropy.apply(logits, target, ignore_index, count.reciprocal(), wide)  # type: ignore[no-untyped-call]
+        where = env.kind or logits.device.type
+        result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+            logits, target, ignore_index, count.reciprocal(), wide, where, env.alone and counted
+        )
         return result
     if log_probabilities:
         return F.nll_loss(logits.to(wide), target, weight, reduction="sum", ignore_index=ignore_index) / count
@@ -58,17 +61,24 @@ def _count(env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, igno
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """``scale`` times the sum of the cross-entropies of the rows of ``logits`` (n, classes), computed in dtype ``wide``."""
+    """``scale`` times the sum of the cross-entropies of the rows of ``logits`` (n, classes), computed in dtype ``wide``.
+
+    ``where`` is the type of device for which it works; ``is_loss`` says that the gradient that comes in is known to be 1, where
+    a tensor on meta cannot say.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype, where: str, is_loss: bool
+    ) -> Tensor:  # fmt: skip
         rows, classes = logits.shape
         gradient = torch.empty_like(logits)
         valid = (target != ignore_index)[:, None]
         index = target[:, None].where(valid, 0)
         losses = torch.empty((rows, 1), dtype=wide, device=logits.device)
-        step = max(1, PIECE.get(logits.device.type, PIECE["cuda"]) // max(classes, 1))
-        for start in range(0, rows, step):
+        step = max(1, PIECE.get(where, PIECE["cuda"]) // max(classes, 1))
+        starts = range(0, rows, step)
+        for start in starts[:2] if logits.is_meta and where != "meta" else starts:  # for their memory, two stand for all
             piece = slice(start, start + step)
             scores = logits[piece].to(wide)
             largest = scores.amax(1, keepdim=True)
@@ -80,14 +90,18 @@ class _CrossEntropy(torch.autograd.Function):
             powers.scatter_add_(1, index[piece], (-scale).where(valid[piece], 0))
             gradient[piece] = powers
         ctx.save_for_backward(gradient, valid.any())
+        ctx.where, ctx.is_loss = where, is_loss
         return losses.where(valid, 0).sum() * scale
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gradient, any_valid = ctx.saved_tensors
         seed = grads[0].where(any_valid, 0)  # no targets at all: the loss is 0/0, its gradient nothing
-        one = seed.device.type == "cpu" and bool(seed == 1)  # on the CPU a look costs nothing, and mostly it is
-        return gradient if one else gradient * seed.to(gradient.dtype), None, None, None, None
+        if ctx.where == "cpu":  # there a look costs nothing, and mostly it is 1
+            is_one = seed == 1
+            if ctx.is_loss if seed.is_meta else bool(is_one):
+                return gradient, None, None, None, None, None, None
+        return gradient * seed.to(gradient.dtype), None, None, None, None, None, None
 
 
 def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:

@@ -39,6 +39,7 @@ class Targets:
     """
 
     count: Callable[..., Tensor]
+    graph: fx.Graph  # of `count`
     leaves: tuple[str, ...]
     buffers: tuple[str, ...]
     constants: tuple[Tensor, ...]
@@ -90,6 +91,7 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     graph.output(graph.call_function(counter, (env, copies[target], ignore)))
     return Targets(
         fx.GraphModule(torch.nn.Module(), graph).forward,
+        graph,
         tuple(captured.parameters[n.name] for n in leaves),
         tuple(captured.buffers[n.name] for n in buffers),
         tuple(captured.constants[n.name] for n in constants),

@@ -9,12 +9,12 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 # The documented way to see every operation, though its module's name has an underscore.
-from shardwise.trace.saved import STATISTICS
+from shardwise.trace.saved import RESULTS
 from shardwise.trace.torch_private import TorchDispatchMode, schema
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts what kernels do while it is on, and gives their statistics the form that they have on ``device``."""
+    """Counts what kernels do while it is on, and gives their results the form that they have on ``device``."""
 
     def __init__(self, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -26,8 +26,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
         name = base_name(func)
-        if name in STATISTICS:
-            results = STATISTICS[name](self.device, args, results)
+        if name in RESULTS:
+            results = RESULTS[name](self.device, args, results)
         self.flops += FLOPS[name](args, results) if name in FLOPS else 0
         self.bytes += _moved(func, name, (args, kwargs), results)
         return results

@@ -38,6 +38,8 @@ class Env:
     ordinal: int = 0  # of the first random op of the unit that runs
     targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
     tape: Any = None  # what selective recomputation keeps of the unit that runs: a Tape of `trace/recall.py`
+    kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
+    alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
 
     def range(self, index: int | None = None) -> tuple[int, int]:
         """(start, stop) in the microbatch of the rows of a rank, by default this one."""
@@ -324,7 +326,9 @@ def dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None
 ) -> Tensor:
     """Dropout with a keyed mask; ``whole`` says that ``x`` holds the rows of all ranks; ``shape`` is the mask's, if not x's."""
-    return keyed.keyed_dropout(x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape)
+    return keyed.keyed_dropout(
+        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape, env.kind
+    )
 
 
 def feature_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
@@ -340,7 +344,7 @@ def alpha_dropout(
         return dropout(env, x, p, ordinal, batch, whole, shape)
     row = _row_start(env, whole)
     keep = keyed.keyed_mask(
-        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device
+        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device, env.kind
     )
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
@@ -383,7 +387,7 @@ def random_of(
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
-    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, whole), device or "cpu")
+    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, whole), device or "cpu", env.kind)
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, dtype=dtype or torch.int64)
     dtype = dtype or torch.get_default_dtype()
@@ -394,4 +398,4 @@ def random_of(
 
 def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
     """1 with probability p, else 0."""
-    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole))
+    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), env.kind)

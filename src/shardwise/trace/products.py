@@ -1,12 +1,13 @@
 """Weight gradients of linear layers taken out of backward: their operands become outputs of the unit.
 
-The gradient of a weight, dYᵀX, needs only the input X and the output's gradient dY.  A unit that trains computes its linears with
-detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its results, and
-whoever runs the unit multiplies dYᵀX when and where it likes: straight into the gradient buffer, without a copy.
+The gradient of a weight, dYᵀX, needs only the input X and the output's gradient dY.  A unit that trains computes its linears
+with detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its
+results, and whoever runs the unit multiplies dYᵀX when and where it likes: straight into the gradient buffer, without a copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,6 +52,31 @@ def expose(graph: fx.Graph, trainable: list[bool]) -> tuple[fx.Graph, tuple[int,
         else:
             copies[node] = new.node_copy(node, lambda a: copies[a])
     return new, tuple(found)
+
+
+Operands = tuple[Any, ...]
+"""What a unit returns beside its outputs: X and the edge of Y of each of its products in turn."""
+
+
+def watch(names: Sequence[str], operands: Operands, add: Callable[[str, Tensor, Tensor], None]) -> list[tuple[str, Tensor, Any]]:
+    """Have ``add(weight, dY, X)`` called as soon as backward has dY, while it is in the cache.
+
+    Returns (weight, X, edge of Y) of the linears that backward would not pass, as nothing before them has a gradient.
+    """
+    later = []
+    for name, x, y in zip(names, operands[::2], operands[1::2], strict=bool(names)):
+        if not x.requires_grad:
+            later.append((name, x, y))
+            continue
+        x = x.detach()
+
+        def arrive(grads: Sequence[Tensor | None], name: str = name, x: Tensor = x, at: int = y.output_nr) -> None:
+            dy = grads[at]
+            if dy is not None:
+                add(name, dy, x)
+
+        y.node.register_prehook(arrive)
+    return later
 
 
 @torch.no_grad()

@@ -10,6 +10,9 @@ about a microsecond).  A row index gives, through a 32-bit bijective mixer, an o
 factor ``A``; a column index gives ``C``; an element is ``mix((C ^ R) * A)``.  Only that last line is paid
 per element: ten cheap integer passes over a block that stays in the cache. The mixer is a multiply-xorshift
 one, with the constants of Chris Wellons' "lowbias32" (public domain).
+
+On the meta device the functions make what they return and nothing else, unless ``kind`` names the type of device for which the
+tensors stand: then they also take its scratch memory.
 """
 
 from __future__ import annotations
@@ -73,24 +76,26 @@ def _hashed_indices(start: int, count: int, before: int, after: int, device: tor
 
 
 def _blocks(
-    keys: tuple[int, int, int, int], row_start: int, rows: int, per_row: int, device: torch.device
+    keys: tuple[int, int, int, int], row_start: int, rows: int, per_row: int, device: torch.device, kind: str
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (row slice, column slice, int32 words): blocks that tile (rows, per_row).
 
-    The words live in scratch memory: read them before asking for the next block.
+    The words live in scratch memory: read them before asking for the next block.  On meta there are no words, and the first two
+    columns of blocks take what all take.
     """
     if per_row >= _WORD // 2:
         raise ShardwiseError(f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed")
-    limit = _CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK
+    limit = _CPU_BLOCK if (kind or device.type) == "cpu" else _DEVICE_BLOCK
     width = min(per_row, limit)
     height = min(rows, max(1, limit // width))
     block, scratch = torch.empty((2, height * width), dtype=torch.int32, device=device)
     offset = _hashed_indices(row_start, rows, keys[0], keys[1], device)[:, None]
     factor = _mix_(offset.clone(), torch.empty_like(offset)).bitwise_or_(1)
-    for left in range(0, per_row, width):
+    meta = device.type == "meta"
+    for left in range(0, min(per_row, 2 * width) if meta else per_row, width):
         right = min(left + width, per_row)
         column = _hashed_indices(left, right - left, keys[2], keys[3], device)
-        for top in range(0, rows, height):
+        for top in range(0, height if meta else rows, height):
             bottom = min(top + height, rows)
             size = (bottom - top) * (right - left)
             words = block[:size].view(bottom - top, right - left)
@@ -108,6 +113,7 @@ def keyed_uniform_bits(
     rows: int,
     per_row: int,
     device: torch.device | str = "cpu",
+    kind: str = "",
 ) -> Tensor:
     """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start + i``.
 
@@ -115,8 +121,8 @@ def keyed_uniform_bits(
     """
     device = torch.device(device)
     result = torch.empty((rows, per_row), dtype=torch.int32, device=device)
-    if result.numel() and device.type != "meta":
-        for r, c, words in _blocks(_keys(seed, step, ordinal), row_start, rows, per_row, device):
+    if result.numel() and (kind or device.type != "meta"):
+        for r, c, words in _blocks(_keys(seed, step, ordinal), row_start, rows, per_row, device, kind):
             result[r, c] = words
     return result
 
@@ -150,10 +156,11 @@ def _words(
     batch: Batch | None,
     row_start: int,
     device: torch.device | str,
+    kind: str,
 ) -> Tensor:
     rows, per_row = _rows_of(shape, batch)
     start = row_start if batch is not None else 0
-    return _arrange(keyed_uniform_bits(seed, step, ordinal, start, rows, per_row, device), shape, batch)
+    return _arrange(keyed_uniform_bits(seed, step, ordinal, start, rows, per_row, device, kind), shape, batch)
 
 
 def keyed_mask(
@@ -165,6 +172,7 @@ def keyed_mask(
     batch: Batch | None = None,
     row_start: int = 0,
     device: torch.device | str = "cpu",
+    kind: str = "",
 ) -> Tensor:
     """A boolean keep-mask of ``shape``: False, "dropped", with probability ``p`` (to 2^-32).
 
@@ -177,11 +185,11 @@ def keyed_mask(
         raise ShardwiseError(f"dropout probability p={p} is not between 0 and 1")
     threshold = round(p * _WORD)
     rows, per_row = _rows_of(shape, batch)
-    if threshold in (0, _WORD) or device.type == "meta" or not rows * per_row:
+    if threshold in (0, _WORD) or not rows * per_row or (device.type == "meta" and not kind):
         return torch.full(tuple(shape), threshold == 0, dtype=torch.bool, device=device)
     mask = torch.empty((rows, per_row), dtype=torch.bool, device=device)
     start = row_start if batch is not None else 0
-    for r, c, words in _blocks(_keys(seed, step, ordinal), start, rows, per_row, device):
+    for r, c, words in _blocks(_keys(seed, step, ordinal), start, rows, per_row, device, kind):
         torch.ge(words, threshold - _WORD // 2, out=mask[r, c])
     return _arrange(mask, shape, batch)
 
@@ -211,6 +219,7 @@ def keyed_dropout(
     batch: Batch | None = None,
     row_start: int = 0,
     mask_shape: Sequence[int] | None = None,
+    kind: str = "",
 ) -> Tensor:
     """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives x * 0.
 
@@ -218,7 +227,8 @@ def keyed_dropout(
     """
     if not training or p == 0:
         return x
-    mask = keyed_mask(p, seed, step, ordinal, mask_shape if mask_shape is not None else x.shape, batch, row_start, x.device)
+    shape = mask_shape if mask_shape is not None else x.shape
+    mask = keyed_mask(p, seed, step, ordinal, shape, batch, row_start, x.device, kind)
     result: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - p) if p < 1 else 1.0)  # type: ignore[no-untyped-call]
     return result
 
@@ -237,11 +247,12 @@ def keyed_uniform(
     batch: Batch | None = None,
     row_start: int = 0,
     device: torch.device | str = "cpu",
+    kind: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can hold."""
     bits = _UNIFORM_BITS.get(dtype, 24)
-    words = _words(seed, step, ordinal, shape, batch, row_start, device)
+    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
     return top.to(dtype).mul_(2.0**-bits)
 
@@ -254,10 +265,11 @@ def keyed_normal(
     batch: Batch | None = None,
     row_start: int = 0,
     device: torch.device | str = "cpu",
+    kind: str = "",
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Standard normal values (Box-Muller, computed in fp64 and then rounded: dtypes differ by rounding only)."""
-    pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device).to(torch.float64)
+    pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device, kind).to(torch.float64)
     u = pairs.add_(_WORD / 2 + 0.5).mul_(1.0 / _WORD)  # in (0, 1), ends excluded
     radius = u[..., 0].log().mul_(-2).sqrt_()
     return radius.mul_(u[..., 1].mul(2 * math.pi).cos_()).to(dtype)
@@ -273,6 +285,7 @@ def keyed_randint(
     batch: Batch | None = None,
     row_start: int = 0,
     device: torch.device | str = "cpu",
+    kind: str = "",
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     """Integers in [low, high), with a bias of at most (high - low) / 2^32.
@@ -281,12 +294,14 @@ def keyed_randint(
     """
     if not 0 < high - low < _WORD // 2:
         raise ShardwiseError(f"random integers in [{low}, {high}): the range must hold between 1 and 2^31 - 1 values")
-    words = _words(seed, step, ordinal, shape, batch, row_start, device).to(torch.int64)
+    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind).to(torch.int64)
     scaled = words.add_(_WORD // 2).mul_(high - low).bitwise_right_shift_(32)
     return scaled.add_(low).to(dtype)
 
 
-def keyed_bernoulli(p: Tensor, seed: int, step: int, ordinal: int, batch: Batch | None = None, row_start: int = 0) -> Tensor:
+def keyed_bernoulli(
+    p: Tensor, seed: int, step: int, ordinal: int, batch: Batch | None = None, row_start: int = 0, kind: str = ""
+) -> Tensor:
     """1 with probability ``p``, element by element, else 0; shape, dtype and device of ``p``."""
-    words = _words(seed, step, ordinal, p.shape, batch, row_start, p.device).to(torch.float64)
+    words = _words(seed, step, ordinal, p.shape, batch, row_start, p.device, kind).to(torch.float64)
     return words.add_(_WORD / 2).mul_(1.0 / _WORD).lt(p).to(p.dtype)

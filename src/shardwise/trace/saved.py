@@ -3,10 +3,10 @@
 Costs come from a run on the meta device, where autograd itself says what each derivative formula keeps.  A formula belongs to an
 op, not to a device, so only two things have to be known here.  Ops that are *composed* of others may be composed differently on
 each device: those in ``COMPOSED`` are, those in ``SAME`` are not, any other is unknown and gets reported.  And some kernels
-return statistics whose dtype or size differs: ``STATISTICS``.
+return what has another dtype or size than on meta: ``RESULTS``.
 
 Sources: torch's ATen/native, files transformers/attention.cpp, transformers/sdp_utils_cpp.cpp, transformers/cuda/sdp_utils.cpp,
-layer_norm.cpp, group_norm.cpp, Dropout.cpp and Normalization.cpp.
+layer_norm.cpp, group_norm.cpp, Dropout.cpp, Normalization.cpp, BinaryOps.cpp and Loss.cpp.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ COMPOSED: Mapping[Callable[..., Any], Callable[..., Any]] = {
 """Composite ops whose composition depends on the device, as functions of (device, *arguments)."""
 
 
-# ---- statistics ------------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -207,10 +207,19 @@ def _log_sigmoid(device: str, args: Sequence[Any], results: tuple[Tensor, ...]) 
     return results if device == "cpu" else (results[0], results[1].new_empty((0,)))
 
 
-STATISTICS: Mapping[str, Callable[[str, Sequence[Any], tuple[Tensor, ...]], tuple[Tensor, ...]]] = {
+def _reduced(device: str, args: Sequence[Any], result: Tensor) -> Tensor:
+    """A loss of each element, shrunk to its sum or mean: the scalar keeps the storage of them all."""
+    if result.dim() or args[0].dim() == 0:
+        return result
+    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)  # type: ignore[no-untyped-call]
+    return result.new_empty(shape).as_strided((), ())
+
+
+RESULTS: Mapping[str, Callable[[str, Sequence[Any], Any], Any]] = {
     "native_layer_norm": _layer_norm,
     "native_group_norm": _group_norm,
     "native_batch_norm": _batch_norm,
     "log_sigmoid_forward": _log_sigmoid,
+    **dict.fromkeys(("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"), _reduced),
 }
-"""By kernel: (device, arguments, results on meta) → results, those beside the first as ``device`` makes them."""
+"""By kernel: (device, arguments, results on meta) → results as ``device`` makes them."""

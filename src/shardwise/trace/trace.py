@@ -11,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.flat import FlatBuffer
+from shardwise.core.optim import OptimizerChoice
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
+from shardwise.trace.casts import GRADIENT_DTYPE, shadow_dtype
 from shardwise.trace.functional import functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
 from shardwise.trace.normalise import normalise
@@ -19,6 +22,9 @@ from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.rules import find
 from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
+
+DECAY = "decay"
+"""The group of parameters with weight decay in a flat buffer."""
 
 NOTHING_LEARNS = (
     "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's output, and "
@@ -61,6 +67,16 @@ class Bucket:
     def nbytes(self) -> int:
         """In the dtype that computes, without padding."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype of gradients, masters and optimizer state."""
+        return GRADIENT_DTYPE.get(self.dtype, self.dtype)
+
+    def layout(self, choice: OptimizerChoice, parts: int = 1) -> FlatBuffer:
+        """Where the parameters lie in a flat buffer of ``parts`` equal ranges, those with weight decay first."""
+        items = [(p.name, p.shape, DECAY if self.learns and choice.decays(p.name, p.shape) else "plain") for p in self.parameters]
+        return FlatBuffer.pack(items, parts, self.dtype.itemsize)
 
 
 @dataclass
@@ -160,8 +176,6 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
 def _buckets(
     units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None
 ) -> list[Bucket]:
-    from shardwise.trace.casts import shadow_dtype
-
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:

@@ -1,0 +1,104 @@
+"""Model states: the bytes of parameters, gradients and optimizer state that a rank holds from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.core.flat import FlatBuffer, FlatShard
+from shardwise.core.optim import FUSED, OptimizerChoice
+from shardwise.core.plan import DATA_PARALLEL_ROWS
+
+ZERO: tuple[tuple[str, str, str], ...] = tuple(DATA_PARALLEL_ROWS)
+"""The rows of the data-parallel table by ZeRO's stage, 0 being DDP: (rest, gradient, optimizer state)."""
+
+STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
+"""Tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""
+
+SCALARS: Mapping[str, int] = {"nadam": 2, "sgd": 0}
+"""Scalars that an optimizer keeps for each segment, where it is not one (the number of its steps)."""
+
+UPDATE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
+    ("rmsprop", "cpu"): (1, 2), ("nadam", "cpu"): (2, 3), ("radam", "cpu"): (5, 6),
+    ("adagrad", "cuda"): (1, 2), ("rmsprop", "cuda"): (1, 2), ("nadam", "cuda"): (3, 3), ("radam", "cuda"): (4, 5),
+}  # fmt: skip
+"""Temporaries of a segment's size in the update of an optimizer that is not fused: (without weight decay, with it)."""
+
+
+SCALAR = 4
+"""Bytes of the clipping factor."""
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes by category; masters of parameters in lower precision are part of the optimizer's."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Bytes an element: of the parameter that computes, its gradient, its master (0 where it is its own), the optimizer's state;
+    and bytes a segment of the optimizer's scalars."""
+
+    parameter: int
+    gradient: int
+    master: int
+    state: int
+    scalars: int = 0
+
+
+def widths(choice: OptimizerChoice, itemsize: int, wide: int, *, doubles: bool = False) -> Widths:
+    """For parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide``.
+
+    ``doubles`` says that the optimizer counts its steps in fp64: one that is not fused, where that is torch's default dtype.
+    """
+    tensors = STATE_TENSORS[choice.name] + (1 if choice.momentum else 0)
+    scalar = 8 if doubles else 4
+    return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, scalar * SCALARS.get(choice.name, 1))
+
+
+def bucket_states(layout: FlatBuffer, row: tuple[str, str, str], parts: int, index: int, each: Widths) -> States:
+    """What rank ``index`` of ``parts`` holds of one bucket under a row of the data-parallel table.
+
+    Buffers have the layout's padding; optimizer state is only of the segments between.
+    """
+    whole = FlatShard(0, layout.numel)
+    own = layout.shard(parts, index) if "S" in row else whole
+    rest, grad, state = (own if letter == "S" else whole for letter in row)
+    segments = [stop - start for _, start, stop in state.segments(layout) if stop > start]
+    optimizer = sum(segments) * each.state + len(segments) * each.scalars
+    return States(
+        (rest.stop - rest.start) * each.parameter,
+        (grad.stop - grad.start) * each.gradient,
+        (state.stop - state.start) * each.master + optimizer,
+    )
+
+
+def step_peak(choice: OptimizerChoice, segments: Sequence[tuple[bool, int]], each: Widths, wide: int, device: str) -> int:
+    """Bytes that the update of a bucket takes beside its states, for ``segments`` of (whether they decay, elements).
+
+    A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and state.
+    """
+    if choice.name in FUSED[device]:
+        return SCALAR if segments else 0
+    undo = sum(numel * (wide + each.state) + each.scalars for _, numel in segments)
+    decays = bool(choice.weight_decay)
+    return undo + max((UPDATE_TENSORS[choice.name, device][decays and own] * numel * wide for own, numel in segments), default=0)
+
+
+def model_states(
+    parameters: int, zero: int, dp: int, param_bytes: int = 2, grad_bytes: int = 2, state_bytes: int = 12
+) -> States:  # fmt: skip
+    """What the first of ``dp`` ranks holds of ``parameters`` elements in one bucket under ZeRO's stage ``zero``, 0 to 3.
+
+    By default of mixed-precision Adam as Rajbhandari et al. (2019, arXiv 1910.02054) count it: 2 + 2 + 12 bytes an element.
+    """
+    layout = FlatBuffer.pack([("all", (parameters,), "all")], dp, param_bytes)
+    return bucket_states(layout, ZERO[zero], dp, 0, Widths(param_bytes, grad_bytes, 0, state_bytes))

@@ -1,0 +1,113 @@
+"""The bytes a rank holds at every instruction of a program: pure data, from the program and the sizes of what it names.
+
+A buffer is alive from the first instruction that makes a part of it to the one that frees it; while an instruction runs it may
+need more than it leaves.  Persistent buffers are alive from the start and for good.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from shardwise.core.instruction import Buffer, Instruction
+
+Made = Mapping[Buffer, Mapping[str, int]]
+"""Bytes by buffer and part: a part that is made again takes the place of the one that was there."""
+
+
+class Category(StrEnum):
+    """What memory is held for.  The first three are model states, the others residual states."""
+
+    PARAMETERS = "parameters"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"  # its state, and the fp32 masters of parameters in lower precision
+    ACTIVATIONS = "activations"  # live, saved and kept for backward, and the gradients that wait for their unit
+    TEMPORARY = "temporary"  # what an instruction needs beyond what it leaves, and scalars of the step
+    RESERVE = "reserve"  # of the allocator: rounding and fragmentation
+
+
+CATEGORY: Mapping[str, Category] = {
+    "param": Category.PARAMETERS, "slot": Category.PARAMETERS, "grad": Category.GRADIENTS, "unreduced": Category.GRADIENTS,
+    "state": Category.OPTIMIZER, "activation": Category.ACTIVATIONS, "saved": Category.ACTIVATIONS, "kept": Category.ACTIVATIONS,
+    "gradient": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "loss": Category.TEMPORARY, "weight": Category.TEMPORARY,
+    "norm": Category.TEMPORARY,
+}  # fmt: skip
+"""By kind of buffer."""
+
+
+class Sizes(Protocol):
+    """The bytes of what a program names."""
+
+    @property
+    def persistent(self) -> Mapping[Buffer, int]:
+        """The buffers that are there before the step and after it."""
+
+    def made(self, one: Instruction) -> Made:
+        """What an instruction makes and leaves."""
+
+    def peak(self, one: Instruction) -> int:
+        """The most that an instruction adds to what was alive before it, what it leaves included."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One instruction: bytes by category before it, at its peak, and after it."""
+
+    before: Mapping[Category, int]
+    peak: Mapping[Category, int]
+    after: Mapping[Category, int]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of a program, one for each of its instructions."""
+
+    instructions: tuple[Instruction, ...]
+    moments: tuple[Moment, ...]
+
+    @property
+    def at(self) -> int:
+        """The position of the instruction that reaches the highest peak first."""
+        return max(range(len(self.moments)), key=lambda i: (total(self.moments[i].peak), -i))
+
+    @property
+    def peak(self) -> Mapping[Category, int]:
+        """The highest peak, by category."""
+        return self.moments[self.at].peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return total(self.peak)
+
+
+def total(sizes: Mapping[Category, int]) -> int:
+    """All categories together."""
+    return sum(sizes.values())
+
+
+def timeline(instructions: Sequence[Instruction], sizes: Sizes) -> Timeline:
+    """Walk a program.  At the peak of an instruction, what it leaves counts under its category, the rest as temporary."""
+    alive: dict[Buffer, dict[str, int]] = {b: {"": n} for b, n in sizes.persistent.items()}
+    now = Counter(dict.fromkeys(Category, 0))
+    for buffer, size in sizes.persistent.items():
+        now[CATEGORY[buffer.kind]] += size
+    moments = []
+    for one in instructions:
+        before, at, more = dict(now), dict(now), sizes.peak(one)
+        for buffer, parts in sizes.made(one).items():
+            held, category = alive.setdefault(buffer, {}), CATEGORY[buffer.kind]
+            grown = sum(parts.values()) - sum(held.get(p, 0) for p in parts)
+            held.update(parts)
+            now[category] += grown
+            left = max(0, min(grown, more))
+            at[category] += left
+            more -= left
+        at[Category.TEMPORARY] += more
+        for buffer in one.frees:
+            if buffer not in sizes.persistent:
+                now[CATEGORY[buffer.kind]] -= sum(alive.pop(buffer, {}).values())
+        moments.append(Moment(before, at, dict(now)))
+    return Timeline(tuple(instructions), tuple(moments))

@@ -1,0 +1,325 @@
+"""What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a tracker.
+
+They are done here as ``runtime/interpreter.py`` does them, with the same objects held for as long, so that peaks are its peaks.
+Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of the others are
+made from what the first one's looked like.  Parameters, buffers, constants and batch fields are given and count nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError
+from shardwise.trace.casts import GRADIENT_DTYPE
+from shardwise.trace.meter import storage
+from shardwise.trace.products import Operands, accumulate, expose, watch
+from shardwise.trace.trace import Trace
+from shardwise.trace.tracker import StorageTracker
+from shardwise.trace.units import Unit
+from shardwise.trace.walk import META, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """The bytes of one unit on one rank for one microbatch.
+
+    Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
+    autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it.  Peaks are the
+    most that an instruction adds to what was alive before it, and include what it leaves.
+    """
+
+    index: int
+    name: str
+    outputs: int = 0  # live outputs that the unit made itself
+    updates: int = 0  # new values of buffers, kept until the step ends
+    saved: int = 0  # by FORWARD, for BACKWARD
+    saved_again: int = 0  # by RECOMPUTE, its outputs included
+    gradients: tuple[int, ...] = ()  # that BACKWARD leaves pending, by input of the unit
+    forward: int = 0  # peak of FORWARD that saves
+    forward_alone: int = 0  # peak of FORWARD that does not
+    recompute: int = 0  # peak of RECOMPUTE
+    backward: int = 0  # peak of BACKWARD after FORWARD
+    backward_again: int = 0  # peak of BACKWARD after RECOMPUTE
+    unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of all units for one microbatch, and the peak of counting its targets (0 where the loss has none)."""
+
+    units: tuple[UnitMemory, ...]
+    count: int = 0
+
+
+def profile(
+    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None
+) -> Profile:
+    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
+
+    Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here; ``microbatches`` is the number in a step.  Raises
+    :class:`ConfigError` on numbers that the trace cannot take.
+    """
+    check_walk("memory", trace, rows, parts, device)
+    if index is not None and not 0 <= index < parts:
+        raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
+    if trace.opaque is not None:
+        return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
+    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=microbatches == 1)
+    with largest_sizes():
+        return Profile(tuple(_Profiler(trace, walk, microbatches).run()), _count(trace, walk))
+
+
+def _count(trace: Trace, walk: Walk) -> int:
+    targets = trace.targets
+    if targets is None:
+        return 0
+    kinds = (("p", targets.leaves), ("b", targets.buffers))
+    values = [walk.leaf(kind, name) for kind, names in kinds for name in names]
+    values += [torch.empty_like(c, device=META) for c in targets.constants]
+    values += [walk.leaf("f", name) for name in targets.fields]
+    tracker = StorageTracker(META.type)
+    with tracker, torch.no_grad():
+        Run(walk, {}).forward(targets.graph, values)
+    return tracker.peak
+
+
+# ---- equal units -------------------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """A tensor as others see it; ``source`` is its storage: of the known tensor of that index, or new ones from -1 downwards."""
+
+    source: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    grad: bool
+
+
+def _forms(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> tuple[_Form, ...]:
+    sources = {storage(t): i for i, t in reversed(list(enumerate(known)))}
+    new = 0
+    found = []
+    for t in tensors:
+        if (key := storage(t)) not in sources:
+            new -= 1
+            sources[key] = new
+        size = t.untyped_storage().nbytes()
+        found.append(_Form(sources[key], size, t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad))
+    return tuple(found)
+
+
+def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Tensors of these forms, on storages of their own where these are new."""
+    bases = {f.source: torch.empty(f.nbytes, dtype=torch.uint8, device=META) for f in forms if f.source < 0}
+    made = []
+    for f in forms:
+        base = (known[f.source] if f.source >= 0 else bases[f.source]).untyped_storage()
+        tensor = torch.empty(0, dtype=f.dtype, device=META).set_(base, f.offset, f.shape, f.stride)
+        made.append(tensor.requires_grad_(f.grad))
+    return made
+
+
+# ---- the walk ----------------------------------------------------------------------------------------------------------
+
+
+class _Profiler:
+    """All units forward, then all backward with the pending gradients that the later ones left."""
+
+    def __init__(self, trace: Trace, walk: Walk, microbatches: int) -> None:
+        self.trace, self.walk, self.microbatches = trace, walk, microbatches
+        self.pending: dict[str, Tensor] = {}
+        self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
+        self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
+        self.producer = {n: u.index for u in trace.units for n in u.outputs}
+
+    def run(self) -> list[UnitMemory]:
+        units = self.trace.units
+        found = [self.forward(u) for u in units]
+        for u in reversed(units):
+            if u.differentiable:
+                found[u.index] = replace(found[u.index], **self.backward(u))
+        return found
+
+    def key(self, unit: Unit, arguments: Sequence[Tensor]) -> Any:
+        products = tuple(n in unit.products for n in unit.parameters)
+        return unit.code, products, unit.output_grads, unit.outputs.count("loss"), len(unit.updates), _forms(arguments)
+
+    def arguments(self, unit: Unit) -> list[Tensor]:
+        return [a for kind in self.walk.arguments(unit) for a in kind]
+
+    def forward(self, unit: Unit) -> UnitMemory:
+        arguments = self.arguments(unit)
+        key = self.key(unit, arguments)
+        if key not in self.forwards:
+            memory = UnitMemory(unit.index, unit.name)
+            for keep in (False, True) if unit.differentiable else (False,):
+                work = _Work(self, unit, arguments)
+                peak, left = work.forward(keep)
+                given = storages(arguments)
+                made = without(storages(work.live), given)
+                updates = without(storages(work.updates), given, made)
+                sizes = {"outputs": sum(made.values()), "updates": sum(updates.values())}
+                if keep:
+                    sizes |= {"saved": left - sum(sizes.values()), "forward": peak}
+                else:
+                    sizes |= {"forward_alone": peak}
+                memory = replace(memory, **sizes, unknown=work.names_of_unknown())
+            self.forwards[key] = memory, _forms(work.live, arguments)
+        memory, forms = self.forwards[key]
+        for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
+            self.walk.live[name] = value
+        return replace(memory, index=unit.index, name=unit.name)
+
+    def backward(self, unit: Unit) -> dict[str, Any]:
+        """The fields of a unit's memory that its backward decides; leaves its inputs' gradients pending."""
+        arguments = self.arguments(unit)
+        given = {n: self.pending.pop(n) for n in unit.outputs if n in self.pending}
+        names = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
+        before = [self.pending.get(n) for n in names]
+        producers = [self.producer[n] for n in names]
+        order = sorted(range(len(names)), key=producers.__getitem__)
+        key = (
+            self.key(unit, arguments), tuple(n in given for n in unit.outputs), _forms([*given.values()]),
+            tuple(b is None for b in before), tuple(order),
+        )  # fmt: skip
+        known = [*arguments, *given.values()]
+        if key not in self.backwards:
+            fields, grads = self.walk_backward(unit, arguments, given, before)
+            fields["gradients"] = _owned(unit, grads, order, arguments)
+            reached = tuple(g is not None for g in grads)
+            self.backwards[key] = fields, reached, _forms([g for g in grads if g is not None], known)
+        fields, reached, forms = self.backwards[key]
+        self.pending |= dict(zip(compress(names, reached), _made(forms, known), strict=True))
+        return fields
+
+    def walk_backward(
+        self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None]
+    ) -> tuple[dict[str, Any], list[Tensor | None]]:
+        """The fields of BACKWARD, after FORWARD and after RECOMPUTE, and the gradients that are pending then."""
+        once, again = _Work(self, unit, arguments), _Work(self, unit, arguments)
+        once.forward(keep=True)
+        recompute, saved = again.forward(keep=True, again=True)
+        backward, _ = once.backward(given, before)
+        backward_again, grads = again.backward(given, before)
+        found = {"saved_again": saved, "recompute": recompute, "backward": backward, "backward_again": backward_again}
+        return found | {"unknown": once.names_of_unknown()}, grads
+
+
+def _owned(unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], arguments: Sequence[Tensor]) -> tuple[int, ...]:
+    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last."""
+    seen = set(storages(arguments))
+    sizes = [0] * len(grads)
+    for i in order:
+        grad = grads[i]
+        if grad is not None and (key := storage(grad)) not in seen:
+            seen.add(key)
+            sizes[i] = grad.untyped_storage().nbytes()
+    left = iter(sizes)
+    return tuple(next(left) if g else 0 for g in unit.input_grads)
+
+
+class _Work:
+    """One unit's instructions, as the interpreter does them."""
+
+    def __init__(self, owner: _Profiler, unit: Unit, arguments: Sequence[Tensor]) -> None:
+        trace = owner.trace
+        self.unit, self.arguments = unit, arguments
+        self.run, self.tracker = Run(owner.walk, {}), StorageTracker(META.type)
+        self.live: list[Tensor] = []
+        self.updates: list[Tensor] = []
+        self.saved: tuple[list[Tensor], Operands] | None = None
+        wide = torch.float64 if trace.precision == "fp64" else torch.float32
+        self.loss = torch.empty((), dtype=wide, device=META)
+        self.weights = torch.empty(owner.microbatches, dtype=wide, device=META) if trace.targets is not None else None
+        trained = dict(zip(unit.parameters, arguments, strict=False))
+        self.goals = {
+            n: torch.empty(trained[n].shape, dtype=GRADIENT_DTYPE.get(trained[n].dtype, trained[n].dtype), device=META)
+            for n in unit.products
+        }
+
+    def weight(self) -> Tensor:
+        """w_m of the interpreter: a new scalar, or one of all microbatches'."""
+        return torch.full((), 1.0, dtype=self.loss.dtype, device=META) if self.weights is None else self.weights[0]
+
+    def forward(self, keep: bool, again: bool = False) -> tuple[int, int]:
+        """FORWARD or RECOMPUTE: the peak, and what is left, both above what was there before."""
+        unit = self.unit
+        graph = unit.graph
+        assert graph is not None
+        if keep:
+            graph, _ = expose(graph, [n in unit.products for n in unit.parameters])
+        before = self.tracker.mark()
+        with self.run.meter, self.tracker, torch.set_grad_enabled(keep):
+            outputs = self.run.forward(graph, self.arguments)
+            own = len(unit.outputs) + len(unit.updates)
+            outputs, operands = outputs[:own], outputs[own:]
+            if keep:
+                good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
+                self.saved = (good, operands)
+                del good
+            if not again:
+                self.publish(outputs)
+        del outputs, operands
+        return self.tracker.peak - before, self.tracker.current - before
+
+    def publish(self, outputs: Sequence[Tensor]) -> None:
+        unit = self.unit
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
+            detached = value.detach()
+            if name == "loss":
+                self.loss += detached.to(self.loss.dtype) * self.weight()
+            else:
+                self.live.append(detached.requires_grad_() if grad else detached)
+        self.updates = [value.detach() for value in outputs[len(unit.outputs) :]]
+
+    def backward(self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None]) -> tuple[int, list[Tensor | None]]:
+        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those ``before``."""
+        unit = self.unit
+        assert self.saved is not None
+        parameters = [p for p in self.arguments[: len(unit.parameters)] if p.requires_grad]
+        inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
+        live = [x for x, g in zip(inputs, unit.input_grads, strict=True) if g]
+        start = self.tracker.mark()
+        with self.run.meter, self.tracker:
+            outputs, operands = self.saved
+            self.saved = None
+            names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
+            seeds = [
+                (value, seed)
+                for name, value in zip(names, outputs, strict=True)
+                if (seed := self.weight().to(value.dtype) if name == "loss" else pending.get(name)) is not None
+            ]
+            later = watch(unit.products, operands, self.add_product)
+            wanted = [*parameters, *live, *(y for _, _, y in later)]
+            kept, given = zip(*seeds, strict=True)
+            grads = self.gradients(kept, wanted, given)
+            del outputs, operands, kept, seeds
+            rest = grads[len(parameters) :]
+            for (name, x, _), dy in zip(later, rest[len(live) :], strict=True):
+                if dy is not None:
+                    self.add_product(name, dy, x)
+            both = zip(before, rest[: len(live)], strict=True)
+            found = [old if new is None else new if old is None else old + new for old, new in both]
+        return self.tracker.peak - start, found
+
+    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
+        accumulate(self.goals[name], dy, x, add=False)
+
+    def gradients(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
+        try:
+            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        except (NotImplementedError, RuntimeError) as error:
+            self.run.unknown.add(f"backward of {failed_op(error)}")
+            return [torch.empty_like(t) if isinstance(t, Tensor) else None for t in wanted]
+
+    def names_of_unknown(self) -> tuple[str, ...]:
+        return tuple(sorted(self.run.unknown))

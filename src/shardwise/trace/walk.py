@@ -1,0 +1,273 @@
+"""Running units on the meta device, as one rank would run them on its own device.
+
+Nothing is allocated; strides, views and shards are those of the real run.  What depends on the device is the table in
+``saved.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental import _config as fx_config
+
+from shardwise.core.errors import ConfigError
+from shardwise.trace.meter import Meter, base_name, storage, tensors_in
+from shardwise.trace.ops import Env, local_rows
+from shardwise.trace.saved import COMPOSED, DEVICES, is_known
+from shardwise.trace.trace import Trace
+from shardwise.trace.units import Unit
+
+META = torch.device("meta")
+
+SPLIT = frozenset(
+    ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
+     "_grouped_mm", "grouped_mm_fallback")
+)  # fmt: skip
+"""Ops whose weight gradient can be put off: computed apart from the gradient of their input."""
+
+
+def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str) -> None:
+    """Raise ConfigError, under the name ``what``, on numbers that the trace cannot take."""
+    if device not in DEVICES:
+        raise ConfigError(f"{what}: device {device!r} is not known; legal: {', '.join(DEVICES)}")
+    if rows < 1 or parts < 1:
+        raise ConfigError(f"{what}: rows {rows} over parts {parts} is not legal; legal: 1 or more of each")
+    if trace.rows not in (None, rows):
+        raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
+
+
+def largest_sizes() -> Any:
+    """A context in which a size that depends on data is the largest that it can be."""
+    return cast(Any, fx_config).patch(meta_nonzero_assume_all_nonzero=True)
+
+
+class Walk:
+    """The arguments of units on one rank for one microbatch; values keep their identity from unit to unit."""
+
+    def __init__(self, trace: Trace, env: Env, device: str) -> None:
+        self.env, self.device, self.frozen = env, device, set(trace.frozen)
+        self.captured = _captured(trace)
+        self.leaves: dict[tuple[str, str], Tensor] = {}
+        self.live: dict[str, Tensor] = {}
+
+    @staticmethod
+    def of(trace: Trace, rows: int, parts: int, device: str, index: int | None = None, **env: Any) -> Walk:
+        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows."""
+        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
+        return Walk(
+            trace, Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, **env), device
+        )
+
+    def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
+        """Make a unit's outputs live; returns those through which gradients come back."""
+        outputs = results[: len(unit.outputs)]
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=True):
+            self.live[name] = value.detach().requires_grad_(grad)
+        return [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
+
+    def arguments(self, unit: Unit) -> tuple[list[Tensor], ...]:
+        """Parameters, buffers, constants, batch fields and live inputs."""
+        parameters, buffers, batch = (
+            [self.leaf(kind, name) for name in names]
+            for kind, names in (("p", unit.parameters), ("b", unit.buffers), ("f", unit.fields))
+        )
+        constants = [torch.empty_like(c, device=META) for c in unit.constants]
+        return parameters, buffers, constants, batch, [self.live[n] for n in unit.inputs]
+
+    def leaf(self, kind: str, name: str) -> Tensor:
+        """A parameter, a buffer, or this rank's rows of a batch field."""
+        if (kind, name) not in self.leaves:
+            value = self.captured[kind, name]
+            shape = [local_rows(self.env) if kind == "f" and d == 0 else int(s) for d, s in enumerate(value.shape)]
+            grad = kind == "p" and name not in self.frozen
+            self.leaves[kind, name] = torch.empty(shape, dtype=value.dtype, device=META, requires_grad=grad)
+        return self.leaves[kind, name]
+
+    def size(self, size: Any, most: int) -> int:
+        """A size in the captured graph, for the rows at hand; ``most`` where it depends on data."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        if not size.node.has_hint():
+            return most
+        return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, self.env.rows)))
+
+
+class Run:
+    """Runs graphs op by op, dropping each value after its last use as the graph's own code does.
+
+    ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.
+    ``weight_flops`` are those of the ops in SPLIT, by the storage of the weight, where that is in ``parameters``.
+    """
+
+    def __init__(self, walk: Walk, parameters: Mapping[int, int]) -> None:
+        self.walk, self.parameters = walk, parameters
+        self.meter = Meter(walk.device)
+        self.unknown: set[str] = set()
+        self.weight_flops: dict[int, int] = {}
+
+    def forward(self, graph: fx.Graph, arguments: Sequence[Tensor]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        feed = iter([self.walk.env, *arguments])
+        last = _last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(feed)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                values[node] = self.call(node, _filled(node.args, values), _filled(node.kwargs, values))
+                for done in last[node]:
+                    del values[done]
+        raise AssertionError("a graph without output")
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
+        before = self.meter.flops
+        try:
+            if target in COMPOSED:
+                result = COMPOSED[target](self.walk.device, *args, **kwargs)
+            else:
+                result = target(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
+            self.unknown.add(str(target))
+            return self.stand_in(node, args)
+        kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
+        if kept or _depends_on_data(node):
+            self.unknown.add(str(target))
+        if base_name(target) in SPLIT and (key := storage(args[1])) in self.parameters:
+            self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
+        return result
+
+    def stand_in(self, node: fx.Node, args: Any) -> Any:
+        """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the largest."""
+        several = isinstance(node.meta["val"], tuple | list)
+        values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
+        operands = tensors_in(args)
+        most = max((o.numel() for o in operands), default=1)
+        made: list[Any] = []
+        for one, placed in zip(values, layouts, strict=True):
+            if not isinstance(one, Tensor):
+                made.append(self.walk.size(one, most))
+                continue
+            shape = [self.walk.size(s, most) for s in one.shape]
+            for d, factors in enumerate(placed.dims):
+                if any(f.axes for f in factors):
+                    shape[d] = shape[d] * local_rows(self.walk.env) // self.walk.env.rows
+            made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
+        return made if several else made[0]
+
+
+class _StandIn(torch.autograd.Function):
+    """An empty tensor that depends on ``operands`` and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) -> Tensor:
+        ctx.like = [(o.shape, o.dtype) if o.is_floating_point() else None for o in operands]
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *(None if o is None else torch.empty(o[0], dtype=o[1], device=META) for o in ctx.like)
+
+
+class _Silent:
+    """A communicator, and the handle of all its operations: what peers would send never matters."""
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> _Silent:
+        return self
+
+    all_gather = reduce_scatter = all_reduce
+
+    def wait(self) -> None:
+        """At once."""
+
+
+# ---- values of the capture -------------------------------------------------------------------------------------------
+
+
+def _captured(trace: Trace) -> dict[tuple[str, str], Any]:
+    """The captured (fake) tensors of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name).
+
+    A unit's placeholders carry none: each graph is walked beside the whole one that it was cut from, whose placeholders do and
+    end with the fields.  A buffer of which only updates are read is like its update.
+    """
+    whole = next(node.graph for unit in trace.units for node in unit.values.values())
+    places = [n for n in whole.nodes if n.op == "placeholder"]
+    found: dict[tuple[str, str], Any] = {
+        ("f", name): place.meta["val"] for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)
+    }
+    for unit in trace.units:
+        assert unit.graph is not None
+        names = {f"{k}{i}": (k, n) for k, own in (("p", unit.parameters), ("b", unit.buffers)) for i, n in enumerate(own)}
+        mine = _outputs(unit.graph)
+        updates = zip(unit.updates, mine[len(unit.outputs) :], strict=True)
+        found.update((("b", n), u.meta["val"]) for n, u in updates if "val" in u.meta)
+        origins = (_outputs(whole)[0] if n == "loss" else unit.values[n] for n in unit.outputs)
+        pairs = list(zip(mine, origins, strict=False))
+        seen: set[fx.Node] = set()
+        while pairs:
+            here, there = pairs.pop()
+            if here.op == "placeholder":
+                if here.name in names:
+                    found[names[here.name]] = there.meta["val"]
+            elif here not in seen:
+                pairs.extend(zip(here.all_input_nodes, there.all_input_nodes, strict=True))
+            seen.add(here)
+    return found
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    """Whether the result's size does."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for v in tensors_in(node.meta["val"]) for s in v.shape)
+
+
+def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
+    nodes: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    return tuple(nodes)
+
+
+def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Arguments of a node with values in place of nodes, and the meta device in place of any other."""
+
+    def fill(a: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return values[a]
+        return META if isinstance(a, torch.device) else a
+
+    return fx.node.map_aggregate(arguments, fill)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What is not needed after a node: values of which it is the last user, and itself where it has none."""
+    last: dict[fx.Node, list[fx.Node]] = {n: [] for n in graph.nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not node.users:
+            last[node].append(node)
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last[node].append(used)
+    return last
+
+
+def failed_op(error: Exception) -> str:
+    """The op that a failure of autograd names."""
+    found = re.search(r"\w+::\w+", str(error))
+    return found[0] if found else "the unit"
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage, by identity."""
+    return {storage(t): t.untyped_storage().nbytes() for t in tensors}
+
+
+def without(these: Mapping[int, int], *others: Mapping[int, int]) -> dict[int, int]:
+    """Those that are in none of the others."""
+    return {k: v for k, v in these.items() if not any(k in o for o in others)}

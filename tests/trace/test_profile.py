@@ -1,0 +1,125 @@
+"""The memory profile of units: what is walked, what is refused, and sizes by hand.  Real steps are in tests/estimate."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from shardwise.core.errors import ConfigError
+from shardwise.models import GPT
+from shardwise.trace import profile as module_under_test
+from shardwise.trace.profile import UnitMemory, profile
+from shardwise.trace.trace import trace
+
+
+def gpt(layers: int) -> list[UnitMemory]:
+    module = GPT(vocabulary=61, width=32, layers=layers, heads=4, context=16)
+    return list(profile(trace(module, {n: torch.zeros(4, 12, dtype=torch.int64) for n in ("input_ids", "labels")}), 4).units)
+
+
+def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    walks: list[str] = []
+
+    class Counted(module_under_test._Work):
+        def forward(self, keep: bool, again: bool = False) -> tuple[int, int]:
+            walks.append(self.unit.name)
+            return super().forward(keep, again)
+
+    monkeypatch.setattr(module_under_test, "_Work", Counted)
+    counts = []
+    for layers in (3, 9):
+        walks.clear()
+        units = gpt(layers)
+        counts.append(len(walks))
+        assert len({dataclasses.replace(u, index=0, name="") for u in units[1:-1]}) == 1
+        assert [u.index for u in units] == list(range(layers + 2)) and units[4].name in ("blocks.3", "tail")
+        assert {w for w in walks if w.startswith("blocks")} <= {"blocks.0", f"blocks.{layers - 1}"}
+    assert counts[0] == counts[1]
+
+
+class Chain(nn.Module):
+    """Numbered linears with a relu after each; what comes in needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+def test_bytes_by_hand() -> None:
+    """5 rows of 8 floats are 160 bytes; relu keeps its result, the output; a linear keeps what the unit before it made."""
+    first, middle, last, tail = profile(trace(Chain(), {"x": torch.zeros(5, 8)}), 5).units
+    assert (middle.outputs, middle.saved, middle.saved_again) == (160, 0, 160)
+    assert first.saved == 160  # nothing before it has a gradient: its product is a leaf of the graph, which keeps it
+    for unit in (first, middle, last):
+        assert unit.forward == unit.forward_alone == unit.recompute == 320  # the product and relu's result
+        assert unit.outputs == 160 and not unit.unknown
+    assert first.gradients == () and middle.gradients == last.gradients == (160,)
+    assert middle.backward == middle.backward_again == 320  # relu's gradient and the input's; the weight's goes into its buffer
+    assert (tail.outputs, tail.saved) == (0, 4)  # the loss itself
+
+
+class Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.layer(x + y).relu()
+
+
+class Skip(nn.Module):
+    """The first block's output is read by the next two; the last reads two tensors that get one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sum() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.layers[0](x, x)
+        return self.layers[2](self.layers[1](a, a), a).mean()
+
+
+def test_a_gradient_that_two_wait_for_belongs_to_the_one_that_waits_longer() -> None:
+    found = trace(Skip(), {"x": torch.zeros(5, 8)})
+    _, second, third, _ = profile(found, 5).units
+    maker = {n: u.index for u in found.units for n in u.outputs}
+    assert {maker[n]: size for n, size in zip(found.units[2].inputs, third.gradients, strict=True)} == {0: 160, 1: 0}
+    assert second.gradients == (160,)
+    # Two at a time: relu's gradient and the product's, that and its double, the double and the sum with what was pending.
+    assert second.backward == third.backward == 320
+
+
+def test_illegal_arguments_are_refused() -> None:
+    model = zoo.make("own mlp")
+    found = trace(model.module, model.batch, loss=model.loss)
+    with pytest.raises(ConfigError, match="memory: device 'tpu'"):
+        profile(found, 7, device="tpu")
+    with pytest.raises(ConfigError, match="1 or more"):
+        profile(found, 7, 0)
+    with pytest.raises(ConfigError, match="legal: 0 to 1"):
+        profile(found, 7, 2, index=2)
+
+
+def test_a_rank_of_fewer_rows_holds_less() -> None:
+    found = trace(Chain(), {"x": torch.zeros(5, 8)})
+    first, last = (profile(found, 5, 2, index=i).units for i in (0, 1))
+    assert [u.outputs for u in first] == [64, 64, 64, 0] and [u.outputs for u in last] == [96, 96, 96, 0]
+    assert profile(found, 5, 2) == profile(found, 5, 2, index=1)
+
+
+def test_a_model_that_was_not_captured_is_unknown() -> None:
+    class Stubborn(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * float(x.sum()))
+
+    (unit,) = profile(trace(Stubborn(), {"x": torch.ones(5, 8)}), 5).units
+    assert unit.unknown == ("the whole model: it was not captured",) and unit.forward == 0
