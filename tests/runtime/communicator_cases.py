@@ -294,6 +294,23 @@ def buffers(c: BaseCommunicator) -> None:
     same(flat, expected, "only the view changes")
 
 
+def common_memory(c: BaseCommunicator) -> None:
+    """What one member writes in its part the others see after a gather, which copies nothing; apart for other groups."""
+    for axes in axes_of(c):
+        ranks = members(c, axes)
+        buffers = [c.common(len(ranks) * 50, dtype, axes) for dtype in (torch.float32, torch.bfloat16)]
+        assert all(b is None for b in buffers) or len(ranks) > 1
+        for turn in range(3):
+            for whole in buffers:
+                if whole is None:
+                    continue
+                mine = whole[ranks.index(c.rank) * 50 :][:50]
+                mine.copy_(value(c.rank, 50, whole.dtype, turn))
+                c.all_gather(whole, mine, axes, lane="gather").wait()
+                same(whole, torch.cat([value(rank, 50, whole.dtype, turn) for rank in ranks]), (axes, whole.dtype, turn))
+                c.barrier(axes)  # the others have looked
+
+
 def gradients_and_shapes(c: BaseCommunicator) -> None:
     """Tensors that take part in autograd, have several dims or none."""
     x = torch.nn.Parameter(value(c.rank, 12, torch.float32).view(3, 4))
@@ -380,7 +397,7 @@ CASES: dict[str, Case] = {
         all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
         all_gather, reduce_scatter,
         all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding, a_long_queue,
-        subgroups_side_by_side, buffers, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
+        subgroups_side_by_side, buffers, common_memory, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,
     )
 }  # fmt: skip

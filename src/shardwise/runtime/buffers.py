@@ -35,7 +35,8 @@ class BucketMemory:
     """The buffers of a bucket.
 
     ``held`` is the range of the bucket whose masters and optimizer state this rank has: all of it, or its own of the equal ``shard``s
-    over ``dp``.  ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard; ``master`` is the held range
+    over ``dp``.  ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole in memory that all ranks of
+    the group have in common); ``master`` is the held range
     of it, or its wide copy, which the optimizer updates.  ``grad`` is the whole gradient where that is a partial sum between
     microbatches, else its shard.  Frozen buckets have neither gradient nor updates, and no wide copy.
     """
@@ -63,10 +64,11 @@ class BucketMemory:
         sharded = rule.state == "S" if bucket.learns else rule.rest == "S"
         held = shard if sharded else whole
         rest = shard if rule.rest == "S" else whole
-        # What others read in a gather lies where the communicator wants it.
-        empty = comm.allocate if sharded else lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=comm.device)
-        param = empty(rest.numel, bucket.dtype)
-        own = param if rest == held else param[held.start : held.stop]
+        # What others read in a gather lies where the communicator wants it: best, once for all of them.
+        param = comm.common(layout.numel, bucket.dtype, SHARDS) if sharded else _zeros(layout.numel, bucket.dtype, comm)
+        if param is None:
+            param = comm.allocate(rest.numel, bucket.dtype)
+        own = param if param.numel() == held.numel else param[held.start : held.stop]
         if not bucket.learns:
             return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [])
         wide, host = bucket.wide, plan.offload == "optimizer"
@@ -102,6 +104,11 @@ class BucketMemory:
                 yield entry, first, last
 
     @property
+    def resident(self) -> bool:
+        """Whether the whole bucket is here between steps, if only since ranks have memory in common."""
+        return self.param.numel() == self.layout.numel
+
+    @property
     def learns(self) -> bool:
         return self.grad is not None
 
@@ -114,7 +121,7 @@ class BucketMemory:
     @property
     def own_parameters(self) -> Tensor:
         """The held range of the parameters."""
-        return self.param if self.param.numel() == self.held.numel else self.param[self.held.start : self.held.stop]
+        return self.param[self.held.start : self.held.stop] if self.resident else self.param
 
     @torch.no_grad()
     def load(self, values: Values) -> None:
@@ -170,7 +177,8 @@ class Pool:
     def reserve(self, slots: Sequence[Sequence[int]], buckets: Sequence[BucketMemory]) -> None:
         """Have memory for these ``slots``, each with the buckets that it has to hold."""
         for slot, held in enumerate(slots):
-            nbytes = max(buckets[b].layout.numel * self.dtype(buckets[b]).itemsize for b in held)
+            needed = (buckets[b] for b in held if self.shared or not buckets[b].resident)
+            nbytes = max((memory.layout.numel * self.dtype(memory).itemsize for memory in needed), default=0)
             if slot < len(self.slots) and self.slots[slot].numel() >= nbytes:
                 continue
             new = self.comm.allocate(nbytes, torch.uint8) if self.shared else self._private(nbytes)
@@ -205,7 +213,7 @@ class RankMemory:
         self.leaves = {
             name: view.detach().requires_grad_(memory.learns)
             for memory in buckets
-            if memory.rule.rest == "R"
+            if memory.resident
             for name, view in memory.views(memory.param).items()
         }
         self.halted = torch.zeros(

@@ -163,6 +163,13 @@ class Communicator(Protocol):
         All ranks must call it with the same arguments in the same order.
         """
 
+    def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """A zeroed flat buffer that is one piece of memory for the whole group, or None where ranks have no memory in common.
+
+        What one member writes the others see; an :meth:`all_gather` into it, of each member's own part, copies nothing and only waits
+        until all have posted it.  All members must call it with the same arguments in the same order.
+        """
+
     def close(self) -> None:
         """Release what the communicator holds.  May be called more than once; buffers from :meth:`allocate`
         stay readable."""
@@ -251,6 +258,9 @@ class BaseCommunicator(ABC):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        return None
 
     def close(self) -> None:
         return None

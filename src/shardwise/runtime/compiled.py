@@ -83,6 +83,15 @@ class Compiled:
         found.notes.append("initial weights: every rank builds the whole model, since it could not be captured without")
         return found
 
+    def release(self) -> None:
+        """Let go of the parameters' values, which only an engine's start needs: a module that nobody else holds is given back.
+
+        Not of a model that was not captured, which runs itself.
+        """
+        if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
+            self.module = self.values.bare()
+            self.initial, self._values = None, Values.of_module(self.module)
+
     def evaluation(self) -> Compiled:
         """The same model in evaluation mode, under the same plan; captured when first needed."""
         with self._lock:

@@ -16,7 +16,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
-from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.communicator import Communicator, Completed, Handle
 
 
 class Reference(NamedTuple):
@@ -40,15 +40,20 @@ class Gathered:
         self._flat: dict[int, Tensor] = {}  # gathered buckets
         self._bucket: dict[int, int] = {}  # what lies in a storage
         self._slot: dict[int, int] = {}
+        self._current: set[int] = set()  # whole buckets with this step's parameters
 
     def __getitem__(self, name: str) -> Tensor:
         return self._leaves[name]
 
     def gather(self, one: Instruction) -> Handle:
-        """Post the gather of a bucket: into a slot, or into its own buffer where it rests whole."""
+        """Post the gather of a bucket: into a slot, or, once a step, into its own buffer where that is whole."""
         memory, what = self._memory.buckets[one.bucket], f"parameters of bucket {one.bucket}"
         out = memory.param
-        if one.slot >= 0:
+        if memory.resident:
+            if one.bucket in self._current:
+                return Completed()
+            self._current.add(one.bucket)
+        else:
             out, views = self._memory.slots.views(one.slot, memory)
             self._leaves |= {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
             self._flat[one.bucket], self._slot[one.slot] = out, one.bucket
@@ -57,7 +62,9 @@ class Gathered:
 
     def free(self, buffer: Buffer) -> None:
         """The bucket in a slot is no longer needed."""
-        bucket = self._slot.pop(buffer.index)
+        bucket = self._slot.pop(buffer.index, None)
+        if bucket is None:  # it rests whole
+            return
         flat = self._flat.pop(bucket)
         if self._strict and flat.is_floating_point():
             with torch.no_grad():

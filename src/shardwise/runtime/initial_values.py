@@ -127,6 +127,13 @@ class Values(Mapping[str, Tensor]):
             return self.module
         return copy.deepcopy(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
 
+    def bare(self) -> nn.Module:
+        """A copy of the module whose parameters have no memory; everything else that is a tensor is shared."""
+        memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors.values()}
+        for parameter in self.module.parameters():
+            memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        return copy.deepcopy(self.module, memo)
+
     def whole(self) -> nn.Module:
         """A new, ordinary module with all of these values, on the CPU."""
         module = self._constructed()

@@ -24,6 +24,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.channel import CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
 from shardwise.runtime.communicator import (
+    Axes,
     BaseCommunicator,
     Call,
     CommunicationError,
@@ -78,6 +79,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         self._board, self._health = _meet(met, self._control)
         self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
         self._active: dict[Channel, None] = {}
+        self._common: set[int] = set()  # addresses of buffers that are one piece of memory for all members of a group
         self.barrier(what="the start")
 
     @classmethod
@@ -91,6 +93,21 @@ class SharedMemoryCommunicator(BaseCommunicator):
         Raises :class:`ShardwiseError` where the machine has not enough of it.
         """
         return self._board.arena.allocate(numel * dtype.itemsize).view(dtype)
+
+    def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        group, nbytes = self.group(axes), numel * dtype.itemsize
+        if group.size == 1 or not numel:
+            return None
+        place = torch.zeros(2, dtype=torch.int64)
+        if group.index == 0:
+            memory = self._board.arena.allocate(nbytes)
+            place.copy_(torch.tensor(self._board.arena.locate(memory)))
+        self.broadcast(place, axes, what="the place of common memory").wait()
+        if group.index:
+            fd, start = place.tolist()
+            memory = self._board.segment(group.ranks[0], fd)[start : start + nbytes]
+        self._common.add(memory.data_ptr())
+        return memory.view(dtype)
 
     def progress(self) -> None:
         if self._active:
@@ -116,6 +133,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
         return self._post(call, x, 1, x, work, in_place=True)
 
     def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        if out.data_ptr() in self._common:
+            return self._post(call, None, 1, as_bytes(x), _nothing, detail="in common memory")
         target = as_bytes(out).view(call.group.size, -1)
         in_place = target[call.group.index].data_ptr() == x.data_ptr()
 
