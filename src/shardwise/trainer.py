@@ -92,7 +92,9 @@ class Trainer:
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         shared = isinstance(module, Compiled)
-        self.compiled = module if isinstance(module, Compiled) else Compiled(module, plan, example, loss, self.comm.device, initial=initial)
+        self.compiled = (
+            module if isinstance(module, Compiled) else Compiled(module, plan, example, loss, self.comm.device, initial=initial)
+        )
         self.engine = Engine(
             self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress, loss_scale=loss_scale
         )

@@ -18,14 +18,14 @@ Dropout = Literal["exact", "fast"]
 Gathered = Literal["use", "forward", "step"]
 Reduced = Literal["microbatch", "step"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
-Offload = Literal["none", "optimizer"]
+Offload = Literal["none", "optimizer", "activations", "all"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
     "schedule": ("1f1b",),
     "dropout": ("exact", "fast"),
-    "offload": ("none", "optimizer"),
+    "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
     "reduced": ("microbatch", "step"),
     "reduce": ("auto", "fp64", "fp32", "bf16", "fp16"),
@@ -89,7 +89,8 @@ class Plan:
     gathered.  Of gradients that are sharded between microbatches, ``reduced`` says when: after the unit's
     backward of every microbatch, or of the last.  ``reduce`` is the dtype in which gradients are summed over
     ranks ("auto": that in which they are kept, fp32 or fp64).  ``offload = "optimizer"`` keeps master weights
-    and optimizer state on the host, which also takes the step (ZeRO-Offload, arXiv 2101.06840).
+    and optimizer state on the host, which also takes the step (ZeRO-Offload, arXiv 2101.06840);
+    "activations" keeps there what autograd keeps between forward and backward, of accelerators only; "all" both.
     :class:`ConfigError` names the field, the value and what is legal.
     """
 

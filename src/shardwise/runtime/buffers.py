@@ -71,7 +71,7 @@ class BucketMemory:
         own = param if param.numel() == held.numel else param[held.start : held.stop]
         if not bucket.learns:
             return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [])
-        wide, host = bucket.wide, plan.offload == "optimizer"
+        wide, host = bucket.wide, plan.offload in ("optimizer", "all")
         master = _host(held.numel, wide, comm) if host else own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
         grad = comm.allocate(held.numel if rule.grad == "S" else layout.numel, wide)
         final = grad if grad.numel() == held.numel else grad[held.start : held.stop]

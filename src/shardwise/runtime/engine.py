@@ -59,6 +59,10 @@ class Engine:
             raise ConfigError(
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
+        if plan.offload in ("activations", "all") and comm.device.type == "cpu":
+            raise ConfigError(
+                f'offload: "{plan.offload}" is not legal on a CPU, whose memory is the host\'s; legal: "none", "optimizer".'
+            )
         values.check()
         buckets = [BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in trace.buckets]
         for memory in buckets:
@@ -68,7 +72,10 @@ class Engine:
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
-        self.interpreter = Interpreter(comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict)
+        self.interpreter = Interpreter(
+            comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict,
+            offload=plan.offload in ("activations", "all"),
+        )  # fmt: skip
 
     def _compute_dtype(self, name: str) -> torch.dtype:
         module = self.compiled.module

@@ -18,6 +18,8 @@ from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
 
+LEAST_OFFLOAD = 1 << 16  # bytes: what is smaller is not worth a transfer
+
 
 class Reference(NamedTuple):
     """A view of a gathered bucket."""
@@ -28,14 +30,22 @@ class Reference(NamedTuple):
     offset: int
 
 
+class Offloaded(NamedTuple):
+    """A copy on the host of what autograd keeps."""
+
+    host: Tensor
+
+
 class Gathered:
     """The parameters of one rank during a step.
 
-    ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.
+    ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.  ``offload``: what autograd keeps
+    goes to the host and comes back for backward.
     """
 
-    def __init__(self, memory: RankMemory, comm: Communicator, strict: bool) -> None:
-        self._memory, self._comm, self._strict = memory, comm, strict
+    def __init__(self, memory: RankMemory, comm: Communicator, strict: bool, offload: bool = False) -> None:
+        self._memory, self._comm, self._strict, self._offload = memory, comm, strict, offload
+        self._resident = {leaf.untyped_storage().data_ptr() for leaf in memory.leaves.values()} if offload else set()
         self._leaves = dict(memory.leaves)
         self._flat: dict[int, Tensor] = {}  # gathered buckets
         self._bucket: dict[int, int] = {}  # what lies in a storage
@@ -71,16 +81,23 @@ class Gathered:
                 flat.fill_(float("nan"))
 
     def references(self) -> saved_tensors_hooks:
-        """A context in which autograd keeps references to gathered parameters."""
+        """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, value: Tensor) -> Any:
-        bucket = self._bucket.get(value.untyped_storage().data_ptr())
-        if bucket is None:
+        at = value.untyped_storage().data_ptr()
+        bucket = self._bucket.get(at)
+        if bucket is not None:
+            return Reference(bucket, value.shape, value.stride(), int(value.storage_offset()))
+        if not self._offload or value.nbytes < LEAST_OFFLOAD or at in self._resident:
             return value
-        return Reference(bucket, value.shape, value.stride(), int(value.storage_offset()))
+        # On the stream that computes: the copy ends before the memory can be used again.
+        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+        return Offloaded(host.copy_(value, non_blocking=True))
 
     def _unpack(self, kept: Any) -> Tensor:
+        if isinstance(kept, Offloaded):
+            return torch.empty_like(kept.host, device=self._comm.device).copy_(kept.host, non_blocking=True)
         if not isinstance(kept, Reference):
             return kept  # type: ignore[no-any-return]
         flat = self._flat.get(kept.bucket)

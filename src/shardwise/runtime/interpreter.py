@@ -78,6 +78,7 @@ class Interpreter:
     )
     apart: bool = False
     strict: bool = False
+    offload: bool = False  # of activations
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
         """Execute ``program`` on one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
@@ -115,7 +116,7 @@ class _Step:
         comm = self.owner.comm
         self.microbatches = len(self.traces)
         self.memory = self.owner.memory
-        self.gathered = Gathered(self.memory, comm, self.owner.strict)
+        self.gathered = Gathered(self.memory, comm, self.owner.strict, self.owner.offload)
         self.gradients = Gradients(self.memory, comm, self.owner.strict)
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
