@@ -22,7 +22,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages made while it is on; they leave the count when they end, whether it is still on or not.
 
     ``current`` is what is alive, ``peak`` the most that was since the last :meth:`mark`, ``peak_op`` the op that reached it (""
-    where none rose above the mark).  ``device`` is the type of device whose storages count, by default any.  Where another mode
+    where none rose above the mark), ``made`` what is alive of what was made since.  ``device`` is the type of device whose storages count, by default any.  Where another mode
     replaces results, this one has to be the inner of the two.
     """
 
@@ -32,10 +32,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current = self.peak = 0
         self.peak_op = ""
         self._alive: dict[weakref.ref[Any], int] = {}
+        self._young: set[weakref.ref[Any]] = set()
+
+    @property
+    def made(self) -> int:
+        return sum(self._alive[one] for one in self._young)
 
     def mark(self) -> int:
         """Begin a new peak at what is alive now, and return that."""
         self.peak, self.peak_op = self.current, ""
+        self._young.clear()
         return self.current
 
     def __contains__(self, tensor: Tensor) -> bool:
@@ -61,7 +67,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: Any, before: int | None, func: Any) -> None:
         if before is None:
-            self._alive[weakref.ref(storage, self._end)] = storage.nbytes()
+            key = weakref.ref(storage, self._end)
+            self._alive[key] = storage.nbytes()
+            self._young.add(key)
         elif before != storage.nbytes():  # resized; the key, which ends the count, stays
             self._alive[weakref.ref(storage)] = storage.nbytes()
         self.current += storage.nbytes() - (before or 0)
@@ -70,6 +78,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end(self, reference: weakref.ref[Any]) -> None:
         self.current -= self._alive.pop(reference)
+        self._young.discard(reference)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
