@@ -13,14 +13,13 @@ from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.parallel.data import SHARDS, placement
+from shardwise.parallel.data import SHARDS, held_range, placement
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
+from shardwise.trace.casts import COMPUTE_DTYPE
 from shardwise.trace.trace import DECAY, Bucket
-
-REDUCE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Update(NamedTuple):
@@ -59,12 +58,10 @@ class BucketMemory:
         """
         parts, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
-        shard, whole = layout.shard(parts, index), FlatShard(0, layout.numel)
-        sharded = rule.state == "S" if bucket.learns else rule.rest == "S"
-        held = shard if sharded else whole
-        rest = shard if rule.rest == "S" else whole
+        shard, held = layout.shard(parts, index), held_range(rule, layout, parts, index, bucket.learns)
+        rest = shard if rule.rest == "S" else FlatShard(0, layout.numel)
         # What others read in a gather lies where the communicator wants it.
-        empty = comm.allocate if sharded else lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=comm.device)
+        empty = comm.allocate if held.numel < layout.numel else lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=comm.device)
         param = empty(rest.numel, bucket.dtype)
         own = param if rest == held else param[held.start : held.stop]
         if not bucket.learns:
@@ -200,7 +197,7 @@ class RankMemory:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype)
-        summed = REDUCE_DTYPE.get(plan.reduce)
+        summed = COMPUTE_DTYPE.get(plan.reduce)
         self.unreduced = Pool(comm, lambda memory: summed or memory.bucket.wide, shared=True)
         self.leaves = {
             name: view.detach().requires_grad_(memory.learns)
