@@ -9,6 +9,8 @@ one tensor into a third, which it otherwise sums into the first.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -31,6 +33,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.current = self.peak = 0
         self.peak_op = ""
+        self._paused = False
         self._alive: dict[weakref.ref[Any], int] = {}
         self._young: set[weakref.ref[Any]] = set()
 
@@ -44,12 +47,23 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._young.clear()
         return self.current
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which storages are made that do not count."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
+
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor`` is one that is counted."""
         return weakref.ref(tensor.untyped_storage()) in self._alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
+        if self._paused:
+            return results
         given: set[int] | None = None
         for tensor in _tensors(results):
             if self.device not in (None, tensor.device.type):
