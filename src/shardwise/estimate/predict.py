@@ -17,7 +17,7 @@ from shardwise.estimate.states import Share, bucket_states
 from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
 from shardwise.lower.step import lower
 from shardwise.parallel.data import SHARDS, batch_axes
-from shardwise.trace.profile import profile
+from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Bucket, Trace
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
@@ -74,12 +74,14 @@ def predict(
     rows: int,
     device: str = "cpu",
     rank: int | None = None,
+    profiled: Callable[..., Profile] = profile,
 ) -> Prediction:
     """What ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
 
     Args:
         trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their trace.
         device: "cpu" or "cuda", whichever is present here.
+        profiled: :func:`shardwise.trace.profile.profile`, or one that remembers what it has found.
 
     What the communicator takes for itself is not counted, nor what an allocator wastes.  :class:`ConfigError` on numbers that do not
     fit the plan or the trace.
@@ -98,7 +100,7 @@ def predict(
     rank = fullest(general, plan, choice, rows) if rank is None else rank
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
     program = class_of(lower(general, plan), plan.mesh, rank)
-    profiles = {n: profile(one, n, parts, device, microbatches=number, index=index) for n, one in by_size.items()}
+    profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index) for n, one in by_size.items()}
     there, here = accounts(general, plan, choice, program, rows, rank, device)
     walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
     found = timeline(program.instructions, walked)

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Protocol, Self
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.report.memory import Account
 from shardwise.runtime.engine import Engine
 from shardwise.trace.tracker import StorageTracker
+
+from .forecast import Forecast, account, headline
+from .results import write_json
+
+MEMORY = "memory.json"
+"""What rank 0 writes of it into the run's folder."""
 
 
 class _Source(Protocol):
@@ -148,3 +157,26 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 def _inside(part: Tensor, whole: Tensor) -> bool:
     start = part.data_ptr() - whole.data_ptr()
     return part.device == whole.device and 0 <= start and start + part.nbytes <= whole.nbytes
+
+
+def write_memory(path: Path, forecast: Forecast, measured: Account | None = None) -> None:
+    """What was predicted of rank 0, and what was measured there so far."""
+    values: dict[str, Any] = {
+        "title": headline(forecast), "device": vars(forecast.device), "budget_bytes": forecast.budget,
+        "predicted": account(forecast.predict(forecast.plan, 0)).to_dict(),
+        "measured": None if measured is None else measured.to_dict(),
+    }  # fmt: skip
+    write_json(path, values)
+
+
+def read_memory(folder: Path) -> dict[str, Any]:
+    """What :func:`write_memory` wrote into the folder of a run; :class:`ConfigError` where there is nothing of it."""
+    path, legal = folder / MEMORY, "legal: the folder of a run (train.run_dir), or CONFIG.toml and overrides"
+    try:
+        values = json.loads(path.read_bytes())
+        accounts = {key: None if values[key] is None else Account.from_dict(values[key]) for key in ("predicted", "measured")}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {legal}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; {legal}") from None
+    return {**values, **accounts}

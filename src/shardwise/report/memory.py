@@ -129,9 +129,8 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
     left = max(map(len, labels))
     columns, peak = _columns(account, width - left - 1)
     found = _present(account)
-    text = Text(" " * (left + 1) + " " * min(peak, len(columns) - 5) + ("v peak" if peak + 6 <= len(columns) else "peak v"[-6:]))
-    if peak + 6 > len(columns):
-        text = Text(" " * (left + 1 + peak - 5) + "peak v")
+    before = left + 1 + peak
+    text = Text(" " * before + "v peak" if peak + 6 <= len(columns) else " " * (before - 5) + "peak v")
     for row in reversed(range(HEIGHT)):
         middle = top * (row + 0.5) / HEIGHT
         marked = limit is not None and limit <= top and row == min(HEIGHT - 1, int(limit * HEIGHT / top))
@@ -151,10 +150,9 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
     return text
 
 
-def _columns(account: Account, most: int) -> tuple[list[Mapping[str, int]], int]:
-    """At most so many columns, and that of the peak; few instructions are as wide as there is room."""
+def _columns(account: Account, count: int) -> tuple[list[Mapping[str, int]], int]:
+    """So many columns, and that of the peak."""
     number = len(account.peaks)
-    count = min(most, number * max(1, most // number))
     bounds = [(c * number // count, max(c * number // count + 1, (c + 1) * number // count)) for c in range(count)]
     columns = [max(account.peaks[a:b], key=lambda p: sum(p.values())) for a, b in bounds]
     return columns, next(c for c, (a, b) in enumerate(bounds) if a <= account.at < b)
@@ -206,7 +204,9 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
     axes.spines[["top", "right"]].set_visible(False)
     _phases(axes, account.instructions)
     _mark(axes, account, scale, name)
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    first, _, second = title.partition("\n")
+    axes.set_title(second, loc="left", fontsize=9.5, color="#444444")
+    figure.suptitle(first, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
     return figure

@@ -208,8 +208,7 @@ def draw(runs: Sequence[Run], out: Path) -> None:
 
 def save(make: Callable[[], Figure], out: Path, option: str) -> None:
     """Write the figure that ``make`` makes into ``out``, which ``option`` named."""
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"{option} {out}: {out.suffix or 'no ending'} is not legal; legal: {', '.join(FORMATS)}")
+    check_format(out, option)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
@@ -222,6 +221,12 @@ def save(make: Callable[[], Figure], out: Path, option: str) -> None:
     except OSError as error:
         words = f"cannot be written: {error.strerror or error}"
         raise ConfigError(f"{option} {out}: {words}; legal: a file in a writable folder") from None
+
+
+def check_format(out: Path, option: str) -> None:
+    """Raise :class:`ConfigError` unless pictures can be written in the format that the file's name says."""
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{option} {out}: {out.suffix or 'no ending'} is not legal; legal: {', '.join(FORMATS)}")
 
 
 def make_figure(runs: Sequence[Run]) -> Figure:
