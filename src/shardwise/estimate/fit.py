@@ -160,15 +160,19 @@ class _Search:
         return sum(costs), sum(map(bool, place))
 
     def lowest(self) -> Place:
-        """From all changes at once, one step along one ladder at a time as long as that needs less."""
+        """From all changes at once, one step along one ladder at a time as long as that needs less, or costs less for as much."""
+
+        def rank(one: Place) -> tuple[int, tuple[float, int]]:
+            return self.at(one), self.order(one)
+
         place = tuple(size - 1 for size in self.sizes())
         while True:
             near = [
                 (*place[:i], at, *place[i + 1 :]) for i, size in enumerate(self.sizes()) for at in (place[i] - 1, place[i] + 1)
                 if 0 <= at < size
             ]  # fmt: skip
-            best = min(near, key=self.at, default=place)
-            if self.at(best) >= self.at(place):
+            best = min(near, key=rank, default=place)
+            if rank(best) >= rank(place):
                 return place
             place = best
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
@@ -12,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, step_peak, widths
 from shardwise.estimate.timeline import Made
-from shardwise.parallel.data import SHARDS, batch_axes
+from shardwise.parallel.data import SHARDS, batch_axes, placement
 from shardwise.trace.casts import COMPUTE_DTYPE
 from shardwise.trace.profile import Profile, UnitMemory, Way
 from shardwise.trace.trace import Bucket, Trace
@@ -89,6 +91,13 @@ def _pools(account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, 
         account.hold(Buffer("slot", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
     for k, held in enumerate(program.unreduced):
         account.hold(Buffer("unreduced", k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held))
+
+
+def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
+    """The dtypes of the slots to which backward writes gradients, by parameter; those of others go to their buckets' buffers."""
+    summed = COMPUTE_DTYPE.get(plan.reduce)
+    names = (p.name for b in trace.buckets if placement(plan, b.parameters[0].name).grad == "S" for p in b.parameters)
+    return {} if summed is None else dict.fromkeys(names, summed)
 
 
 def _scalars(plan: Plan) -> int:

@@ -12,7 +12,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
-from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, rows_of
+from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
 from shardwise.estimate.states import Share, bucket_states
 from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
 from shardwise.lower.step import lower
@@ -100,7 +100,14 @@ def predict(
     rank = fullest(general, plan, choice, rows) if rank is None else rank
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
     program = class_of(lower(general, plan), plan.mesh, rank)
+<<<<<<< HEAD
     profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index) for n, one in by_size.items()}
+=======
+    kinds = goals(general, plan)
+    profiles = {
+        n: profile(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()
+    }
+>>>>>>> h-est
     there, here = accounts(general, plan, choice, program, rows, rank, device)
     walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
     found = timeline(program.instructions, walked)

@@ -144,7 +144,7 @@ def chart(account: Account, width: int, limit: int | None = None) -> Text:
     text.append(f"\n{name:>{left - 1}} +{'-' * len(columns)}\n{'':>{left}} ")
     for category in found:
         text.append(SHADES[category], STYLES[category])
-        text.append(f" {category}  ")
+        text.append(f" {category} ")
     if limit is not None and limit <= top:
         text.append("- budget")
     return text
@@ -205,8 +205,8 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
     _phases(axes, account.instructions)
     _mark(axes, account, scale, name)
     first, _, second = title.partition("\n")
-    axes.set_title(second, loc="left", fontsize=9.5, color="#444444")
-    figure.suptitle(first, x=0.01, ha="left", fontsize=11.5, fontweight="bold")
+    axes.set_title(first, loc="left", fontsize=11.5, fontweight="bold", pad=20)
+    axes.text(0, 1.02, second, transform=axes.transAxes, fontsize=9.5, color="#444444", va="bottom")
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
     return figure

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.trace.casts import GRADIENT_DTYPE
 from shardwise.trace.meter import storage
 from shardwise.trace.products import Operands, accumulate, expose, watch
 from shardwise.trace.recall import Tape, recallable
@@ -68,21 +68,24 @@ class Profile:
 
 
 def profile(
-    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None
-) -> Profile:
+    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> Profile:  # fmt: skip
     """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
     Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here;
-    ``microbatches`` is the number in a step.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
+    where these are not the bucket's ``wide``.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
     check_walk("memory", trace, rows, parts, device)
     if index is not None and not 0 <= index < parts:
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
-    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=microbatches == 1)
+    alone = microbatches == 1 and trace.precision != "fp16"
+    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=alone)
     with largest_sizes():
-        return Profile(tuple(_Profiler(trace, walk, microbatches).run()), _count(trace, walk))
+        return Profile(tuple(_Profiler(trace, walk, microbatches, goals).run()), _count(trace, walk))
 
 
 def _count(trace: Trace, walk: Walk) -> int:
@@ -144,8 +147,9 @@ def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
 class _Profiler:
     """All units forward, then all backward with the pending gradients that the later ones left."""
 
-    def __init__(self, trace: Trace, walk: Walk, microbatches: int) -> None:
+    def __init__(self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype]) -> None:
         self.trace, self.walk, self.microbatches = trace, walk, microbatches
+        self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
         self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
@@ -160,7 +164,7 @@ class _Profiler:
         return found
 
     def key(self, unit: Unit, arguments: Sequence[Tensor]) -> Any:
-        products = tuple(n in unit.products for n in unit.parameters)
+        products = tuple(n in unit.products and self.goals[n] for n in unit.parameters)
         return unit.code, products, unit.output_grads, unit.outputs.count("loss"), len(unit.updates), _forms(arguments)
 
     def arguments(self, unit: Unit) -> list[Tensor]:
@@ -252,7 +256,7 @@ class _Work:
         self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
         trained = dict(zip(unit.parameters, arguments, strict=False))
         self.goals = {
-            n: torch.empty(trained[n].shape, dtype=GRADIENT_DTYPE.get(trained[n].dtype, trained[n].dtype), device=META)
+            n: torch.empty(trained[n].shape, dtype=owner.goals[n], device=META)
             for n in unit.products
         }
 
