@@ -18,7 +18,9 @@ from shardwise.launch.forecast import Forecast, account
 from shardwise.launch.measuring import MEMORY, StepMemory, model_states, read_memory, write_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.report.memory import Account
+from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
+from shardwise.runtime.initial_values import Values
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace.initial import record
 
@@ -40,14 +42,15 @@ def subject(*plan: str) -> Forecast:
     return forecast(load_anywhere(None, [*TINY, *plan]), Device("cpu", "cpu", 64 * GIB, 64 * GIB))
 
 
+def real(found: Forecast) -> Compiled:
+    values = Values.of_recorded(record(build_model(found.config)[0], seed=0), 0)
+    return Compiled(values.module, found.plan, found.compiled.example, initial=values)
+
+
 def trained(found: Forecast, measure: bool) -> list[tuple[Account | None, dict[str, Any], list[float]]]:
     """Of each rank: the account of its second step, its parameters at the end, its losses."""
     rows = found.config.data.batch_size
-    module = record(build_model(found.config)[0], seed=0).module
-    generator = torch.Generator().manual_seed(0)
-    initial = {n: torch.randn(p.shape, generator=generator) * 0.02 for n, p in module.named_parameters()}
-    compiled = found.compiled.under(found.plan)
-    compiled._values = type(found.compiled.values).of_mapping(found.compiled.module, initial)
+    compiled, generator = real(found), torch.Generator().manual_seed(0)
     batches = [
         {k: torch.randint(0, 256, (rows, *v.shape[1:]), generator=generator) for k, v in compiled.example.items()}
         for _ in range(STEPS)
@@ -55,10 +58,10 @@ def trained(found: Forecast, measure: bool) -> list[tuple[Account | None, dict[s
 
     def rank(comm: Any) -> tuple[Account | None, dict[str, Any], list[float]]:
         engine = Engine(compiled, comm, build_optimizer(found.config), clip_norm=1.0)
-        own = rank_rows(found.plan.mesh, comm.rank, rows, found.plan.microbatches)
+        own = rank_rows(rows, found.plan.microbatches, comm.mesh.size, comm.rank)
         measured, losses = None, []
         for step, batch in enumerate(batches):
-            fields = {k: v[own] for k, v in batch.items()}
+            fields = {k: torch.cat([v[a:b] for a, b in own]) for k, v in batch.items()}
             if measure and step == 1:
                 with StepMemory(engine, fields, str) as memory:
                     result = engine.step(fields, rows)
@@ -92,9 +95,10 @@ def test_a_measured_step_is_as_predicted_and_its_numbers_are_the_same(plan: tupl
 def test_memory_that_buffers_share_counts_once() -> None:
     """The masters of fp32 are the parameters, and a shard lies in its bucket."""
     found = subject("parallel.dp=2", "parallel.zero=1")
+    compiled = real(found)
 
     def rank(comm: Any) -> dict[str, int]:
-        return model_states(Engine(found.compiled, comm, build_optimizer(found.config)), "cpu")
+        return model_states(Engine(compiled, comm, build_optimizer(found.config)), "cpu")
 
     sizes = run_ranks(found.plan.mesh, rank, timeout=60)[0]
     numel = sum(p.numel() for p in found.compiled.module.parameters())

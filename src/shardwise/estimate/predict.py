@@ -100,14 +100,10 @@ def predict(
     rank = fullest(general, plan, choice, rows) if rank is None else rank
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
     program = class_of(lower(general, plan), plan.mesh, rank)
-<<<<<<< HEAD
-    profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index) for n, one in by_size.items()}
-=======
     kinds = goals(general, plan)
     profiles = {
-        n: profile(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()
+        n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()
     }
->>>>>>> h-est
     there, here = accounts(general, plan, choice, program, rows, rank, device)
     walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
     found = timeline(program.instructions, walked)

@@ -134,7 +134,7 @@ class Forecast:
         return self._compiled[plan.precision]
 
     def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:
-        key = (id(one), rows, parts, device, *options.values())
+        key = (id(one), rows, parts, device, repr(options))
         if key not in self._profiles:
             self._profiles[key] = profile(one, rows, parts, device, **options)
         return self._profiles[key]
