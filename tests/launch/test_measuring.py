@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace.initial import record
+from shardwise.trace.tracker import StorageTracker
 
 TINY = ["model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=12", "optimizer.lr=1e-2"]
 STEPS = 3
@@ -36,6 +38,25 @@ def plans() -> list[tuple[str, ...]]:
     found += [("parallel.dp=2", "parallel.zero=2", "parallel.offload=optimizer", "parallel.precision=bf16")]
     found += [("parallel.dp=4", "parallel.zero=2", "parallel.dp_replicate=2", "data.batch_size=16", "model.name=llama")]
     return found
+
+
+class Unseen:
+    """What threads copy to reach each other is none of a step's memory, and other communicators do not."""
+
+    def __init__(self, one: Any, tracker: list[StorageTracker]) -> None:
+        self.one, self.tracker = one, tracker
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.one, name)
+        if name not in ("all_reduce", "all_gather", "reduce_scatter", "wait"):
+            return value
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            with self.tracker[0].paused() if self.tracker else nullcontext():
+                found = value(*args, **kwargs)
+            return None if found is None else Unseen(found, self.tracker)
+
+        return unseen
 
 
 def subject(*plan: str) -> Forecast:
@@ -57,14 +78,17 @@ def trained(found: Forecast, measure: bool) -> list[tuple[Account | None, dict[s
     ]
 
     def rank(comm: Any) -> tuple[Account | None, dict[str, Any], list[float]]:
-        engine = Engine(compiled, comm, build_optimizer(found.config), clip_norm=1.0)
+        tracker: list[StorageTracker] = []
+        engine = Engine(compiled, Unseen(comm, tracker), build_optimizer(found.config), clip_norm=1.0)  # type: ignore[arg-type]
         own = rank_rows(rows, found.plan.microbatches, comm.mesh.size, comm.rank)
         measured, losses = None, []
         for step, batch in enumerate(batches):
             fields = {k: torch.cat([v[a:b] for a, b in own]) for k, v in batch.items()}
             if measure and step == 1:
                 with StepMemory(engine, fields, str) as memory:
+                    tracker.append(memory._source)  # type: ignore[arg-type]
                     result = engine.step(fields, rows)
+                tracker.clear()
                 measured = memory.account()
             else:
                 result = engine.step(fields, rows)
