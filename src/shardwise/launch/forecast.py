@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,7 @@ from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Choices, Fit, nearest
 from shardwise.estimate.predict import Prediction, predict
-from shardwise.estimate.timeline import CATEGORY
+from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.parallel.data import shard_axes
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, size
@@ -178,7 +177,7 @@ def gib_at_least(nbytes: int) -> str:
 def account(prediction: Prediction) -> Account:
     """A prediction as it is shown, stored and drawn."""
     moments = prediction.timeline.moments
-    between: Counter[str] = Counter()
+    between = dict.fromkeys((c.value for c in Category), 0)
     for buffer, n in prediction.persistent.items():
         between[CATEGORY[buffer.kind].value] += n
     return Account(

@@ -67,7 +67,7 @@ class Account:
         """As JSON; :meth:`from_dict` reads it back unchanged."""
         return {
             "rank": self.rank, "peak_bytes": self.peak_bytes, "between_bytes": self.between_bytes, "host_bytes": self.host,
-            "peak": dict(self.peak), "between": dict(self.between), "at": self.at, "where": self.where,
+            "peak": _all(self.peak), "between": _all(self.between), "at": self.at, "where": self.where,
             "instructions": list(self.instructions), "peaks": {c: [p.get(c, 0) for p in self.peaks] for c in CATEGORIES},
         }  # fmt: skip
 
@@ -79,6 +79,10 @@ class Account:
         return Account(
             values["rank"], tuple(values["instructions"]), peaks, values["between"], values["at"], values["where"], values["host_bytes"]
         )
+
+
+def _all(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {c: sizes.get(c, 0) for c in CATEGORIES}
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------------
