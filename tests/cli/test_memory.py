@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,9 @@ def test_json(tmp_path: Path) -> None:
         assert one["peak"] == dict(truth.peak) and one["peak_bytes"] == truth.peak_bytes
         assert one["between_bytes"] == sum(truth.persistent.values())
         assert one["instructions"][one["at"]] == str(truth.timeline.instructions[truth.timeline.at])
-        assert [sum(p) for p in zip(*one["peaks"].values(), strict=True)] == [sum(m.peak.values()) for m in truth.timeline.moments]
+        assert [sum(p) for p in zip(*one["peaks"].values(), strict=True)] == [
+            sum(m.peak.values()) for m in truth.timeline.moments
+        ]
     assert values["fits"] is True and values["device"]["name"] == "H100-80GB" and picture.read_text().startswith("<?xml")
 
 
@@ -116,25 +117,44 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         assert wrong.exit_code == 2 and words in " ".join(wrong.stderr.split()), wrong.output
 
 
+SCRIPT_70B = """
+import json, resource, sys, time
+import torch
+from shardwise.cli.memory import run
+export, inside = torch.export.export, []
+def timed(*args, **kwargs):
+    start = time.process_time()
+    try:
+        return export(*args, **kwargs)
+    finally:
+        inside.append(time.process_time() - start)
+torch.export.export = timed
+wall, start = time.time(), time.process_time()
+run(None, sys.argv[1:], True, "A100-80GB", None)
+spent = time.process_time() - start
+resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps([time.time() - wall, spent, sum(inside), resident]), file=sys.stderr)
+"""
+
+
 def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
-    """On a laptop: nothing is materialised."""
-    script = (
-        "import json, resource, sys, time\nfrom shardwise.cli.memory import run\nfrom shardwise.config import load_config\nstart = time.time()\n"
-        "run(None, sys.argv[1:], True, 'A100-80GB', None)\n"
-        "print(time.time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, file=sys.stderr)"
+    """On a laptop: nothing is materialised.  Most of the time is that of torch.export: what is ours is measured against it, for how long
+    that takes depends on who else computes here; alone, two slow cores take less than 15 s for all."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT_70B, *LLAMA_70B], capture_output=True, text=True, timeout=200, check=False
     )
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", script, *LLAMA_70B], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
-    seconds, resident = map(float, done.stderr.split()[-2:])
-    print(f"70B on 1,024 ranks: {seconds:.1f} s, with imports {time.monotonic() - begun:.1f} s, {resident / GIB:.2f} GiB resident")
+    wall, spent, export, resident = json.loads(done.stderr.splitlines()[-1])
+    print(
+        f"70B on 1,024 ranks: {wall:.1f} s, {spent:.1f} s of a core, {export:.1f} s in torch.export; {resident / GIB:.2f} GiB resident"
+    )
     worst = json.loads(done.stdout)["ranks"][0]
     share = PARAMETERS_70B / 1024
     assert worst["between"]["optimizer"] == pytest.approx(12 * share, rel=0.01)  # fp32 masters and two moments
     assert worst["between"]["parameters"] > 2 * share and worst["between"]["gradients"] > 4 * share
     assert 20 * GIB < worst["peak_bytes"] < 75 * GIB
     assert resident < 2e9
-    assert seconds < 15
+    assert spent < 2 * export
 
 
 # ---- runs --------------------------------------------------------------------------------------------------------------
@@ -163,7 +183,9 @@ def test_train_refuses_what_does_not_fit(tmp_path: Path, text: str) -> None:
         assert f"{key} = {json.dumps(value)}" in failure["error"]
     assert not (folder / "metrics.jsonl").exists() and not (folder / "memory.json").exists()
     allowed = [f"{k}={v}" for k, v in values["nearest"].items()]
-    given = [one for one in given if one != "train.devices=2"] + (["train.devices=2"] if "parallel.dp" not in values["nearest"] else [])
+    given = [one for one in given if one != "train.devices=2"] + (
+        ["train.devices=2"] if "parallel.dp" not in values["nearest"] else []
+    )
     done = shardwise("train", *given, *allowed, f"train.run_dir={folder}", "--json")
     assert done.returncode == 0, done.stderr
 

@@ -96,7 +96,9 @@ def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
     given = config("parallel.dp=4", "train.memory_gib=1e-5")
     found = bare(given)
     assert found.budget == int(1e-5 * GIB)
-    with pytest.raises(ConfigError, match=r"more than train.memory_gib = 1e-05.*no plan fits; legal: train.memory_gib of at least") as error:
+    with pytest.raises(
+        ConfigError, match=r"more than train.memory_gib = 1e-05.*no plan fits; legal: train.memory_gib of at least"
+    ) as error:
         found.check()
     fit = found.nearest()
     least = float(re.search(r"at least ([0-9.]+)", str(error.value))[1])  # type: ignore[index]

@@ -32,8 +32,12 @@ STEPS = 3
 def plans() -> list[tuple[str, ...]]:
     found = [("parallel.dp=2", f"parallel.zero={z}", f"parallel.microbatches={m}") for z in range(4) for m in (1, 3)]
     found += [("parallel.dp=1", f"parallel.precision={p}") for p in ("fp32", "bf16", "fp16", "fp64")]
-    found += [("parallel.dp=3", "parallel.zero=3", "parallel.precision=bf16", f"parallel.recompute={r}") for r in ("selective", "full")]
-    found += [("parallel.dp=2", "parallel.zero=3", "parallel.microbatches=2", f"parallel.gathered={g}") for g in ("use", "forward")]
+    found += [
+        ("parallel.dp=3", "parallel.zero=3", "parallel.precision=bf16", f"parallel.recompute={r}") for r in ("selective", "full")
+    ]
+    found += [
+        ("parallel.dp=2", "parallel.zero=3", "parallel.microbatches=2", f"parallel.gathered={g}") for g in ("use", "forward")
+    ]
     found += [("parallel.dp=2", "parallel.zero=2", "parallel.offload=optimizer", "parallel.precision=bf16")]
     found += [("parallel.dp=4", "parallel.zero=2", "parallel.dp_replicate=2", "data.batch_size=16", "model.name=llama")]
     return found
@@ -144,4 +148,3 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
             read_memory(tmp_path)
     with pytest.raises(ConfigError, match="memory.json: cannot be read: No such file"):
         read_memory(tmp_path / "elsewhere")
-

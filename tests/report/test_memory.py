@@ -111,7 +111,14 @@ def test_all_that_is_written_lies_inside_the_picture(highest: int, limit: int | 
     assert inside.x0 - 1 <= box.x0 and box.x1 <= inside.x1 + 1 and box.y1 <= inside.y1
     legend = [t.get_text() for t in figure.legends[0].get_texts()]
     assert ("budget" in " ".join(legend)) == (limit is not None and limit < 1.6 * 16 * GIB)
-    assert [x for x in legend if "budget" not in x] == ["measured", "temporary", "activations", "gradients", "parameters", "optimizer"]
+    assert [x for x in legend if "budget" not in x] == [
+        "measured",
+        "temporary",
+        "activations",
+        "gradients",
+        "parameters",
+        "optimizer",
+    ]
 
 
 def test_the_areas_are_the_bytes() -> None:

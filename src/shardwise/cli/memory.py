@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.estimate.devices import Device, named
-from shardwise.launch.forecast import Forecast, account, headline
+from shardwise.launch.forecast import account, headline
 from shardwise.launch.measuring import read_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.report.memory import Account, chart, comparison, draw, table
@@ -25,7 +25,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
     config = load_anywhere(path, overrides)
     found = forecast(config, None if device is None else named(device))
     worst, others = account(found.worst), [account(one) for one in found.others()]
-    notes = [*config.notices, *found.compiled.general.notes, *([found.note] if found.note else [])]
+    here = config.notices if device is None else ()
+    notes = [*here, *found.compiled.general.notes, *([found.note] if found.note else [])]
     notes += [f"not known: {', '.join(ops)} in {name}" for name, ops in found.worst.unknown.items()]
     fit = None if found.fits else found.nearest()
     if picture is not None:

@@ -41,7 +41,9 @@ def named(name: str) -> Device:
     known = {one.lower(): one for one in (*NAMED, "cpu")}
     found = known.get(plain.lower())
     if found is None:
-        raise ConfigError(f"--device {name}: legal: {', '.join(known.values())}, or such as cpu=64 (GiB).{did_you_mean(plain, known.values())}")
+        raise ConfigError(
+            f"--device {name}: legal: {', '.join(known.values())}, or such as cpu=64 (GiB).{did_you_mean(plain, known.values())}"
+        )
     if equals:
         try:
             memory = round(float(amount) * GIB)

@@ -179,7 +179,11 @@ class _Search:
     def needed(self, corner: Place) -> Place:
         """Of each ladder the first rung with which the plan that needs least still fits."""
         return tuple(
-            next(at for at in range(corner[i] + 1) if at == corner[i] or self.at((*corner[:i], at, *corner[i + 1 :])) <= self.budget)
+            next(
+                at
+                for at in range(corner[i] + 1)
+                if at == corner[i] or self.at((*corner[:i], at, *corner[i + 1 :])) <= self.budget
+            )
             for i in range(len(corner))
         )
 

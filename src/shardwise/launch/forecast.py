@@ -100,7 +100,11 @@ class Forecast:
         worst, over = self.worst, self.worst.peak_bytes - self.budget
         largest = max(worst.peak, key=lambda c: worst.peak[c])
         given = self.config.train.memory_gib
-        limit = f"train.memory_gib = {given:g}" if given is not None else f"the {size(self.budget)} that a rank has on {self.device.name}"
+        limit = (
+            f"train.memory_gib = {given:g}"
+            if given is not None
+            else f"the {size(self.budget)} that a rank has on {self.device.name}"
+        )
         return (
             f"memory: rank {worst.rank} needs {size(worst.peak_bytes)}, {size(over)} more than {limit}; most of it, "
             f"{size(worst.peak[largest])}, is {largest} (the peak: {worst.at})"
@@ -111,7 +115,9 @@ class Forecast:
         if fit.changes is not None:
             return f"the nearest plan that fits: {keys(fit.changes)} ({size(fit.peak)} a rank)"
         with_ = f", with {keys(fit.least_changes)}" if fit.least_changes else ""
-        return f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
+        return (
+            f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
+        )
 
     def _choose_gathered(self) -> None:
         """The longest that fits, else the shortest."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -37,7 +37,7 @@ class _Source(Protocol):
     def mark(self) -> int: ...
 
 
-class _Storages(StorageTracker):
+class _Storages(StorageTracker):  # type: ignore[no-untyped-call]
     reserve = 0
 
 
@@ -118,8 +118,9 @@ class StepMemory:
         })  # fmt: skip
 
     def account(self) -> Account:
-        """Of the step, which is over."""
-        at = max(range(len(self._peaks)), key=lambda i: (sum(self._peaks[i].values()), -i))
+        """Of the step, which is over; its peak is that of what is used, whatever an allocator has in reserve."""
+        used = [sum(p.values()) - p["reserve"] for p in self._peaks]
+        at = used.index(max(used))
         return Account(
             self._engine.comm.rank, tuple(map(str, self._instructions)), tuple(self._peaks), self._held, at,
             self._name(self._instructions[at]), self._host,
@@ -131,7 +132,7 @@ def model_states(engine: Engine, device: str) -> dict[str, int]:
     seen: set[tuple[str, int]] = set()
     sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for category, tensor in _buffers(engine):
-        place = (tensor.device.type, tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize)
+        place = (tensor.device.type, tensor.data_ptr())
         if tensor.numel() and tensor.device.type == device and place not in seen:
             seen.add(place)
             sizes[category] += tensor.nbytes
@@ -156,7 +157,7 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
 
 def _inside(part: Tensor, whole: Tensor) -> bool:
     start = part.data_ptr() - whole.data_ptr()
-    return part.device == whole.device and 0 <= start and start + part.nbytes <= whole.nbytes
+    return part.device == whole.device and start >= 0 and start + part.nbytes <= whole.nbytes
 
 
 def write_memory(path: Path, forecast: Forecast, measured: Account | None = None) -> None:

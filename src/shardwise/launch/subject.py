@@ -21,7 +21,6 @@ from shardwise.trace.initial import record
 
 from .forecast import Forecast, leaves_open, uncollected
 
-
 EXAMPLE_ROWS = 2
 
 

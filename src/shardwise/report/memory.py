@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from shardwise.core.errors import ConfigError
-
 from .plot import save
 from .tables import grid, size
 
@@ -77,7 +75,13 @@ class Account:
         columns = values["peaks"]
         peaks = tuple(dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return Account(
-            values["rank"], tuple(values["instructions"]), peaks, values["between"], values["at"], values["where"], values["host_bytes"]
+            values["rank"],
+            tuple(values["instructions"]),
+            peaks,
+            values["between"],
+            values["at"],
+            values["where"],
+            values["host_bytes"],
         )
 
 
