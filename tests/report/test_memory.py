@@ -121,6 +121,20 @@ def test_all_that_is_written_lies_inside_the_picture(highest: int, limit: int | 
     ]
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 4, 7, 12, 100])
+def test_names_of_phases_do_not_overlap(microbatches: int) -> None:
+    """Forwards are short beside backwards with their sums over ranks."""
+    names = [n for m in range(microbatches) for n in [f"FORWARD u0 m{m}"] * 5 + [f"BACKWARD u0 m{m}"] * 11] + ["STEP b0"] * 9
+    peaks = tuple({"parameters": GIB} for _ in names)
+    figure = make_figure(Account(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
+    FigureCanvasAgg(figure).draw()
+    phases = [t for t in figure.axes[0].texts if t.get_fontsize() == 7.5]
+    boxes = sorted((t.get_window_extent().x0, t.get_window_extent().x1) for t in phases)
+    assert all(before[1] <= after[0] for before, after in zip(boxes, boxes[1:], strict=False))
+    shown = {t.get_text().strip() for t in phases}
+    assert {"forward 0", "backward 0", "update"} <= shown if microbatches < 3 else len(shown) >= (4 if microbatches < 8 else 0)
+
+
 def test_the_areas_are_the_bytes() -> None:
     one = account(number=8, scale=2**20)
     axes = make_figure(one, "a\nb").axes[0]

@@ -30,6 +30,7 @@ STYLES = {
     "reserve": "bright_black",
 }  # fmt: skip
 HEIGHT = 12  # lines of a chart
+CHARACTERS = 105  # that there is room for beside each other in a picture
 UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -204,7 +205,7 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
         line = [sum(p.values()) / scale for p in measured.peaks]
         axes.step(edges, [*line, line[-1]], where="post", color="black", linewidth=1.1, label="measured")
     if shown and limit is not None:
-        axes.axhline(limit / scale, color="#a00000", linestyle="--", linewidth=1.2, label=f"budget {limit / scale:.1f} {name}")
+        axes.axhline(limit / scale, color="#a00000", linestyle="--", linewidth=1.2, zorder=5, label=f"budget {limit / scale:.1f} {name}")
     axes.set_xlim(0, len(account.peaks))
     axes.set_ylim(0, 1.22 * max(highest, limit if shown and limit is not None else 0) / scale)
     axes.set_xlabel(f"instruction of the step (rank {account.rank})")
@@ -233,7 +234,7 @@ def _mark(axes: Axes, account: Account, scale: int, name: str) -> None:
 
 
 def _phases(axes: Axes, instructions: Sequence[str]) -> None:
-    """Where each forward, backward and the update begin, as long as there is room for their names."""
+    """Where each forward, backward and the update begin: their names, or F0, B0, or nothing, as there is room."""
     starts: list[tuple[int, str]] = []
     for position, text in enumerate(instructions):
         word, *rest = text.split()
@@ -242,8 +243,10 @@ def _phases(axes: Axes, instructions: Sequence[str]) -> None:
         name = f"{kind} {number}".strip()
         if kind is not None and (not starts or starts[-1][1] != name):
             starts.append((position, name))
-    many = len(starts) > 9
-    for position, name in starts:
+    ends = [position for position, _ in starts[1:]] + [len(instructions)]
+    for (position, name), end in zip(starts, ends, strict=True):
         axes.axvline(position, color="white", linewidth=0.8, alpha=0.8)
-        if not many:
-            axes.text(position, 1.0, f" {name}", transform=axes.get_xaxis_transform(), fontsize=7.5, color="#666666", va="top")
+        room = CHARACTERS * (end - position) / len(instructions)
+        shown = next((one for one in (name, name[0].upper() + name.partition(" ")[2]) if len(one) + 2 <= room), None)
+        if shown is not None:
+            axes.text(position, 1.0, f" {shown}", transform=axes.get_xaxis_transform(), fontsize=7.5, color="#666666", va="top")
