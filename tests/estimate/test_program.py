@@ -145,7 +145,7 @@ def test_recomputation_microbatches_and_stages_show_in_the_peak() -> None:
         ours, (truth,) = predicted(subject, batch), measured(subject, batch)
         assert ours.peak_bytes == truth.peak
         peaks[recompute, microbatches] = ours.peak[Category.ACTIVATIONS] + ours.peak[Category.TEMPORARY]
-    assert peaks["full", 1] < 0.8 * peaks["selective", 1] < 0.65 * peaks["none", 1]
+    assert peaks["full", 1] < 0.9 * peaks["selective", 1] < 0.8 * peaks["none", 1]
     assert peaks["none", 2] < 0.7 * peaks["none", 1]
     states = [total(predicted(made("own gpt", {"ranks": 4, "zero": zero})[0], batch).states) for zero in range(3)]
     assert states[1] < 0.75 * states[0]

@@ -101,9 +101,7 @@ def predict(
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
     program = class_of(lower(general, plan), plan.mesh, rank)
     kinds = goals(general, plan)
-    profiles = {
-        n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()
-    }
+    profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()}
     there, here = accounts(general, plan, choice, program, rows, rank, device)
     walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
     found = timeline(program.instructions, walked)
@@ -135,9 +133,9 @@ def bucket_name(trace: Trace, bucket: Bucket) -> str:
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int) -> int:
-    """The rank that needs most: of those with the most rows the one with the largest model states."""
-    number = [max(rows_of(plan, rows, rank)) for rank in range(plan.mesh.size)]
-    ranks = [rank for rank, n in enumerate(number) if n == max(number)]
+    """The rank that needs most: of those with the most rows of a microbatch the one with the largest model states and batch."""
+    each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
+    most = max(map(max, each))
     apart = trace.opaque is not None
     alike: dict[object, list[Bucket]] = {}
     for b in trace.buckets:
@@ -149,11 +147,13 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int) -> int
     def states(index: int) -> int:
         total = 0
         for same in alike.values():
-            share, each = Share.of(same[0], plan, choice, index, apart), bucket_widths(choice, same[0])
-            total += len(same) * sum(s.total for s in bucket_states(share, each, learns=same[0].learns))
+            share = Share.of(same[0], plan, choice, index, apart)
+            held = bucket_states(share, bucket_widths(choice, same[0]), learns=same[0].learns)
+            total += len(same) * sum(s.total for s in held)
         return total
 
-    return max(ranks, key=lambda rank: (states(plan.mesh.index(rank, SHARDS)), -rank))
+    ranks = (rank for rank, n in enumerate(each) if max(n) == most)
+    return max(ranks, key=lambda r: (states(plan.mesh.index(r, SHARDS)) + trace.beside.row * sum(each[r]), -r))
 
 
 def _by_category(sizes: Mapping[Buffer, int], categories: tuple[Category, ...] = tuple(Category)) -> dict[Category, int]:

@@ -82,7 +82,9 @@ class Share:
         return Share(layout, rule, held, _updates(layout, held, choice, apart) if bucket.learns else ())
 
 
-def _updates(layout: FlatBuffer, held: FlatShard, choice: OptimizerChoice, apart: bool) -> tuple[tuple[tuple[bool, int], ...], ...]:
+def _updates(
+    layout: FlatBuffer, held: FlatShard, choice: OptimizerChoice, apart: bool
+) -> tuple[tuple[tuple[bool, int], ...], ...]:
     if not apart:
         return (tuple((group == DECAY, stop - start) for group, start, stop in held.segments(layout)),)
     cut = ((e, min(held.stop, e.stop) - max(held.start, e.offset)) for e in layout.entries)

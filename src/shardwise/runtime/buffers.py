@@ -61,7 +61,11 @@ class BucketMemory:
         shard, held = layout.shard(parts, index), held_range(rule, layout, parts, index, bucket.learns)
         rest = shard if rule.rest == "S" else FlatShard(0, layout.numel)
         # What others read in a gather lies where the communicator wants it.
-        empty = comm.allocate if held.numel < layout.numel else lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=comm.device)
+        empty = (
+            comm.allocate
+            if held.numel < layout.numel
+            else lambda numel, dtype: torch.zeros(numel, dtype=dtype, device=comm.device)
+        )
         param = empty(rest.numel, bucket.dtype)
         own = param if rest == held else param[held.start : held.stop]
         if not bucket.learns:

@@ -255,10 +255,7 @@ class _Work:
         self.weights = torch.empty(owner.microbatches, dtype=wide, device=META) if trace.targets is not None else None
         self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
         trained = dict(zip(unit.parameters, arguments, strict=False))
-        self.goals = {
-            n: torch.empty(trained[n].shape, dtype=owner.goals[n], device=META)
-            for n in unit.products
-        }
+        self.goals = {n: torch.empty(trained[n].shape, dtype=owner.goals[n], device=META) for n in unit.products}
 
     def weight(self) -> Tensor:
         """w_m of the interpreter: a new scalar, or one of all microbatches'."""
