@@ -205,7 +205,9 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
         line = [sum(p.values()) / scale for p in measured.peaks]
         axes.step(edges, [*line, line[-1]], where="post", color="black", linewidth=1.1, label="measured")
     if shown and limit is not None:
-        axes.axhline(limit / scale, color="#a00000", linestyle="--", linewidth=1.2, zorder=5, label=f"budget {limit / scale:.1f} {name}")
+        axes.axhline(
+            limit / scale, color="#a00000", linestyle="--", linewidth=1.2, zorder=5, label=f"budget {limit / scale:.1f} {name}"
+        )
     axes.set_xlim(0, len(account.peaks))
     axes.set_ylim(0, 1.22 * max(highest, limit if shown and limit is not None else 0) / scale)
     axes.set_xlabel(f"instruction of the step (rank {account.rank})")
