@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.core.instruction import Instruction, Op
@@ -13,20 +14,22 @@ from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.estimate.memory import ProgramSizes, states, steps
-from shardwise.estimate.timeline import Timeline, timeline, total
+from shardwise.estimate.predict import Prediction, predict
+from shardwise.estimate.timeline import total
+from shardwise.parallel.data import batch_axes
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.threads import run_ranks
-from shardwise.trace.profile import profile
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.trace.casts import cast_field
 from shardwise.trace.tracker import StorageTracker
 
 COMPUTING = (Op.COUNT, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+STILL = OptimizerChoice("adamw", lr=0.0)
 
 
 @dataclass
 class Seen:
-    """Bytes above those before the step: (before the instruction, the most while it ran, the op that reached that)."""
+    """Bytes of one instruction: before it, the most while it ran, and the op that reached that."""
 
     instruction: Instruction
     before: int
@@ -34,63 +37,101 @@ class Seen:
     op: str
 
 
+@dataclass
+class Step:
+    """The instructions of a rank's step, and what the rank held when its engine had been made."""
+
+    made: int
+    seen: list[Seen]
+
+    @property
+    def peak(self) -> int:
+        return max(one.peak for one in self.seen)
+
+
+class Unseen:
+    """A communicator whose own copies a tracker does not count; the buffers that it allocates for the engine do count."""
+
+    def __init__(self, comm: ThreadCommunicator, tracker: StorageTracker) -> None:
+        self.comm, self.tracker = comm, tracker
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.comm, name)
+        if name not in ("all_reduce", "all_gather", "reduce_scatter", "wait"):
+            return value
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            with self.tracker.paused():
+                result = value(*args, **kwargs)
+            return None if result is None else Unseen(result, self.tracker)
+
+        return unseen
+
+
 def compiled(
     module: nn.Module, batch: Mapping[str, Tensor], loss: Any = None, precision: str = "fp32", microbatches: int = 1,
     recompute: str = "none",
 ) -> Compiled:  # fmt: skip
-    plan = Plan(Mesh.of(dp=1), microbatches, recompute, precision)  # type: ignore[arg-type]
-    return Compiled(module, plan, batch, loss)
+    return Compiled(module, Plan(Mesh.of(dp=1), microbatches, recompute, precision), batch, loss)  # type: ignore[arg-type]
 
 
-def predicted(subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice | None = None) -> Timeline:
-    """Of what the step makes; with an ``optimizer``, of model states and its updates too."""
-    rows, plan = len(next(iter(batch.values()))), subject.plan
-    number = plan.microbatches
-    sizes = [b - a for a, b in (shard_range(rows, number, m) for m in range(number))]
+def predicted(
+    subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL, rank: int | None = 0
+) -> Prediction:  # fmt: skip
     ones = subject.masks if all(bool((batch[m] == 1).all()) for m in subject.masks) else ()
-    traces = [subject.trace(ones, size) for size in sizes]
-    profiles = {size: profile(subject.trace(ones, size), size, microbatches=number) for size in set(sizes)}
-    program = subject.programs(traces[0], number)[0].instructions
-    persistent = {} if optimizer is None else states(traces[0], plan, optimizer)
-    updates = {} if optimizer is None else steps(traces[0], plan, optimizer)
-    return timeline(program, ProgramSizes(program, traces, [profiles[s] for s in sizes], persistent, updates))
+    rows = len(next(iter(batch.values())))
+    return predict(lambda n: subject.trace(ones, n), subject.plan, optimizer, rows=rows, rank=rank)
 
 
-def measured(subject: Compiled, batch: Mapping[str, Tensor]) -> list[Seen]:
-    """Of the second step, the first having made what stays."""
-    fields = dict(batch)
+def measured(subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL) -> list[Step]:
+    """Of each rank's second step, the first having made what stays; with all that the rank holds."""
+    rows = len(next(iter(batch.values())))
 
-    def rank(comm: Any) -> list[Seen]:
-        engine = Engine(subject, comm, OptimizerChoice("adamw", lr=0.0))
-        rows = len(next(iter(fields.values())))
-        engine.step(fields, rows)
+    def rank(comm: ThreadCommunicator) -> Step:
+        tracker, own = StorageTracker("cpu"), rows_of(batch, subject.plan, comm.rank)
         seen: list[Seen] = []
-        tracker = StorageTracker()
 
         def look(_: int, one: Instruction) -> None:
             if seen:
                 seen[-1].peak, seen[-1].op = tracker.peak, tracker.peak_op
             seen.append(Seen(one, tracker.mark(), 0, ""))
 
-        engine.interpreter.progress = look
         with tracker:
+            engine = Engine(subject, Unseen(comm, tracker), optimizer, clip_norm=1.0)  # type: ignore[arg-type]
+            made = tracker.mark()
+            fields = {k: cast_field(v, subject.plan.precision).clone() for k, v in own.items()}
             engine.step(fields, rows)
-        seen[-1].peak = tracker.peak
-        return seen
+            engine.interpreter.progress = look
+            engine.step(fields, rows)
+        seen[-1].peak, seen[-1].op = tracker.peak, tracker.peak_op
+        return Step(made, seen)
 
-    return run_ranks(subject.plan.mesh, rank, timeout=60)[0]
+    return run_ranks(subject.plan.mesh, rank, timeout=60)
 
 
-def differences(subject: Compiled, batch: Mapping[str, Tensor]) -> list[str]:
-    """Where prediction and measurement of the computing instructions differ."""
-    ours, truth = predicted(subject, batch), measured(subject, batch)
-    base = truth[0].before
+def rows_of(batch: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
+    """A rank's rows of each microbatch, one after the other."""
+    rows, axes = len(next(iter(batch.values()))), batch_axes(plan)
+    parts, index = plan.mesh.axis_size(axes), plan.mesh.index(rank, axes)
+    number = min(plan.microbatches, rows)
+    index_of: list[int] = []
+    for m in range(number):
+        start, stop = shard_range(rows, number, m)
+        low, high = shard_range(stop - start, parts, index)
+        index_of += range(start + low, start + high)
+    return {k: v[torch.tensor(index_of, dtype=torch.long)] for k, v in batch.items()}
+
+
+def differences(subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL) -> list[str]:
+    """Where prediction and measurement of the computing instructions of any rank differ, all that the rank holds included."""
     found = []
-    for one, moment, real in zip(ours.instructions, ours.moments, truth, strict=True):
-        if one.op in COMPUTING:
-            expected = total(moment.before), total(moment.peak)
-            actual = real.before - base, real.peak - base
-            if expected != actual:
+    # First, since what is captured only now would count as the engine's.
+    expectations = [predicted(subject, batch, optimizer, rank).timeline for rank in range(subject.plan.mesh.size)]
+    for rank, (ours, truth) in enumerate(zip(expectations, measured(subject, batch, optimizer), strict=True)):
+        for one, moment, real in zip(ours.instructions, ours.moments, truth.seen, strict=True):
+            expected, actual = (total(moment.before), total(moment.peak)), (real.before, real.peak)
+            if one.op in COMPUTING and expected != actual:
                 name = subject.general.units[one.unit].name if one.unit >= 0 else ""
-                found.append(f"{one} {name}: predicted {expected}, is {actual} ({real.op})")
+                off = tuple(a - e for e, a in zip(expected, actual, strict=True))
+                found.append(f"rank {rank}: {one} {name}: predicted {expected}, is {actual}, off by {off} ({real.op})")
     return found

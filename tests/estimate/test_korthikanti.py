@@ -40,7 +40,7 @@ def statistics(b: int, s: int, device: str) -> int:
 def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: int, device: str) -> None:
     layer = middle_layer(b, s, h, a, device)
     assert layer.outputs == 2 * s * b * h  # counted with its maker; what this layer takes in is as large
-    assert layer.outputs + layer.saved == s * b * h * 34 + 5 * a * s * s * b + statistics(b, s, device)
+    assert layer.outputs + layer.none.kept == s * b * h * 34 + 5 * a * s * s * b + statistics(b, s, device)
 
 
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
@@ -48,7 +48,7 @@ def test_a_recomputed_layer_keeps_its_input(b: int, s: int, h: int, a: int) -> N
     """FORWARD that saves nothing leaves 2sbh, and RECOMPUTE brings back the rest."""
     layer = middle_layer(b, s, h, a, "cuda")
     assert layer.outputs == 2 * s * b * h
-    assert layer.saved_again == layer.saved + layer.outputs
+    assert layer.full.saved == layer.none.kept + layer.outputs
 
 
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)

@@ -4,32 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
+import functools
+import itertools
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-import zoo
-from shardwise.core.flat import FlatBuffer
+from shardwise.core.flat import FlatShard
+from shardwise.core.instruction import Buffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import FUSED, OptimizerChoice
-from shardwise.core.plan import DATA_PARALLEL_ROWS
-from shardwise.estimate.states import (
-    UPDATE_TENSORS,
-    ZERO,
-    Widths,
-    bucket_states,
-    model_states,
-    step_peak,
-    widths,
-)
-from shardwise.runtime.buffers import BucketMemory
+from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.program import Program
+from shardwise.estimate.memory import accounts, bucket_widths
+from shardwise.estimate.states import UPDATE_TENSORS, Share, bucket_states, model_states, step_peak, widths
+from shardwise.lower.step import lower
+from shardwise.parallel.data import ZERO, data_parallel
+from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace.trace import Bucket, trace
+from shardwise.trace.trace import Trace, trace
 from shardwise.trace.tracker import StorageTracker
 
 OPTIMIZERS = (
@@ -48,44 +50,122 @@ def published(name: str) -> Iterator[dict[str, str]]:
 # ---- real buffers ------------------------------------------------------------------------------------------------------
 
 
-def held(memory: BucketMemory) -> tuple[int, int, int]:
-    """Bytes of storages: parameters, gradients, and masters with optimizer state."""
-    state = {
-        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for ts in memory.optimizer.state_dict().values() for t in ts
-    }
-    master = 0 if memory.master is memory.param else memory.master.untyped_storage().nbytes()
-    return memory.param.untyped_storage().nbytes(), memory.grad.untyped_storage().nbytes(), master + sum(state.values())
+class Net(nn.Module):
+    """Frozen, tied and unused parameters, a norm that stays in fp32 and its buffers, another that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(9, 9) for _ in range(3))
+        self.layers[2].weight = self.layers[0].weight
+        self.frozen, self.unused = nn.Linear(9, 9).requires_grad_(False), nn.Linear(5, 3)
+        self.batch, self.norm, self.head = nn.BatchNorm1d(9), nn.LayerNorm(9), nn.Linear(9, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return self.head(self.norm(self.batch(self.frozen(x)))).square().mean()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+class Uncaptured(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (2.0 if float(x.detach().sum()) > 1e9 else 1.0)
+
+
+@functools.cache
+def traced(precision: str, captured: bool = True) -> Trace:
+    torch.manual_seed(0)
+    return trace((Net if captured else Uncaptured)(), {"x": torch.randn(6, 9)}, precision=precision)
+
+
+def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def allocated(found: Trace, plan: Plan, choice: OptimizerChoice, program: Program, comm: Any) -> tuple[dict[Buffer, int], ...]:
+    """Bytes of a rank's storages by buffer: on the device, and on the host."""
+    buckets = [BucketMemory.allocate(b, comm, plan, choice, found.opaque is not None) for b in found.buckets]
+    memory = RankMemory(buckets, {}, comm, plan, None)
+    memory.slots.reserve(program.slots, buckets)
+    memory.unreduced.reserve(program.unreduced, buckets)
+    there, here = Counter[Buffer](), Counter[Buffer]()
+    for b in buckets:
+        param, grad = (storage_sizes([t] if t is not None else []) for t in (b.param, b.grad))
+        states = [t for u in b.updates for _, state in u.optimizer.states() for t in state.values()]
+        taken = {k: v for k, v in storage_sizes([] if b.taken is None else [b.taken]).items() if k not in grad}
+        state = {k: v for k, v in storage_sizes([b.master, *states]).items() if k not in param}
+        there[Buffer("param", b.bucket.index)] = sum(param.values())
+        there[Buffer("grad", b.bucket.index)] = sum(grad.values())
+        here[Buffer("grad", b.bucket.index)] = sum(taken.values())
+        (here if plan.offload == "optimizer" else there)[Buffer("state", b.bucket.index)] = sum(state.values())
+    for kind, pool in (("slot", memory.slots), ("unreduced", memory.unreduced)):
+        there.update({Buffer(kind, k): slot.nbytes for k, slot in enumerate(pool.slots)})
+    return +there, +here
+
+
+def check_states(plan: Plan, choice: OptimizerChoice, captured: bool = True) -> None:
+    found = traced(plan.precision, captured)
+    program = lower(found, plan)[0]
+    beside = {Buffer(kind) for kind in ("buffer", "batch", "unused", "scalar")}
+    for rank, real in enumerate(run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)):
+        ours = accounts(found, plan, choice, program, 6, rank, "cuda")
+        bare = tuple({b: n for b, n in one.persistent.items() if b not in beside} for one in ours)
+        assert bare == real, (rank, plan)
+        together = accounts(found, plan, choice, program, 6, rank, "cpu")
+        assert together[0] is together[1]  # the host is the device
+        assert sum(together[0].persistent.values()) == sum(sum(one.persistent.values()) for one in ours)
+
+
+MESHES = ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2))
+"""Ranks and replicas."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp64"])
+@pytest.mark.parametrize("zero", range(4))
+def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None:
+    """To the byte, of every rank, by buffer, slots included."""
+    optimizers = itertools.cycle(OPTIMIZERS)
+    for (ranks, replicas), offload, (reduced, prefetch) in itertools.product(
+        MESHES, ("none", "optimizer"), (("auto", 1), ("fp64" if precision == "fp64" else "bf16", 2))
+    ):
+        plan = Plan(precision=precision, offload=offload, reduce=reduced, prefetch=prefetch, microbatches=2)
+        check_states(data_parallel(plan, ranks, zero, replicas), next(optimizers))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("choice", OPTIMIZERS, ids=lambda c: f"{c.name} {c.momentum} {c.weight_decay}")
-def test_predicted_states_are_those_allocated(choice: OptimizerChoice, precision: str) -> None:
-    model = zoo.make("own convnet")
-    found = trace(model.module, model.batch, loss=model.loss, precision=precision)
+def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:
+    """Also with one optimizer for each parameter, as of a model that could not be captured."""
+    for zero, ranks, offload in itertools.product(range(3), (1, 3), ("none", "optimizer")):
+        plan = data_parallel(Plan(precision=precision, offload=offload), ranks, zero)
+        check_states(plan, choice)
+        check_states(plan, choice, captured=False)
 
-    def check(bucket: Bucket, memory: BucketMemory) -> None:
-        layout = bucket.layout(choice)
-        assert layout == memory.layout
-        each = widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
-        ours = bucket_states(layout, ZERO[0], 1, 0, each)
-        assert (ours.parameters, ours.gradients, ours.optimizer) == held(memory)
 
-    for bucket in found.buckets:
-        check(bucket, run_ranks(Mesh.of(dp=1), lambda comm, b=bucket: BucketMemory.allocate(b, comm, choice), timeout=30)[0])
+def test_parameters_under_different_rules() -> None:
+    rules = (ParameterRule("layers.*", "S", "S", "S"), ParameterRule("frozen.*", "R", "S", "S"), ParameterRule("*"))
+    found = trace(Net(), {"x": torch.randn(6, 9)}, group=Plan(Mesh.of(dp=2), parameters=rules).rule)
+    plan = Plan(Mesh.of(dp=2), parameters=rules)
+    program, choice = lower(found, plan)[0], OptimizerChoice()
+    real = run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)
+    for rank in range(2):
+        ours = accounts(found, plan, choice, program, 6, rank, "cuda")[0].persistent
+        assert {b: n for b, n in ours.items() if b.kind not in ("buffer", "batch", "scalar")} == real[rank][0]
 
 
 @pytest.mark.parametrize("stage", range(4))
 def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
-    layout = FlatBuffer.pack([("a", (17, 3), "decay"), ("b", (5,), "plain"), ("c", (40,), "decay")], 3, 4)
-    each = Widths(2, 4, 4, 8, 4)
-    ranks = [bucket_states(layout, ZERO[stage], 3, i, each) for i in range(3)]
-    whole = bucket_states(layout, ZERO[0], 1, 0, each)
-    shares = [3 if letter == "R" or letter == "P" else 1 for letter in ZERO[stage]]
-    assert sum(r.parameters for r in ranks) == whole.parameters * shares[0]
-    assert sum(r.gradients for r in ranks) == whole.gradients * shares[1]
-    cuts = sum(len(layout.shard(3, i).segments(layout)) for i in range(3)) if stage else 3 * len(layout.segments)
-    scalars = each.scalars * (cuts - len(layout.segments) * shares[2])  # each segment of each range counts its own steps
-    assert sum(r.optimizer for r in ranks) == whole.optimizer * shares[2] + scalars
+    found, choice = traced("bf16"), OptimizerChoice("sgd", momentum=0.9)
+    whole, plan = Plan(Mesh.of(dp=1)), data_parallel(Plan(), 3, stage)
+    for bucket in found.buckets:
+        each = bucket_widths(choice, bucket)
+        ranks = [bucket_states(Share.of(bucket, plan, choice, i), each, learns=bucket.learns)[0] for i in range(3)]
+        copies = [1 if letter == "S" else 3 for letter in (ZERO[stage].rest, ZERO[stage].grad, ZERO[stage].state)]
+        share = Share.of(bucket, whole, choice, 0)
+        share = dataclasses.replace(share, layout=bucket.layout(choice, 3), held=FlatShard(0, bucket.layout(choice, 3).numel))
+        one = bucket_states(share, each, learns=bucket.learns)[0]
+        assert sum(r.parameters for r in ranks) == one.parameters * copies[0]
+        assert sum(r.gradients for r in ranks) == one.gradients * copies[1]
+        assert sum(r.optimizer for r in ranks) == one.optimizer * copies[2]
 
 
 # ---- the update --------------------------------------------------------------------------------------------------------
@@ -128,10 +208,6 @@ def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> N
 
 
 # ---- published tables --------------------------------------------------------------------------------------------------
-
-
-def test_rows_of_zero_are_the_plan_s() -> None:
-    assert [DATA_PARALLEL_ROWS[row] for row in ZERO] == ["DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3"]
 
 
 def test_table_1_of_zero() -> None:

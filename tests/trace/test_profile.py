@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,9 @@ def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[str] = []
 
     class Counted(module_under_test._Work):
-        def forward(self, keep: bool, again: bool = False) -> tuple[int, int]:
+        def forward(self, what: Any) -> tuple[int, int]:
             walks.append(self.unit.name)
-            return super().forward(keep, again)
+            return super().forward(what)
 
     monkeypatch.setattr(module_under_test, "_Work", Counted)
     counts = []
@@ -57,14 +58,22 @@ class Chain(nn.Module):
 def test_bytes_by_hand() -> None:
     """5 rows of 8 floats are 160 bytes; relu keeps its result, the output; a linear keeps what the unit before it made."""
     first, middle, last, tail = profile(trace(Chain(), {"x": torch.zeros(5, 8)}), 5).units
-    assert (middle.outputs, middle.saved, middle.saved_again) == (160, 0, 160)
-    assert first.saved == 160  # nothing before it has a gradient: its product is a leaf of the graph, which keeps it
-    for unit in (first, middle, last):
-        assert unit.forward == unit.forward_alone == unit.recompute == 320  # the product and relu's result
+    for unit in (first, middle, last):  # that nothing before the first has a gradient makes no difference
+        assert (unit.outputs, unit.none.kept, unit.full.kept, unit.full.saved) == (160, 0, 0, 160)
+        assert unit.none.forward == unit.full.forward == unit.full.recompute == 320  # the product and relu's result
+        # Relu reads the product, which is kept; of the result of relu nothing is kept, and it is made again.
+        assert (unit.selective.forward, unit.selective.kept, unit.selective.recompute, unit.selective.saved) == (
+            320,
+            160,
+            160,
+            160,
+        )
         assert unit.outputs == 160 and not unit.unknown
     assert first.gradients == () and middle.gradients == last.gradients == (160,)
-    assert middle.backward == middle.backward_again == 320  # relu's gradient and the input's; the weight's goes into its buffer
-    assert (tail.outputs, tail.saved) == (0, 4)  # the loss itself
+    assert (
+        middle.none.backward == middle.full.backward == middle.selective.backward == 320
+    )  # relu's gradient and the input's; the weight's goes into its buffer
+    assert (tail.outputs, tail.none.kept) == (0, 4)  # the loss itself
 
 
 class Sum(nn.Module):
@@ -95,7 +104,7 @@ def test_a_gradient_that_two_wait_for_belongs_to_the_one_that_waits_longer() -> 
     assert {maker[n]: size for n, size in zip(found.units[2].inputs, third.gradients, strict=True)} == {0: 160, 1: 0}
     assert second.gradients == (160,)
     # Two at a time: relu's gradient and the product's, that and its double, the double and the sum with what was pending.
-    assert second.backward == third.backward == 320
+    assert second.none.backward == third.none.backward == 320
 
 
 def test_illegal_arguments_are_refused() -> None:
@@ -122,4 +131,4 @@ def test_a_model_that_was_not_captured_is_unknown() -> None:
             return super().forward(x * float(x.sum()))
 
     (unit,) = profile(trace(Stubborn(), {"x": torch.ones(5, 8)}), 5).units
-    assert unit.unknown == ("the whole model: it was not captured",) and unit.forward == 0
+    assert unit.unknown == ("the whole model: it was not captured",) and unit.none.forward == 0

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shardwise import __version__
+from shardwise.core.errors import ConfigError
 
 from . import checkpoint, tokenizer
 from .common import Json, reported, split_arguments
@@ -88,6 +89,34 @@ def show(
         from .show import run
 
         run(path, overrides, json, picture)
+
+
+@app.command()
+def memory(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
+    ] = None,
+    json: Json = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Such as A100-80GB, H200 or cpu=64 (GiB).  [default: this machine's]")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the step's bytes: .png, .svg or .pdf.")] = None,
+) -> None:
+    """The memory that a plan takes on each rank, of any device and any number of ranks; of a run also what was measured."""
+    with reported(json):
+        given = arguments or []
+        if len(given) == 1 and Path(given[0]).is_dir():
+            if device is not None:
+                raise ConfigError(f"--device {device}: legal: left out, for {given[0]} is the folder of a run")
+            from .memory import run_folder
+
+            run_folder(Path(given[0]), json, picture)
+            return
+        path, overrides = split_arguments(given)  # before torch is imported
+        from .memory import run
+
+        run(path, overrides, json, device, picture)
 
 
 @app.command()

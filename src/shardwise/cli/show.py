@@ -15,7 +15,7 @@ from shardwise.config import Config
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
-from shardwise.launch.subject import load_anywhere, subject
+from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.report.picture import svg
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
 from shardwise.runtime.compiled import Compiled
@@ -29,8 +29,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         raise ConfigError(f"--picture {picture}: legal: the name of an .svg file")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
-    compiled = Compiled(found.module, found.plan, found.batches[0], found.loss)
-    trace, plan = compiled.general, found.plan
+    compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
+    trace, plan = compiled.general, compiled.plan
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.size, "cuda" if torch.cuda.is_available() else "cpu")
     programs = compiled.programs(trace, plan.microbatches)

@@ -94,7 +94,8 @@ class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
-    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`.
+    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` is by default the longest
+    that fits into the memory.
     """
 
     dp: int = key(integer(1))
@@ -116,6 +117,7 @@ class TrainConfig:
     only, is "dynamic" or a number that stays.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
+    ``memory_gib`` is what a rank may take on its device, by default what the device has.
     """
 
     steps: int = key(integer(1), 600)
@@ -127,6 +129,7 @@ class TrainConfig:
     dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
     loss_scale: float | Literal["dynamic"] | None = key(either(choice("dynamic"), number(0, below=2.0**127, open_=True)))
     hang_timeout: float = key(number(0, open_=True), 20.0)
+    memory_gib: float | None = key(number(0, open_=True))
     eval_every: int = key(integer(0))
     eval_batches: int = key(integer(1), 20)
     sample_every: int = key(integer(0), 0)

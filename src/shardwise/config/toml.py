@@ -36,7 +36,7 @@ def inline(value: Any) -> str:
 
 def shown(value: Any, width: int = 200) -> str:
     """A value for a message: one line, printable, not endless."""
-    text = inline(value).encode("utf-8", "backslashreplace").decode()
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in inline(value))
     return text if len(text) <= width else f"{text[: width - 1]}…"
 
 

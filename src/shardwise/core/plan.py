@@ -130,6 +130,16 @@ class Plan:
         wide = ("fp64",) if self.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.reduce, ("auto", *wide))
 
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether masters and optimizer state are on the host."""
+        return self.offload in ("optimizer", "all")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether what autograd keeps goes to the host until backward."""
+        return self.offload in ("activations", "all")
+
     def replace(self, **changes: Any) -> Plan:
         """A plan with some fields changed, checked anew."""
         check_keys("plan", changes, (field.name for field in fields(Plan)))

@@ -2,51 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.estimate.states import Widths, bucket_states, step_peak, widths
+from shardwise.core.program import Program
+from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, step_peak, widths
 from shardwise.estimate.timeline import Made
-from shardwise.parallel.data import batch_axes
-from shardwise.trace.profile import Profile, UnitMemory
-from shardwise.trace.trace import DECAY, Bucket, Trace
+from shardwise.parallel.data import SHARDS, batch_axes, placement
+from shardwise.trace.casts import COMPUTE_DTYPE
+from shardwise.trace.profile import Profile, UnitMemory, Way
+from shardwise.trace.trace import Bucket, Trace
 
 COUNTER = 8  # bytes of a number of targets, int64
+HOST = "cpu"
+"""The device that is the host itself: there, both are one memory."""
 
 
-def states(trace: Trace, plan: Plan, choice: OptimizerChoice, index: int = 0) -> dict[Buffer, int]:
-    """Model states of rank ``index`` of the batch axes by buffer, with masters under ``state``."""
-    found: dict[Buffer, int] = {}
-    for bucket, row, parts in _rows(trace, plan):
-        size = bucket_states(bucket.layout(choice, parts), row, parts, index % parts, _widths(choice, bucket))
-        sizes = (("param", size.parameters), ("grad", size.gradients), ("state", size.optimizer))
-        found |= {Buffer(kind, bucket.index): n for kind, n in sizes}
+@dataclass
+class Account:
+    """What a rank holds in one memory from step to step, by buffer, and the peak of each bucket's STEP."""
+
+    persistent: dict[Buffer, int] = field(default_factory=dict)
+    steps: dict[int, int] = field(default_factory=dict)
+
+    def hold(self, buffer: Buffer, nbytes: int) -> None:
+        if nbytes:
+            self.persistent[buffer] = self.persistent.get(buffer, 0) + nbytes
+
+
+def accounts(
+    trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rows: int, rank: int = 0, device: str = HOST,
+    common: bool = False,
+) -> tuple[Account, Account]:  # fmt: skip
+    """What ``rank`` holds from step to step on its device, and beside it on the host: nothing if that is the device.
+
+    ``rows`` is the number in a batch; ``common`` as in :func:`bucket_states`.  Of a bucket, masters are part of ``state``.
+    """
+    there = Account()
+    here = there if device == HOST else Account()
+    _buckets(there, here, trace, plan, choice, plan.mesh.index(rank, SHARDS), device, common)
+    _pools(there, trace, plan, choice, program, common)
+    here.hold(Buffer("unused"), trace.beside.unused)
+    there.hold(Buffer("buffer"), trace.beside.buffers)
+    there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)))
+    there.hold(Buffer("scalar"), _scalars(plan))
+    return there, here
+
+
+def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
+    """The rows of a rank in each microbatch of a batch of so many rows."""
+    parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
+    found = []
+    for m in range(min(plan.microbatches, rows)):
+        start, stop = shard_range(rows, min(plan.microbatches, rows), m)
+        low, high = shard_range(stop - start, parts, index)
+        found.append(high - low)
     return found
 
 
-def steps(trace: Trace, plan: Plan, choice: OptimizerChoice, device: str = "cpu", index: int = 0) -> dict[int, int]:
-    """The peak of each bucket's STEP on rank ``index``."""
-    found: dict[int, int] = {}
-    for bucket, _, parts in _rows(trace, plan):
-        layout = bucket.layout(choice, parts)
-        segments = layout.shard(parts, index % parts).segments(layout)
-        own = [(group == DECAY, stop - start) for group, start, stop in segments]
-        found[bucket.index] = step_peak(choice, own, _widths(choice, bucket), bucket.wide.itemsize, device)
-    return found
-
-
-def _rows(trace: Trace, plan: Plan) -> Iterator[tuple[Bucket, tuple[str, str, str], int]]:
-    """Each bucket with its row of the data-parallel table and the number of ranges into which it is cut."""
+def _buckets(
+    there: Account, here: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, index: int, device: str,
+    common: bool,
+) -> None:  # fmt: skip
+    offload = plan.offloads_optimizer
     for bucket in trace.buckets:
-        rule = plan.rule(bucket.parameters[0].name)
-        row = (rule.rest, rule.grad, rule.state)
-        yield bucket, row, plan.mesh.axis_size(batch_axes(plan)) if "S" in row else 1
+        share = Share.of(bucket, plan, choice, index, trace.opaque is not None)
+        each = bucket_widths(choice, bucket)
+        both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
+        for account, states in zip((there, here), both, strict=True):
+            account.hold(Buffer("param", bucket.index), states.parameters)
+            account.hold(Buffer("grad", bucket.index), states.gradients)
+            account.hold(Buffer("state", bucket.index), states.optimizer)
+        taker, where = (here, HOST) if offload else (there, device)
+        peak = max((step_peak(choice, one, each, bucket.wide.itemsize, where) for one in share.updates), default=0)
+        # torch rounds on the host what it copies to a GPU in another dtype.
+        rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
+        taker.steps[bucket.index] = max(peak, rounded)
 
 
-def _widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
+def _pools(account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, common: bool) -> None:
+    """Slots, each as large as the largest bucket that it has to hold; none for parameters that lie in common memory."""
+    parts, summed = plan.mesh.axis_size(SHARDS), COMPUTE_DTYPE.get(plan.reduce)
+    numels = {b: trace.buckets[b].layout(choice, parts).numel for held in (*program.slots, *program.unreduced) for b in held}
+    for k, held in enumerate(() if common else program.slots):
+        account.hold(Buffer("slot", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
+    for k, held in enumerate(program.unreduced):
+        account.hold(Buffer("unreduced", k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held))
+
+
+def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
+    """The dtypes of the slots to which backward writes gradients, by parameter; those of others go to their buckets' buffers."""
+    summed = COMPUTE_DTYPE.get(plan.reduce)
+    names = (p.name for b in trace.buckets if placement(plan, b.parameters[0].name).grad == "S" for p in b.parameters)
+    return {} if summed is None else dict.fromkeys(names, summed)
+
+
+def _scalars(plan: Plan) -> int:
+    """Loss, norm and the wish to stop; whether steps are halted; the loss scale, its counters, and that of the step."""
+    return 3 * (8 if plan.precision == "fp64" else 4) + 4 + (16 if plan.precision == "fp16" else 0)
+
+
+def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
+    """Of a bucket's elements."""
     return widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
 
 
@@ -58,40 +121,63 @@ class ProgramSizes:
         program: its instructions.
         traces: one for each microbatch, as the engine chooses them.
         profiles: likewise, of each microbatch's own number of rows.
-        persistent: model states by buffer, pools of slots, and whatever else is there from step to step.
-        steps: the peak of each bucket's STEP.
+        account: what is there from step to step.
+        parts: the number of ranks over the batch axes.
     """
 
     program: Sequence[Instruction]
     traces: Sequence[Trace]
     profiles: Sequence[Profile]
-    persistent: Mapping[Buffer, int]
-    steps: Mapping[int, int] = field(default_factory=dict)
+    account: Account = field(default_factory=Account)
+    parts: int = 1
 
     def __post_init__(self) -> None:
-        self.recomputed = {(one.unit, one.microbatch) for one in self.program if one.op is Op.RECOMPUTE}
+        self.recomputed = {
+            (one.unit, one.microbatch): any(b.kind == "kept" for b in one.reads) for one in self.program if one.op is Op.RECOMPUTE
+        }
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
-        self.scalar = 8 if self.traces[0].precision == "fp64" else 4
+        trace = self.traces[0]
+        self.scalar = 8 if trace.precision == "fp64" else 4
+        learning = [b for b in trace.buckets if b.learns]
+        flags = 0 if trace.opaque is None else sum(len(b.parameters) for b in learning)
+        self.norms = self.scalar * (len(learning) + flags)  # of one rank
+
+    @property
+    def persistent(self) -> Mapping[Buffer, int]:
+        return self.account.persistent
 
     def unit(self, one: Instruction) -> UnitMemory:
         return self.profiles[one.microbatch].units[one.unit]
 
+    def way(self, one: Instruction) -> Way:
+        """How the unit goes from FORWARD to BACKWARD in its microbatch."""
+        memory = self.unit(one)
+        recalled = self.recomputed.get((one.unit, one.microbatch))
+        if recalled is None:
+            saves = one.op is not Op.FORWARD or any(b.kind == "saved" for b in one.writes)
+            return memory.none if saves else memory.full
+        return memory.selective if recalled else memory.full
+
     def made(self, one: Instruction) -> Made:
         """What the instruction leaves, by buffer and part."""
         u, m = one.unit, one.microbatch
-        if one.op is Op.COUNT:
-            return {b: {"counts": COUNTER * len(self.traces)} for b in one.writes}
-        if one.op is Op.RECOMPUTE:
-            return {Buffer("saved", u, m): {"": self.unit(one).saved_again}}
-        if one.op is Op.BACKWARD:
-            return self.gradients(one)
-        return self.forward(one) if one.op is Op.FORWARD else {}
+        match one.op:
+            case Op.COUNT:
+                return {b: {"counts": COUNTER * len(self.traces)} for b in one.writes}
+            case Op.FORWARD:
+                return self.forward(one)
+            case Op.RECOMPUTE:
+                return {Buffer("saved", u, m): {"": self.way(one).saved}}
+            case Op.BACKWARD:
+                return self.gradients(one)
+            case Op.NORM:
+                return {b: {"norms": self.norms * self.parts} for b in one.writes}
+        return {}
 
     def forward(self, one: Instruction) -> Made:
         memory, unit = self.unit(one), self.traces[one.microbatch].units[one.unit]
         made: dict[Buffer, Mapping[str, int]] = {Buffer("activation", one.unit, one.microbatch): {"": memory.outputs}}
-        if self.saves(one):
-            made[Buffer("saved", one.unit, one.microbatch)] = {"": memory.saved}
+        made |= {b: {"": self.way(one).kept} for b in one.writes if b.kind in ("saved", "kept")}
         if memory.updates:
             made[Buffer("update", one.unit)] = {"": memory.updates}
         if "loss" in unit.outputs and self.traces[0].targets is not None:
@@ -108,20 +194,18 @@ class ProgramSizes:
 
     def peak(self, one: Instruction) -> int:
         """The most that the instruction adds to what was alive before it."""
-        if one.op is Op.STEP:
-            return self.steps.get(one.bucket, 0)
-        if one.op is Op.COUNT:
-            number = len(self.traces)  # of scalars, and then their stack
-            return max(COUNTER * (number - 1) + max(p.count for p in self.profiles), COUNTER * 2 * number)
-        if one.op not in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD):
-            return 0
-        memory = self.unit(one)
-        if one.op is Op.RECOMPUTE:
-            return memory.recompute
-        if one.op is Op.FORWARD:
-            return memory.forward if self.saves(one) else memory.forward_alone
-        return memory.backward_again if (one.unit, one.microbatch) in self.recomputed else memory.backward
-
-    def saves(self, one: Instruction) -> bool:
-        """Whether a FORWARD is followed by BACKWARD with nothing run again."""
-        return any(b.kind == "saved" for b in one.writes)
+        match one.op:
+            case Op.COUNT:
+                number = len(self.traces)  # of scalars, and then their stack
+                return max(COUNTER * (number - 1) + max(p.count for p in self.profiles), COUNTER * 2 * number)
+            case Op.FORWARD:
+                return self.way(one).forward
+            case Op.RECOMPUTE:
+                return self.way(one).recompute
+            case Op.BACKWARD:
+                return self.way(one).backward
+            case Op.NORM:  # norms one by one, their stack, and then those of all ranks
+                return self.norms + max(self.norms, self.norms * self.parts)
+            case Op.STEP:
+                return self.account.steps.get(one.bucket, 0)
+        return SCALAR if one.op is Op.DECIDE else 0

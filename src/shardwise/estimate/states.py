@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.optim import FUSED, OptimizerChoice
-from shardwise.core.plan import DATA_PARALLEL_ROWS
-
-ZERO: tuple[tuple[str, str, str], ...] = tuple(DATA_PARALLEL_ROWS)
-"""The rows of the data-parallel table by ZeRO's stage, 0 being DDP: (rest, gradient, optimizer state)."""
+from shardwise.core.plan import ParameterRule, Plan
+from shardwise.parallel.data import SHARDS, ZERO, held_range, placement
+from shardwise.trace.trace import DECAY, Bucket
 
 STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 """Tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""
@@ -33,9 +32,9 @@ SCALAR = 4
 class States:
     """Bytes by category; masters of parameters in lower precision are part of the optimizer's."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
 
     @property
     def total(self) -> int:
@@ -64,21 +63,51 @@ def widths(choice: OptimizerChoice, itemsize: int, wide: int, *, doubles: bool =
     return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, scalar * SCALARS.get(choice.name, 1))
 
 
-def bucket_states(layout: FlatBuffer, row: tuple[str, str, str], parts: int, index: int, each: Widths) -> States:
-    """What rank ``index`` of ``parts`` holds of one bucket under a row of the data-parallel table.
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a bucket: its rule as :func:`placement` gives it, the range ``held`` of masters and state, and the segments of
+    each of its optimizers as (whether they decay, elements)."""
 
-    Buffers have the layout's padding; optimizer state is only of the segments between.
+    layout: FlatBuffer
+    rule: ParameterRule
+    held: FlatShard
+    updates: tuple[tuple[tuple[bool, int], ...], ...] = ()
+
+    @staticmethod
+    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, index: int, apart: bool = False) -> Share:
+        """Of the rank with ``index`` over ``dp``; ``apart``: an optimizer for each parameter."""
+        parts = plan.mesh.axis_size(SHARDS)
+        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
+        held = held_range(rule, layout, parts, index, bucket.learns)
+        return Share(layout, rule, held, _updates(layout, held, choice, apart) if bucket.learns else ())
+
+
+def _updates(
+    layout: FlatBuffer, held: FlatShard, choice: OptimizerChoice, apart: bool
+) -> tuple[tuple[tuple[bool, int], ...], ...]:
+    if not apart:
+        return (tuple((group == DECAY, stop - start) for group, start, stop in held.segments(layout)),)
+    cut = ((e, min(held.stop, e.stop) - max(held.start, e.offset)) for e in layout.entries)
+    return tuple(((choice.decays(e.name, e.shape), numel),) for e, numel in cut if numel > 0)
+
+
+def bucket_states(
+    share: Share, each: Widths, *, learns: bool = True, offload: bool = False, common: bool = False
+) -> tuple[States, States]:  # fmt: skip
+    """What a rank holds of one bucket on its device and on the host, where masters, state and a copy of the gradient are offloaded.
+
+    ``common``: ranks have memory in common, where the parameters of sharded buckets lie once for all of them.  Buffers have the layout's padding; optimizer state is only of the segments between.
     """
-    whole = FlatShard(0, layout.numel)
-    own = layout.shard(parts, index) if "S" in row else whole
-    rest, grad, state = (own if letter == "S" else whole for letter in row)
-    segments = [stop - start for _, start, stop in state.segments(layout) if stop > start]
-    optimizer = sum(segments) * each.state + len(segments) * each.scalars
-    return States(
-        (rest.stop - rest.start) * each.parameter,
-        (grad.stop - grad.start) * each.gradient,
-        (state.stop - state.start) * each.master + optimizer,
-    )
+    whole, held = share.layout.numel, share.held.numel
+    parameters = (held if share.rule.rest == "S" or common else whole) * each.parameter
+    if not learns:
+        return States(parameters), States()
+    gradients = (held if share.rule.grad == "S" else whole) * each.gradient
+    segments = [numel for one in share.updates for _, numel in one]
+    state = sum(segments) * each.state + len(segments) * each.scalars
+    if offload:
+        return States(parameters, gradients), States(0, held * each.gradient, held * each.gradient + state)
+    return States(parameters, gradients, held * each.master + state), States()
 
 
 def step_peak(choice: OptimizerChoice, segments: Sequence[tuple[bool, int]], each: Widths, wide: int, device: str) -> int:
@@ -101,4 +130,6 @@ def model_states(
     By default of mixed-precision Adam as Rajbhandari et al. (2019, arXiv 1910.02054) count it: 2 + 2 + 12 bytes an element.
     """
     layout = FlatBuffer.pack([("all", (parameters,), "all")], dp, param_bytes)
-    return bucket_states(layout, ZERO[zero], dp, 0, Widths(param_bytes, grad_bytes, 0, state_bytes))
+    held = held_range(ZERO[zero], layout, dp, 0)
+    updates = _updates(layout, held, OptimizerChoice(), False)
+    return bucket_states(Share(layout, ZERO[zero], held, updates), Widths(param_bytes, grad_bytes, 0, state_bytes))[0]

@@ -21,10 +21,10 @@ Made = Mapping[Buffer, Mapping[str, int]]
 class Category(StrEnum):
     """What memory is held for.  The first three are model states, the others residual states."""
 
-    PARAMETERS = "parameters"
-    GRADIENTS = "gradients"
+    PARAMETERS = "parameters"  # at rest and in slots, and the model's buffers
+    GRADIENTS = "gradients"  # and whole ones in slots
     OPTIMIZER = "optimizer"  # its state, and the fp32 masters of parameters in lower precision
-    ACTIVATIONS = "activations"  # live, saved and kept for backward, and the gradients that wait for their unit
+    ACTIVATIONS = "activations"  # the batch, live tensors, saved and kept ones, and the gradients that wait for their unit
     TEMPORARY = "temporary"  # what an instruction needs beyond what it leaves, and scalars of the step
     RESERVE = "reserve"  # of the allocator: rounding and fragmentation
 
@@ -32,10 +32,12 @@ class Category(StrEnum):
 CATEGORY: Mapping[str, Category] = {
     "param": Category.PARAMETERS, "slot": Category.PARAMETERS, "grad": Category.GRADIENTS, "unreduced": Category.GRADIENTS,
     "state": Category.OPTIMIZER, "activation": Category.ACTIVATIONS, "saved": Category.ACTIVATIONS, "kept": Category.ACTIVATIONS,
-    "gradient": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "loss": Category.TEMPORARY, "weight": Category.TEMPORARY,
-    "norm": Category.TEMPORARY,
+    "gradient": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "batch": Category.ACTIVATIONS,
+    "buffer": Category.PARAMETERS, "unused": Category.PARAMETERS, "loss": Category.TEMPORARY, "weight": Category.TEMPORARY,
+    "norm": Category.TEMPORARY, "scalar": Category.TEMPORARY,
 }  # fmt: skip
-"""By kind of buffer."""
+"""By kind of buffer: those of a program, and ``batch`` (this rank's rows of the step), ``buffer`` (all of the model's), ``unused``
+(parameters that no unit reads) and ``scalar`` (flags, loss scale), which no instruction names."""
 
 
 class Sizes(Protocol):

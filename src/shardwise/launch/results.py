@@ -54,6 +54,7 @@ class MetricsWriter:
     _pending: tuple[int, int, StepResult, float] | None = None
     _failed: bool = False
     _earlier: int = 0
+    _peak: int = 0
 
     def __post_init__(self) -> None:
         self._earlier = len(self.history)
@@ -86,6 +87,7 @@ class MetricsWriter:
         if item is None:
             return
         step, rows, result, seconds = item
+        self._peak = max(self._peak, peak_memory(self.device))
         skipped = bool(result.skipped)
         if skipped and result.scale is None:
             return  # the run ends here
@@ -96,7 +98,7 @@ class MetricsWriter:
             "lr": self.optimizer.learning_rate(step),
             "step_seconds": seconds,
             "tokens_per_second": rows * self.tokens_per_row / seconds,
-            "peak_memory_bytes": peak_memory(self.device),
+            "peak_memory_bytes": self._peak,
         }
         if result.scale is not None:
             values |= {"loss_scale": float(result.scale), "skipped": int(skipped)}
@@ -136,7 +138,7 @@ class MetricsWriter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory this rank has used so far, in bytes: of the GPU, or the process's resident memory."""
+    """The most memory this rank has used, in bytes: of the GPU since its peak was last reset, or the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

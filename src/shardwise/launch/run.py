@@ -19,15 +19,19 @@ from torch import Tensor, nn
 from shardwise.checkpoints import Checkpoints
 from shardwise.config import Config
 from shardwise.config.build import Data
-from shardwise.data.loader import Loader
+from shardwise.data.loader import Batch, Loader
+from shardwise.estimate.predict import describe
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.initial_values import Values
+from shardwise.runtime.interpreter import StepResult
 from shardwise.runtime.progress import Progress
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, keep_lines, read_lines
+from .forecast import Forecast
 from .matmul import MatmulChoice
+from .measuring import MEMORY, StepMemory, write_memory
 from .peak import mfu, model_flops, peak_flops
 from .results import Metrics, MetricsWriter, OnStep, append_line, sample_text, save_weights, tokens_per_row, write_json
 
@@ -63,6 +67,7 @@ class Run:
     data: Data
     matmul: MatmulChoice | None
     side: Side
+    forecast: Forecast
     metrics: MetricsWriter | None = None
 
     @property
@@ -97,7 +102,7 @@ class Run:
                 batch = next(loader)
                 if self.side.stop:
                     trainer.request_stop()
-                result = trainer.step(batch)
+                result = self._measured(batch) if step == first + 1 and metrics is not None else trainer.step(batch)
                 if metrics is not None:
                     metrics.add(step, batch.rows, result)
                 if self._after(step + 1, checkpoints, loader) and metrics is not None:
@@ -110,6 +115,19 @@ class Run:
             if trainer.comm.rank == 0:
                 save_weights(state, self.module, self.folder / "weights.safetensors")
             raise
+
+    def _measured(self, batch: Batch) -> StepResult:
+        """A step of rank 0 whose memory is measured and put beside what was predicted; the first has made what stays."""
+        trainer, metrics = self.trainer, self.metrics
+        if metrics is not None:
+            metrics.flush()  # on a GPU the peak so far is forgotten now
+        with StepMemory(trainer.engine, batch.fields, lambda one: describe(one, trainer.compiled.general)) as memory:
+            result = trainer.step(batch)
+        try:
+            write_memory(self.folder / MEMORY, self.forecast, memory.account())
+        except OSError as error:
+            self.side.tell(f"{self.folder / MEMORY} cannot be written: {error.strerror}; the run goes on")
+        return result
 
     def _after(self, done: int, checkpoints: Checkpoints, loader: Loader) -> bool:
         """What is due after ``done`` steps: an evaluation, a sample, a checkpoint; whether there was anything."""
@@ -228,6 +246,7 @@ class Run:
             return
         general = trainer.compiled.general
         programs = trainer.compiled.programs(general, trainer.plan.microbatches)
+        notes = [*trainer.notes, *([self.forecast.note] if self.forecast.note else [])]
         (folder / "program.txt").write_text("\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8")
         about = {
             "ranks": trainer.plan.mesh.size,
@@ -242,10 +261,11 @@ class Run:
             "checkpoint_every": self.config.checkpoint.every,
             "staging_bytes": ceiling,
             "phases": phases,
-            "notes": trainer.notes,
+            "notes": notes,
         }
         write_json(folder / "about.json", about)
-        for line in (*trainer.notes, *([str(self.matmul)] if self.matmul else [])):
+        write_memory(folder / MEMORY, self.forecast)
+        for line in (*notes, *([str(self.matmul)] if self.matmul else [])):
             log.info(line)
         log.info("%d parameters in %d units, from step %d", about["parameters"], about["units"], first)
 

@@ -13,8 +13,15 @@ from shardwise.config.build import LossFunction
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.data import Loader
+from shardwise.data.samples import Samples
+from shardwise.estimate.devices import Device, here
+from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
+
+from .forecast import Forecast, leaves_open, uncollected
+
+EXAMPLE_ROWS = 2
 
 
 @dataclass(frozen=True)
@@ -44,3 +51,32 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
     dataset, _ = build_dataset(config)
     with Loader(dataset, Mesh.of(dp=1), 0, config.data.batch_size, seed=config.train.seed) as loader:
         return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
+
+
+def settled(config: Config, compiled: Compiled) -> Compiled:
+    """``compiled`` under the plan that would be trained on this machine: with ``gathered`` chosen, and a note of it, where it is open."""
+    if not leaves_open(config):
+        return compiled
+    found = Forecast.of(config, compiled, _device(config))
+    found.compiled.general.notes.append(str(found.note))
+    return found.compiled
+
+
+def _device(config: Config) -> Device:
+    """The one here, for as many ranks as this machine would have."""
+    return here(ranks=min(config.train.devices, Hardware.here().devices))
+
+
+def forecast(config: Config, device: Device | None = None) -> Forecast:
+    """Predict the memory of what ``config`` describes; of the model only the structure is made, of its data two rows are read.
+
+    The device is by default the one here.
+    """
+    constructor, loss = build_model(config)
+    dataset, _ = build_dataset(config)
+    samples = Samples(dataset)
+    example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
+    with uncollected():
+        module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
+        compiled = Compiled(module, build_plan(config), example, loss)
+    return Forecast.of(config, compiled, device or _device(config))

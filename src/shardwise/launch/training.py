@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import torch
@@ -13,18 +14,20 @@ from shardwise.config import Config, build_data, build_loss_scale, build_model, 
 from shardwise.config.build import Constructor
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
+from shardwise.estimate.devices import here
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
+from .forecast import Forecast, budget_of, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .results import tokens_per_row
 from .run import Run, Side
-
-EXAMPLE_ROWS = 2
+from .subject import EXAMPLE_ROWS
 
 log = logging.getLogger("shardwise")
 
@@ -74,13 +77,28 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     rows = config.data.batch_size // (plan.microbatches * plan.mesh.size)
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
+    with uncollected():
+        compiled = Compiled(module, plan, example, loss, comm.device, initial=initial)
+    progress.phase("predicting the memory")
+    forecast = _forecast(config, compiled, comm)
     trainer = Trainer(
-        module, build_optimizer(config), plan, example, initial=initial, loss=loss, clip_norm=config.train.clip_norm or None,
+        forecast.compiled, build_optimizer(config), forecast.plan, example, clip_norm=config.train.clip_norm or None,
         seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
     )  # fmt: skip
     if comm.rank == 0:
-        (Path(config.train.run_dir) / "plan.toml").write_text(plan.to_toml(), encoding="utf-8")
-    return Run(config, trainer, data, matmul, side)
+        (Path(config.train.run_dir) / "plan.toml").write_text(forecast.plan.to_toml(), encoding="utf-8")
+    return Run(config, trainer, data, matmul, side, forecast)
+
+
+def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecast:
+    """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
+    device = here(comm.device, int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size)))
+    budgets = torch.zeros(comm.mesh.size, dtype=torch.float64, device=comm.device)
+    budgets[comm.rank] = budget_of(config, device)
+    comm.all_reduce(budgets, comm.mesh.names, what="the memory of all ranks").wait()
+    found = Forecast.of(config, compiled, device, int(budgets.min()), comm.shares_memory)
+    found.check()
+    return found
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:

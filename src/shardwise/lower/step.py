@@ -115,6 +115,7 @@ class _Lowering:
     def backward(self, u: int, m: int, first: tuple[int, ...]) -> Instruction:
         unit = self.trace.units[u]
         reads = [Buffer("saved", u, m), *(Buffer("param", b.index) for b in self.used[u])]
+        reads += [Buffer("activation", p, m) for p in self.producers(u)]  # autograd keeps inputs
         reads += [WEIGHT] if "loss" in unit.outputs else [Buffer("gradient", u, m)]
         writes = [Buffer("grad", b.index) for b in self.used[u] if b.learns]
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))

@@ -24,6 +24,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import ParameterRule, Plan
@@ -66,6 +67,12 @@ def placement(plan: Plan, name: str) -> ParameterRule:
     """The rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
     rule = plan.rule(name)
     return rule if shard_axes(plan) else replace(rule, rest="R", grad="P", state="R")
+
+
+def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, learns: bool = True) -> FlatShard:
+    """The range of a bucket whose masters and optimizer state rank ``index`` of ``parts`` has; of a frozen one, what it is to gather."""
+    sharded = (rule.state if learns else rule.rest) == "S"
+    return layout.shard(parts, index) if sharded else FlatShard(0, layout.numel)
 
 
 def reductions(plan: Plan, rule: ParameterRule, numel: int) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -203,21 +203,30 @@ def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
 
 def draw(runs: Sequence[Run], out: Path) -> None:
     """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps."""
-    if out.suffix.lower() not in FORMATS:
-        raise ConfigError(f"--out {out}: {out.suffix or 'no ending'} is not legal; legal: {', '.join(FORMATS)}")
+    save(lambda: make_figure(runs), out, "--out")
+
+
+def save(make: Callable[[], Figure], out: Path, option: str) -> None:
+    """Write the figure that ``make`` makes into ``out``, which ``option`` named."""
+    check_format(out, option)
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError as error:
         raise ConfigError(f"plot: {error}; legal: pip install shardwise[plots]") from None
-    figure = make_figure(runs)
+    figure = make()
     FigureCanvasAgg(figure)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=150)
     except OSError as error:
-        raise ConfigError(
-            f"--out {out}: cannot be written: {error.strerror or error}; legal: a file in a writable folder"
-        ) from None
+        words = f"cannot be written: {error.strerror or error}"
+        raise ConfigError(f"{option} {out}: {words}; legal: a file in a writable folder") from None
+
+
+def check_format(out: Path, option: str) -> None:
+    """Raise :class:`ConfigError` unless pictures can be written in the format that the file's name says."""
+    if out.suffix.lower() not in FORMATS:
+        raise ConfigError(f"{option} {out}: {out.suffix or 'no ending'} is not legal; legal: {', '.join(FORMATS)}")
 
 
 def make_figure(runs: Sequence[Run]) -> Figure:

@@ -13,14 +13,13 @@ from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.parallel.data import SHARDS, placement
+from shardwise.parallel.data import SHARDS, held_range, placement
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
+from shardwise.trace.casts import COMPUTE_DTYPE
 from shardwise.trace.trace import DECAY, Bucket
-
-REDUCE_DTYPE = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Update(NamedTuple):
@@ -51,6 +50,7 @@ class BucketMemory:
     grad: Tensor | None
     taken: Tensor | None  # what the optimizer takes: the held range of the gradient, on the host if that takes the step
     updates: list[Update]
+    common: bool = False  # ``param`` is the same memory on all ranks of the group
 
     @staticmethod
     def allocate(bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, apart: bool = False) -> BucketMemory:
@@ -60,23 +60,23 @@ class BucketMemory:
         """
         parts, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
-        shard, whole = layout.shard(parts, index), FlatShard(0, layout.numel)
-        sharded = rule.state == "S" if bucket.learns else rule.rest == "S"
-        held = shard if sharded else whole
-        rest = shard if rule.rest == "S" else whole
+        shard, held = layout.shard(parts, index), held_range(rule, layout, parts, index, bucket.learns)
+        rest = shard if rule.rest == "S" else FlatShard(0, layout.numel)
         # What others read in a gather lies where the communicator wants it: best, once for all of them.
+        sharded = held.numel < layout.numel
         param = comm.common(layout.numel, bucket.dtype, SHARDS) if sharded else _zeros(layout.numel, bucket.dtype, comm)
+        common = sharded and param is not None
         if param is None:
             param = comm.allocate(rest.numel, bucket.dtype)
         own = param if param.numel() == held.numel else param[held.start : held.stop]
         if not bucket.learns:
-            return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [])
-        wide, host = bucket.wide, plan.offload in ("optimizer", "all")
+            return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [], common)
+        wide, host = bucket.wide, plan.offloads_optimizer
         master = _host(held.numel, wide, comm) if host else own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
         grad = comm.allocate(held.numel if rule.grad == "S" else layout.numel, wide)
         final = grad if grad.numel() == held.numel else grad[held.start : held.stop]
         taken = _host(held.numel, wide, comm) if host else final
-        memory = BucketMemory(bucket, rule, layout, shard, held, param, master, grad, taken, [])
+        memory = BucketMemory(bucket, rule, layout, shard, held, param, master, grad, taken, [], common)
         memory.updates = memory._updates(choice, apart)
         return memory
 
@@ -208,7 +208,7 @@ class RankMemory:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype)
-        summed = REDUCE_DTYPE.get(plan.reduce)
+        summed = COMPUTE_DTYPE.get(plan.reduce)
         self.unreduced = Pool(comm, lambda memory: summed or memory.bucket.wide, shared=True)
         self.leaves = {
             name: view.detach().requires_grad_(memory.learns)

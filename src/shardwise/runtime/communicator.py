@@ -111,6 +111,7 @@ class Communicator(Protocol):
     mesh: Mesh
     rank: int
     device: torch.device
+    shares_memory: bool  # whether :meth:`common` gives memory to groups of more than one rank
 
     def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Replace ``x`` by its sum over the group, in place.  Real dtypes; fp16 and bf16 are rounded as the
@@ -178,6 +179,8 @@ class Communicator(Protocol):
 class BaseCommunicator(ABC):
     """Checks arguments, resolves groups and answers the trivial cases; backends implement the underscored
     methods."""
+
+    shares_memory = False
 
     def __init__(
         self,

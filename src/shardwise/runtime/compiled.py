@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,6 +102,15 @@ class Compiled:
                 )
             return self._evaluation
 
+    def under(self, plan: Plan) -> Compiled:
+        """The same model under another plan; traces serve both where nothing that they depend on differs."""
+        same = _traced_for(plan) == _traced_for(self.plan)
+        traces = self._traces if same else {}
+        buckets = self.buckets if same else []
+        return replace(
+            self, plan=plan, buckets=buckets, _traces=traces, _programs={}, _lock=threading.RLock(), _evaluation=None
+        )  # fmt: skip
+
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
         symbolic = self._traces.get((ones, None))
@@ -125,6 +135,11 @@ class Compiled:
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
+
+
+def _traced_for(plan: Plan) -> tuple[Any, ...]:
+    """What a trace depends on; parameters of different rules do not share a bucket."""
+    return plan.precision, batch_axes(plan), plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
 def _layout(one: Trace) -> list[tuple[str, ...]]:

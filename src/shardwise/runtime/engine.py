@@ -59,7 +59,7 @@ class Engine:
             raise ConfigError(
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
-        if plan.offload in ("activations", "all") and comm.device.type == "cpu":
+        if plan.offloads_activations and comm.device.type == "cpu":
             raise ConfigError(
                 f'offload: "{plan.offload}" is not legal on a CPU, whose memory is the host\'s; legal: "none", "optimizer".'
             )
@@ -74,7 +74,7 @@ class Engine:
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict,
-            offload=plan.offload in ("activations", "all"),
+            offload=plan.offloads_activations,
         )  # fmt: skip
 
     def _compute_dtype(self, name: str) -> torch.dtype:

@@ -138,11 +138,6 @@ class _Step:
             self.start.append(taken)
             a, b = self.env(m).range()
             taken += b - a
-        self.run_op = {
-            Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.COUNT: self.count,
-            Op.GATHER: self.gather, Op.ROUND: self.gradients.round, Op.REDUCE: self.reduce, Op.ADD: self.gradients.take,
-            Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update,
-        }  # fmt: skip
 
     @property
     def wide(self) -> torch.dtype:
@@ -151,13 +146,19 @@ class _Step:
     def run(self, program: Program) -> StepResult:
         owner = self.owner
         advance = getattr(owner.comm, "progress", None)
+        # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
+        run_op = {
+            Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.COUNT: self.count,
+            Op.GATHER: self.gather, Op.ROUND: self.gradients.round, Op.REDUCE: self.reduce, Op.ADD: self.gradients.take,
+            Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update,
+        }  # fmt: skip
         for position, one in enumerate(program.instructions):
             if owner.progress is not None:
                 owner.progress(position, one)
             for at in one.waits:
                 self.wait(at, program)
             self.position = position
-            self.run_op[one.op](one)
+            run_op[one.op](one)
             if position not in self.handles:
                 self.free(one)
             if advance is not None and self.handles:

@@ -105,6 +105,7 @@ class FlatOptimizer:
         if self._fused:
             optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale), skip
             optimizer.step()
+            optimizer.grad_scale = optimizer.found_inf = None
             return
         if grad_scale is not None:
             self._scale_gradients(grad_scale)

@@ -67,6 +67,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
     the same bits.
     """
 
+    shares_memory = True
+
     def __init__(self, mesh: Mesh, met: Rendezvous, timeout: float = 300.0, on_wait: OnWait | None = None) -> None:
         """Meet the other ranks.  Raises :class:`ShardwiseError`, on all of them, where they cannot share
         memory."""

@@ -21,7 +21,23 @@ aten = torch.ops.aten
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``F.linear``, but for the gradient of ``weight``, which there is none of."""
     y = F.linear(x, weight.detach(), bias)
-    return y if y.requires_grad else y.requires_grad_()
+    return y if y.requires_grad else start([y])[0]
+
+
+def start(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``tensors`` as the start of a graph: gradients end there, but it does not hold them as it would hold leaves."""
+    begun: tuple[Tensor, ...] = _Start.apply(torch.empty(0, requires_grad=True), tensors)  # type: ignore[no-untyped-call]
+    return begun
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def edge(y: Tensor) -> GradientEdge:

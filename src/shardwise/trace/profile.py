@@ -10,19 +10,32 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.trace.casts import GRADIENT_DTYPE
 from shardwise.trace.meter import storage
 from shardwise.trace.products import Operands, accumulate, expose, watch
+from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
 from shardwise.trace.tracker import StorageTracker
 from shardwise.trace.units import Unit
 from shardwise.trace.walk import META, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+
+
+@dataclass(frozen=True)
+class Way:
+    """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and ``saved`` what
+    BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks."""
+
+    forward: int = 0
+    kept: int = 0
+    recompute: int = 0
+    saved: int = 0
+    backward: int = 0
 
 
 @dataclass(frozen=True)
@@ -31,21 +44,18 @@ class UnitMemory:
 
     Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
     autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it.  Peaks are the
-    most that an instruction adds to what was alive before it, and include what it leaves.
+    most that an instruction adds to what was alive before it, and include what it leaves.  There is a :class:`Way` for each
+    choice of a plan's ``recompute``; a unit without backward goes the first part of ``full``, which keeps nothing.
     """
 
     index: int
     name: str
     outputs: int = 0  # live outputs that the unit made itself
     updates: int = 0  # new values of buffers, kept until the step ends
-    saved: int = 0  # by FORWARD, for BACKWARD
-    saved_again: int = 0  # by RECOMPUTE, its outputs included
     gradients: tuple[int, ...] = ()  # that BACKWARD leaves pending, by input of the unit
-    forward: int = 0  # peak of FORWARD that saves
-    forward_alone: int = 0  # peak of FORWARD that does not
-    recompute: int = 0  # peak of RECOMPUTE
-    backward: int = 0  # peak of BACKWARD after FORWARD
-    backward_again: int = 0  # peak of BACKWARD after RECOMPUTE
+    none: Way = Way()
+    selective: Way = Way()
+    full: Way = Way()
     unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
 
 
@@ -58,21 +68,24 @@ class Profile:
 
 
 def profile(
-    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None
-) -> Profile:
+    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> Profile:  # fmt: skip
     """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
-    Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here; ``microbatches`` is the number in a step.  Raises
-    :class:`ConfigError` on numbers that the trace cannot take.
+    Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here;
+    ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
+    where these are not the bucket's ``wide``.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
     check_walk("memory", trace, rows, parts, device)
     if index is not None and not 0 <= index < parts:
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
-    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=microbatches == 1)
+    alone = microbatches == 1 and trace.precision != "fp16"
+    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=alone)
     with largest_sizes():
-        return Profile(tuple(_Profiler(trace, walk, microbatches).run()), _count(trace, walk))
+        return Profile(tuple(_Profiler(trace, walk, microbatches, goals).run()), _count(trace, walk))
 
 
 def _count(trace: Trace, walk: Walk) -> int:
@@ -134,8 +147,9 @@ def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
 class _Profiler:
     """All units forward, then all backward with the pending gradients that the later ones left."""
 
-    def __init__(self, trace: Trace, walk: Walk, microbatches: int) -> None:
+    def __init__(self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype]) -> None:
         self.trace, self.walk, self.microbatches = trace, walk, microbatches
+        self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
         self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
@@ -150,7 +164,7 @@ class _Profiler:
         return found
 
     def key(self, unit: Unit, arguments: Sequence[Tensor]) -> Any:
-        products = tuple(n in unit.products for n in unit.parameters)
+        products = tuple(n in unit.products and self.goals[n] for n in unit.parameters)
         return unit.code, products, unit.output_grads, unit.outputs.count("loss"), len(unit.updates), _forms(arguments)
 
     def arguments(self, unit: Unit) -> list[Tensor]:
@@ -160,19 +174,10 @@ class _Profiler:
         arguments = self.arguments(unit)
         key = self.key(unit, arguments)
         if key not in self.forwards:
-            memory = UnitMemory(unit.index, unit.name)
-            for keep in (False, True) if unit.differentiable else (False,):
-                work = _Work(self, unit, arguments)
-                peak, left = work.forward(keep)
-                given = storages(arguments)
-                made = without(storages(work.live), given)
-                updates = without(storages(work.updates), given, made)
-                sizes = {"outputs": sum(made.values()), "updates": sum(updates.values())}
-                if keep:
-                    sizes |= {"saved": left - sum(sizes.values()), "forward": peak}
-                else:
-                    sizes |= {"forward_alone": peak}
-                memory = replace(memory, **sizes, unknown=work.names_of_unknown())
+            work = _Work(self, unit, arguments)
+            peak, _ = work.forward("alone")
+            made, updates = work.made()
+            memory = UnitMemory(unit.index, unit.name, made, updates, full=Way(peak), unknown=work.names_of_unknown())
             self.forwards[key] = memory, _forms(work.live, arguments)
         memory, forms = self.forwards[key]
         for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
@@ -204,14 +209,21 @@ class _Profiler:
     def walk_backward(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None]
     ) -> tuple[dict[str, Any], list[Tensor | None]]:
-        """The fields of BACKWARD, after FORWARD and after RECOMPUTE, and the gradients that are pending then."""
-        once, again = _Work(self, unit, arguments), _Work(self, unit, arguments)
-        once.forward(keep=True)
-        recompute, saved = again.forward(keep=True, again=True)
-        backward, _ = once.backward(given, before)
-        backward_again, grads = again.backward(given, before)
-        found = {"saved_again": saved, "recompute": recompute, "backward": backward, "backward_again": backward_again}
-        return found | {"unknown": once.names_of_unknown()}, grads
+        """All ways of the unit, and the gradients that are pending then."""
+        once, recalled, again = (_Work(self, unit, arguments) for _ in range(3))
+        forward, left = once.forward("save")
+        kept = left - sum(once.made())
+        none = Way(forward, kept, 0, kept, once.backward(given, before)[0])
+        forward, left = recalled.forward("record")
+        kept = left - sum(recalled.made())
+        recompute, more = recalled.forward("again")
+        selective = Way(forward, kept, recompute, kept + more, recalled.backward(given, before)[0])
+        forward = self.forwards[self.key(unit, arguments)][0].full.forward
+        recompute, saved = again.forward("again")
+        backward, grads = again.backward(given, before)
+        full = Way(forward, 0, recompute, saved, backward)
+        unknown = {*once.names_of_unknown(), *recalled.names_of_unknown()}
+        return {"none": none, "selective": selective, "full": full, "unknown": tuple(sorted(unknown))}, grads
 
 
 def _owned(unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], arguments: Sequence[Tensor]) -> tuple[int, ...]:
@@ -228,7 +240,7 @@ def _owned(unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], arg
 
 
 class _Work:
-    """One unit's instructions, as the interpreter does them."""
+    """One unit's instructions on one way, as the interpreter does them."""
 
     def __init__(self, owner: _Profiler, unit: Unit, arguments: Sequence[Tensor]) -> None:
         trace = owner.trace
@@ -237,39 +249,58 @@ class _Work:
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: tuple[list[Tensor], Operands] | None = None
+        self.tape: Tape | None = None
         wide = torch.float64 if trace.precision == "fp64" else torch.float32
         self.loss = torch.empty((), dtype=wide, device=META)
         self.weights = torch.empty(owner.microbatches, dtype=wide, device=META) if trace.targets is not None else None
+        self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
         trained = dict(zip(unit.parameters, arguments, strict=False))
-        self.goals = {
-            n: torch.empty(trained[n].shape, dtype=GRADIENT_DTYPE.get(trained[n].dtype, trained[n].dtype), device=META)
-            for n in unit.products
-        }
+        self.goals = {n: torch.empty(trained[n].shape, dtype=owner.goals[n], device=META) for n in unit.products}
 
     def weight(self) -> Tensor:
         """w_m of the interpreter: a new scalar, or one of all microbatches'."""
         return torch.full((), 1.0, dtype=self.loss.dtype, device=META) if self.weights is None else self.weights[0]
 
-    def forward(self, keep: bool, again: bool = False) -> tuple[int, int]:
-        """FORWARD or RECOMPUTE: the peak, and what is left, both above what was there before."""
-        unit = self.unit
+    def seed(self, name: str, value: Tensor, pending: Mapping[str, Tensor]) -> Tensor | None:
+        if name == "loss":
+            weight = self.weight()
+            return (weight if self.scale is None else weight * self.scale).to(value.dtype)
+        return pending.get(name)
+
+    def forward(self, what: Literal["alone", "save", "record", "again"]) -> tuple[int, int]:
+        """FORWARD that keeps nothing, what autograd keeps or what a tape does, or RECOMPUTE, from the tape where there is one.
+
+        Returns the peak, and what is left, both above what was there before.
+        """
+        unit, env = self.unit, self.run.walk.env
         graph = unit.graph
         assert graph is not None
-        if keep:
-            graph, _ = expose(graph, [n in unit.products for n in unit.parameters])
+        own = len(unit.outputs) + len(unit.updates)
+        if what != "alone":
+            graph = recallable(expose(graph, [n in unit.products for n in unit.parameters])[0], own)
+        env.tape, self.tape = self.tape, None
+        if what == "record":
+            env.tape = self.tape = Tape()
+        keep = what in ("save", "again")
         before = self.tracker.mark()
-        with self.run.meter, self.tracker, torch.set_grad_enabled(keep):
+        with self.run.meter, self.tracker, self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep):
             outputs = self.run.forward(graph, self.arguments)
-            own = len(unit.outputs) + len(unit.updates)
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
                 good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
                 self.saved = (good, operands)
                 del good
-            if not again:
+            if what != "again":
                 self.publish(outputs)
         del outputs, operands
+        env.tape = None
         return self.tracker.peak - before, self.tracker.current - before
+
+    def made(self) -> tuple[int, int]:
+        """Bytes of live outputs, and of new values of buffers."""
+        given = storages(self.arguments)
+        made = without(storages(self.live), given)
+        return sum(made.values()), sum(without(storages(self.updates), given, made).values())
 
     def publish(self, outputs: Sequence[Tensor]) -> None:
         unit = self.unit
@@ -296,7 +327,7 @@ class _Work:
             seeds = [
                 (value, seed)
                 for name, value in zip(names, outputs, strict=True)
-                if (seed := self.weight().to(value.dtype) if name == "loss" else pending.get(name)) is not None
+                if (seed := self.seed(name, value, pending)) is not None
             ]
             later = watch(unit.products, operands, self.add_product)
             wanted = [*parameters, *live, *(y for _, _, y in later)]

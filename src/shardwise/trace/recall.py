@@ -200,8 +200,7 @@ def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tupl
     learning = [i for i, t in enumerate(given) if t.requires_grad]
     alone = [t.detach() for t in given]
     if learning:
-        anchor = torch.empty(0, requires_grad=True)
-        for i, t in zip(learning, _Start.apply(anchor, [given[i] for i in learning]), strict=True):  # type: ignore[no-untyped-call]
+        for i, t in zip(learning, products.start([given[i] for i in learning]), strict=True):
             alone[i] = t
     saver = _Saver(list(alone))
     feed = iter(alone)
@@ -220,18 +219,6 @@ def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tupl
     views = {i: (given[i].shape, given[i].stride()) for i in sorted(saver.viewed)}
     like = (value.shape, value.stride(), value.dtype, value.device)
     return cut, _Kept(like, value if read else None, result.requires_grad, end, starts, views, saver.inputs)
-
-
-class _Start(torch.autograd.Function):
-    """Where the gradients of a small graph end: its inputs, none of which it holds as it would hold leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, inputs: list[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(t.detach() for t in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.flat import FlatBuffer
 from shardwise.core.optim import OptimizerChoice
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
-from shardwise.trace.casts import GRADIENT_DTYPE, shadow_dtype
+from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype
 from shardwise.trace.functional import functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
 from shardwise.trace.normalise import normalise
@@ -79,6 +79,16 @@ class Bucket:
         return FlatBuffer.pack(items, parts, self.dtype.itemsize)
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Bytes that a rank keeps beside its buckets: of a row of the batch, of the model's buffers, and, on the host, of the parameters
+    that no unit reads."""
+
+    row: int = 0
+    buffers: int = 0
+    unused: int = 0
+
+
 @dataclass
 class Trace:
     """What the rest of shardwise knows of a model.
@@ -99,6 +109,7 @@ class Trace:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     ones: tuple[str, ...] = ()
+    beside: Beside = Beside()
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -146,11 +157,22 @@ def trace(
     learning = _learning(units, captured)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
+    buckets = _buckets(units, module, precision, learning, group)
     return Trace(
-        units, _buckets(units, module, precision, learning, group),
-        tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
-        captured.notes, sharded.replicated, sharded.collectives, ones,
+        units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
+        captured.notes, sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
     )  # fmt: skip
+
+
+def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> Beside:
+    def nbytes(values: Iterable[Tensor]) -> int:
+        return sum(v.numel() * v.element_size() for v in values)
+
+    with torch.no_grad():
+        rows = [cast_field(torch.empty_like(v[:1], device="meta"), precision) for v in batch.values()]
+        buffers = [cast_buffer(torch.empty_like(b, device="meta"), precision) for _, b in module.named_buffers()]
+    placed = {p.name for b in buckets for p in b.parameters}
+    return Beside(nbytes(rows), nbytes(buffers), nbytes(p for n, p in module.named_parameters() if n not in placed))
 
 
 def _learning(units: list[Unit], captured: Captured) -> set[str]:
@@ -208,7 +230,8 @@ def _opaque(
         "(a loss that is not a mean of rows, negatives of the same batch) is computed on each rank's own rows",
         "branches that depend on values are decided by each rank's own rows",
     ]
+    buckets = _buckets([unit], module, precision, learning, group)
     return Trace(
-        [unit], _buckets([unit], module, precision, learning, group), tuple(n for n in trainable if n not in learning),
-        tuple(batch), None, precision, None, reason, notes,
+        [unit], buckets, tuple(n for n in trainable if n not in learning), tuple(batch), None, precision, None, reason, notes,
+        beside=_beside(module, batch, buckets, precision),
     )  # fmt: skip

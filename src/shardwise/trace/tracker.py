@@ -9,6 +9,8 @@ one tensor into a third, which it otherwise sums into the first.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -22,7 +24,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages made while it is on; they leave the count when they end, whether it is still on or not.
 
     ``current`` is what is alive, ``peak`` the most that was since the last :meth:`mark`, ``peak_op`` the op that reached it (""
-    where none rose above the mark).  ``device`` is the type of device whose storages count, by default any.  Where another mode
+    where none rose above the mark), ``made`` what is alive of what was made since.  ``device`` is the type of device whose storages count, by default any.  Where another mode
     replaces results, this one has to be the inner of the two.
     """
 
@@ -31,12 +33,28 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.device = device
         self.current = self.peak = 0
         self.peak_op = ""
+        self._paused = False
         self._alive: dict[weakref.ref[Any], int] = {}
+        self._young: set[weakref.ref[Any]] = set()
+
+    @property
+    def made(self) -> int:
+        return sum(self._alive[one] for one in self._young)
 
     def mark(self) -> int:
         """Begin a new peak at what is alive now, and return that."""
         self.peak, self.peak_op = self.current, ""
+        self._young.clear()
         return self.current
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which storages are made that do not count."""
+        self._paused, before = True, self._paused
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def __contains__(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor`` is one that is counted."""
@@ -44,6 +62,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
+        if self._paused:
+            return results
         given: set[int] | None = None
         for tensor in _tensors(results):
             if self.device not in (None, tensor.device.type):
@@ -61,7 +81,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _count(self, storage: Any, before: int | None, func: Any) -> None:
         if before is None:
-            self._alive[weakref.ref(storage, self._end)] = storage.nbytes()
+            key = weakref.ref(storage, self._end)
+            self._alive[key] = storage.nbytes()
+            self._young.add(key)
         elif before != storage.nbytes():  # resized; the key, which ends the count, stays
             self._alive[weakref.ref(storage)] = storage.nbytes()
         self.current += storage.nbytes() - (before or 0)
@@ -70,6 +92,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _end(self, reference: weakref.ref[Any]) -> None:
         self.current -= self._alive.pop(reference)
+        self._young.discard(reference)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

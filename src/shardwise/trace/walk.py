@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,6 +18,7 @@ from torch.fx.experimental import _config as fx_config
 from shardwise.core.errors import ConfigError
 from shardwise.trace.meter import Meter, base_name, storage, tensors_in
 from shardwise.trace.ops import Env, local_rows
+from shardwise.trace.recall import recalled
 from shardwise.trace.saved import COMPOSED, DEVICES, is_known
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
@@ -128,12 +130,15 @@ class Run:
         target: Any = node.target
         before = self.meter.flops
         try:
-            if target in COMPOSED:
-                result = COMPOSED[target](self.walk.device, *args, **kwargs)
+            if target is recalled:
+                env, number, read, target, *args = args
+                result = recalled(env, number, read, self.placed(target), *args, **kwargs)
             else:
-                result = target(*args, **kwargs)
+                result = self.placed(target)(*args, **kwargs)
         except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
             self.unknown.add(str(target))
+            if node.target is recalled and self.walk.env.tape is not None:
+                self.walk.env.tape.kept[number] = None
             return self.stand_in(node, args)
         kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
         if kept or _depends_on_data(node):
@@ -141,6 +146,10 @@ class Run:
         if base_name(target) in SPLIT and (key := storage(args[1])) in self.parameters:
             self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
         return result
+
+    def placed(self, target: Any) -> Any:
+        """``target`` as the device composes it."""
+        return partial(COMPOSED[target], self.walk.device) if target in COMPOSED else target
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
         """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the largest."""

@@ -1,0 +1,192 @@
+"""The plan nearest to another one that fits into a budget of memory: a search over a short list of changes, cheapest first.
+
+What a change costs is a rough percentage of a step's time, after the measurements that its papers give; what changes the numbers
+or needs more devices costs more than anything that does not, and is tried only if nothing else is enough.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+Changes = Mapping[str, Any]
+"""New values by the config's keys."""
+
+Peak = Callable[[Changes], int]
+"""Bytes that a rank needs under some changes."""
+
+RECOMPUTE = {"none": 0, "selective": 6, "full": 33}  # one forward of three
+ZERO = (0, 1, 3, 12)  # stage 3 communicates half as much again
+GATHERED = {"step": 0, "forward": 5, "use": 10}
+OFFLOAD = {"none": 0, "optimizer": 100}
+DOUBLED = 8  # of microbatches: smaller products
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What can be changed, as it is now; ``gathered`` is None where it follows from the budget."""
+
+    batch_size: int
+    dp: int
+    dp_replicate: int = 1
+    zero: int = 0
+    gathered: str | None = None
+    recompute: str = "none"
+    microbatches: int = 1
+    offload: str = "none"
+    precision: str = "fp32"
+    kind: str = "cuda"
+
+
+class Rung(NamedTuple):
+    """A value of a key, and what it costs beside the present one."""
+
+    value: Any
+    cost: float
+
+
+class Fit(NamedTuple):
+    """``changes`` are those of the nearest plan that fits, None if there is none; its ``peak``.
+
+    ``least`` is the smallest peak of all plans that were tried, and ``least_changes`` what leads to it.
+    """
+
+    changes: Changes | None
+    peak: int
+    least: int
+    least_changes: Changes
+
+
+def nearest(now: Choices, budget: int, peak: Peak) -> Fit:
+    """The plan with the cheapest changes whose ``peak`` is at most ``budget``; every peak is asked for at most once.
+
+    More of a change is taken to need no more memory, but for the plan that needs least, which is looked for step by step.
+    """
+    known: dict[tuple[tuple[str, Any], ...], int] = {}
+
+    def asked(changes: Changes) -> int:
+        key = tuple(sorted(changes.items()))
+        if key not in known:
+            known[key] = peak(changes)
+        return known[key]
+
+    least: tuple[int, Changes] | None = None
+    for fixed, choices in _tiers(now):
+        found, low = _Search(_ladders(choices), fixed, budget, asked).run()
+        if least is None or low[0] < least[0]:
+            least = low
+        if found is not None:
+            return Fit(found, asked(found), *least)
+    assert least is not None
+    return Fit(None, least[0], *least)
+
+
+def _tiers(now: Choices) -> Iterator[tuple[dict[str, Any], Choices]]:
+    """On the devices there are; then with half the precision; then on twice as many devices, and so on as long as there are rows."""
+    dp = now.dp
+    while dp == now.dp or now.batch_size % (dp * now.microbatches) == 0:
+        grown = replace(now, dp=dp)
+        changes = {} if dp == now.dp else {"parallel.dp": dp}
+        yield changes, grown
+        if now.precision == "fp32":
+            yield {**changes, "parallel.precision": "bf16"}, replace(grown, precision="bf16")
+        dp *= 2
+
+
+def _ladders(now: Choices) -> dict[str, list[Rung]]:
+    """The values of each key that need less and less memory, the present one first."""
+    per_rank = now.batch_size // now.dp
+    divisors = [m for m in range(now.microbatches, per_rank + 1) if per_rank % m == 0]
+    found = {
+        "parallel.microbatches": [Rung(m, DOUBLED * math.log2(m / now.microbatches)) for m in divisors],
+        "parallel.recompute": _from(RECOMPUTE, now.recompute),
+        "parallel.zero": [Rung(z, ZERO[z] - ZERO[now.zero]) for z in range(now.zero, 4)],
+    }
+    if now.dp // now.dp_replicate == 1:
+        found["parallel.zero"] = found["parallel.zero"][:1]
+    if now.gathered is not None and found["parallel.zero"][-1].value == 3:
+        found["parallel.gathered"] = _from(GATHERED, now.gathered)
+    if now.kind == "cuda":  # the host of a CPU rank has the same memory
+        found["parallel.offload"] = _from(OFFLOAD, now.offload) if now.offload in OFFLOAD else [Rung(now.offload, 0)]
+    return found
+
+
+def _from(costs: Mapping[str, float], now: str) -> list[Rung]:
+    words = list(costs)
+    return [Rung(word, costs[word] - costs[now]) for word in words[words.index(now) :]]
+
+
+Place = tuple[int, ...]  # a rung of every ladder
+
+
+@dataclass
+class _Search:
+    ladders: Mapping[str, Sequence[Rung]]
+    fixed: Changes
+    budget: int
+    peak: Peak
+
+    def run(self) -> tuple[Changes | None, tuple[int, Changes]]:
+        """The cheapest changes that fit, and the least of all peaks with its changes."""
+        corner = self.lowest()
+        least = self.at(corner), self.changes(corner)
+        if least[0] > self.budget:
+            return None, least
+        bottom = self.needed(corner)
+        misfits: list[Place] = []
+        for place in sorted(itertools.product(*map(range, self.sizes())), key=self.order):
+            if any(p < b for p, b in zip(place, bottom, strict=True)) or any(_within(place, m) for m in misfits):
+                continue
+            if self.at(place) <= self.budget:
+                return self.changes(place), least
+            misfits.append(place)
+        return self.changes(corner), least
+
+    def sizes(self) -> list[int]:
+        return [len(ladder) for ladder in self.ladders.values()]
+
+    def changes(self, place: Place) -> Changes:
+        rungs = zip(self.ladders.items(), place, strict=True)
+        return {**self.fixed, **{key: ladder[at].value for (key, ladder), at in rungs if at}}
+
+    def at(self, place: Place) -> int:
+        return self.peak(self.changes(place))
+
+    def order(self, place: Place) -> tuple[float, int]:
+        costs = [ladder[at].cost for ladder, at in zip(self.ladders.values(), place, strict=True)]
+        return sum(costs), sum(map(bool, place))
+
+    def lowest(self) -> Place:
+        """From all changes at once, one step along one ladder at a time as long as that needs less, or costs less for as much."""
+
+        def rank(one: Place) -> tuple[int, tuple[float, int]]:
+            return self.at(one), self.order(one)
+
+        place = tuple(size - 1 for size in self.sizes())
+        while True:
+            near = [
+                (*place[:i], at, *place[i + 1 :]) for i, size in enumerate(self.sizes()) for at in (place[i] - 1, place[i] + 1)
+                if 0 <= at < size
+            ]  # fmt: skip
+            best = min(near, key=rank, default=place)
+            if rank(best) >= rank(place):
+                return place
+            place = best
+
+    def needed(self, corner: Place) -> Place:
+        """Of each ladder the first rung with which the plan that needs least still fits."""
+        return tuple(
+            next(
+                at
+                for at in range(corner[i] + 1)
+                if at == corner[i] or self.at((*corner[:i], at, *corner[i + 1 :])) <= self.budget
+            )
+            for i in range(len(corner))
+        )
+
+
+def _within(place: Place, other: Place) -> bool:
+    return all(a <= b for a, b in zip(place, other, strict=True))

@@ -1,0 +1,166 @@
+"""What a rank will hold at each instruction of a step: from trace, plan and optimizer alone, without weights, engine or device."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.layout import shard_range
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.core.program import Program, class_of
+from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
+from shardwise.estimate.states import Share, bucket_states
+from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
+from shardwise.lower.step import lower
+from shardwise.parallel.data import SHARDS, batch_axes
+from shardwise.trace.profile import Profile, profile
+from shardwise.trace.trace import Bucket, Trace
+
+STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
+DOES: Mapping[Op, str] = {
+    Op.COUNT: "counting the targets", Op.FORWARD: "forward", Op.RECOMPUTE: "forward again", Op.BACKWARD: "backward",
+    Op.GATHER: "gathering the parameters", Op.ROUND: "rounding the gradient", Op.REDUCE: "summing", Op.ADD: "adding the summed gradient",
+    Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
+}  # fmt: skip
+"""Each instruction in words."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The memory of one rank in one step.
+
+    ``timeline`` is that of its device, ``host`` what is beside it on the host, by buffer and at most during updates (both empty
+    where the device is the host).  ``persistent`` is what is on the device from step to step, by buffer.  ``unknown`` are the ops
+    whose memory is a guess or left out, by unit.
+    """
+
+    rank: int
+    device: str
+    program: Program
+    timeline: Timeline
+    persistent: Mapping[Buffer, int]
+    host: Mapping[Category, int]
+    at: str
+    unknown: Mapping[str, tuple[str, ...]]
+
+    @property
+    def peak(self) -> Mapping[Category, int]:
+        """The highest peak, by category."""
+        return self.timeline.peak
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+    @property
+    def states(self) -> Mapping[Category, int]:
+        """Model states from step to step on the device, with slots and the model's buffers."""
+        return _by_category(self.persistent, STATES)
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+
+def predict(
+    trace: Trace | Callable[[int], Trace],
+    plan: Plan,
+    choice: OptimizerChoice,
+    *,
+    rows: int,
+    device: str = "cpu",
+    rank: int | None = None,
+    common: bool = False,
+    profiled: Callable[..., Profile] = profile,
+) -> Prediction:
+    """What ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
+
+    Args:
+        trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their trace.
+        device: "cpu" or "cuda", whichever is present here.
+        common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once for all of them.
+        profiled: :func:`shardwise.trace.profile.profile`, or one that remembers what it has found.
+
+    What the communicator takes for itself is not counted, nor what an allocator wastes.  :class:`ConfigError` on numbers that do not
+    fit the plan or the trace.
+    """
+    if rows < 1:
+        raise ConfigError(f"memory: rows {rows} is not legal; legal: 1 or more")
+    if rank is not None and not 0 <= rank < plan.mesh.size:
+        raise ConfigError(f"memory: rank {rank} is not legal; legal: 0 to {plan.mesh.size - 1}")
+    number = min(plan.microbatches, rows)
+    plan = plan.replace(microbatches=number)
+    sizes = [b - a for a, b in (shard_range(rows, number, m) for m in range(number))]
+    by_size = {size: trace if isinstance(trace, Trace) else trace(size) for size in set(sizes)}
+    general = by_size[sizes[0]]
+    if general.precision != plan.precision:
+        raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
+    rank = fullest(general, plan, choice, rows) if rank is None else rank
+    parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
+    program = class_of(lower(general, plan), plan.mesh, rank)
+    kinds = goals(general, plan)
+    profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()}
+    there, here = accounts(general, plan, choice, program, rows, rank, device, common)
+    walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
+    found = timeline(program.instructions, walked)
+    host = {} if here is there else _by_category(here.persistent)
+    if host:
+        host[Category.TEMPORARY] = max(here.steps.values(), default=0)
+    unknown = {u.name: u.unknown for u in profiles[sizes[0]].units if u.unknown}
+    at = describe(found.instructions[found.at], general)
+    return Prediction(rank, device, program, found, there.persistent, host, at, unknown)
+
+
+def describe(one: Instruction, trace: Trace) -> str:
+    """An instruction in words: what, of which unit or bucket, in which microbatch."""
+    words = [DOES.get(one.op, str(one.op))]
+    if one.unit >= 0:
+        words.append(f"of {trace.units[one.unit].name}")
+    if one.bucket >= 0:
+        words.append(f"of {bucket_name(trace, trace.buckets[one.bucket])}")
+    if one.op is Op.REDUCE:
+        words.append(f"over {', '.join(one.axes)}")
+    if one.microbatch >= 0:
+        words.append(f"in microbatch {one.microbatch}")
+    return " ".join(words)
+
+
+def bucket_name(trace: Trace, bucket: Bucket) -> str:
+    """The units whose parameters it has."""
+    return " and ".join(trace.units[u].name for u in bucket.units)
+
+
+def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int) -> int:
+    """The rank that needs most: of those with the most rows of a microbatch the one with the largest model states and batch."""
+    each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
+    most = max(map(max, each))
+    apart = trace.opaque is not None
+    alike: dict[object, list[Bucket]] = {}
+    for b in trace.buckets:
+        names = [p.name for p in b.parameters]
+        shapes = tuple((p.shape, choice.decays(p.name, p.shape)) for p in b.parameters)
+        alike.setdefault((shapes, b.dtype, b.learns, plan.rule(names[0])), []).append(b)
+
+    @functools.cache
+    def states(index: int) -> int:
+        total = 0
+        for same in alike.values():
+            share = Share.of(same[0], plan, choice, index, apart)
+            held = bucket_states(share, bucket_widths(choice, same[0]), learns=same[0].learns)
+            total += len(same) * sum(s.total for s in held)
+        return total
+
+    ranks = (rank for rank, n in enumerate(each) if max(n) == most)
+    return max(ranks, key=lambda r: (states(plan.mesh.index(r, SHARDS)) + trace.beside.row * sum(each[r]), -r))
+
+
+def _by_category(sizes: Mapping[Buffer, int], categories: tuple[Category, ...] = tuple(Category)) -> dict[Category, int]:
+    found = dict.fromkeys(categories, 0)
+    for buffer, n in sizes.items():
+        if CATEGORY[buffer.kind] in found:
+            found[CATEGORY[buffer.kind]] += n
+    return found

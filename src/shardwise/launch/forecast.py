@@ -1,0 +1,219 @@
+"""What a plan needs on a device before anything is allocated: whether it fits, how long parameters stay gathered, what would fit."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shardwise.config import Config, build_optimizer, build_plan
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.estimate.devices import GIB, Device
+from shardwise.estimate.fit import Choices, Fit, nearest
+from shardwise.estimate.predict import Prediction, predict
+from shardwise.estimate.timeline import CATEGORY, Category
+from shardwise.parallel.data import shard_axes
+from shardwise.report.memory import Account
+from shardwise.report.tables import count, size
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace.profile import Profile, profile
+from shardwise.trace.trace import Trace
+
+LONGEST_FIRST = tuple(reversed(CHOICES["gathered"]))
+
+
+@dataclass
+class Forecast:
+    """Predictions of ``config`` on ``device``, of which a rank may take ``budget`` bytes.
+
+    ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` chosen where the config leaves it open.
+    ``note`` tells of that choice.
+    """
+
+    config: Config
+    compiled: Compiled
+    device: Device
+    budget: int
+    note: str | None = None
+    common: bool = False  # ranks have memory in common
+    _compiled: dict[str, Compiled] = field(default_factory=dict)  # by precision
+    _known: dict[tuple[Plan, int | None], Prediction] = field(default_factory=dict)
+    _profiles: dict[Any, Profile] = field(default_factory=dict)  # most plans differ in nothing that units see
+
+    @staticmethod
+    def of(config: Config, compiled: Compiled, device: Device, budget: int | None = None, common: bool = False) -> Forecast:
+        """Of a model that was compiled for ``build_plan(config)``; the budget is by default what config or device say."""
+        found = Forecast(config, compiled, device, budget or budget_of(config, device), common=common)
+        if leaves_open(config):
+            found._choose_gathered()
+        return found
+
+    @property
+    def plan(self) -> Plan:
+        return self.compiled.plan
+
+    @property
+    def worst(self) -> Prediction:
+        """Of the rank that needs most."""
+        return self.predict(self.plan)
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.peak_bytes <= self.budget
+
+    def predict(self, plan: Plan, rank: int | None = None) -> Prediction:
+        """What a rank needs, by default the one that needs most."""
+        if (plan, rank) not in self._known:
+            compiled = self._traced(plan)
+            self._known[plan, rank] = predict(
+                lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
+                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled,
+            )  # fmt: skip
+        return self._known[plan, rank]
+
+    def others(self) -> list[Prediction]:
+        """Of the first and the last rank, where they need something else than the worst."""
+        ranks = sorted({0, self.plan.mesh.size - 1} - {self.worst.rank})
+        found = [self.predict(self.plan, rank) for rank in ranks]
+        return [one for one in found if (one.peak, one.states) != (self.worst.peak, self.worst.states)]
+
+    def nearest(self) -> Fit:
+        """The plan that fits and differs least."""
+        parallel = self.config.parallel
+        now = Choices(
+            batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate, zero=parallel.zero,
+            gathered=parallel.gathered, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
+            precision=parallel.precision, kind=self.device.kind,
+        )  # fmt: skip
+        return nearest(now, self.budget, lambda changes: self.predict(build_plan(changed(self.config, changes))).peak_bytes)
+
+    def check(self) -> None:
+        """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would fit."""
+        if not self.fits:
+            raise ConfigError(f"{self.misfit()}; {self.advice(self.nearest())}")
+
+    def misfit(self) -> str:
+        """By how much the plan does not fit, and where."""
+        worst, over = self.worst, self.worst.peak_bytes - self.budget
+        largest = max(worst.peak, key=lambda c: worst.peak[c])
+        given = self.config.train.memory_gib
+        limit = (
+            f"train.memory_gib = {given:g}"
+            if given is not None
+            else f"the {size(self.budget)} that a rank has on {self.device.name}"
+        )
+        return (
+            f"memory: rank {worst.rank} needs {size(worst.peak_bytes)}, {size(over)} more than {limit}; most of it, "
+            f"{size(worst.peak[largest])}, is {largest} (the peak: {worst.at})"
+        )
+
+    def advice(self, fit: Fit) -> str:
+        """What a search has found, in words."""
+        if fit.changes is not None:
+            return f"the nearest plan that fits: {keys(fit.changes)} ({size(fit.peak)} a rank)"
+        with_ = f", with {keys(fit.least_changes)}" if fit.least_changes else ""
+        return (
+            f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
+        )
+
+    def _choose_gathered(self) -> None:
+        """The longest that fits, else the shortest."""
+        for word in LONGEST_FIRST:
+            plan = self.plan.replace(gathered=word)
+            needed = self.predict(plan).peak_bytes
+            if needed <= self.budget:
+                break
+        self.compiled = self.compiled.under(plan)
+        what = "the longest that fits" if needed <= self.budget else "the shortest, and even so too long"
+        self.note = f'parallel.gathered = "{plan.gathered}": {what} into {size(self.budget)} a rank ({size(needed)} needed)'
+
+    def _traced(self, plan: Plan) -> Compiled:
+        """The model traced as ``plan`` needs it: of all that can change here only the precision matters."""
+        self._compiled.setdefault(self.plan.precision, self.compiled)
+        if plan.precision not in self._compiled:
+            with uncollected():
+                self._compiled[plan.precision] = self.compiled.under(plan)
+        return self._compiled[plan.precision]
+
+    def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:
+        key = (id(one), rows, parts, device, repr(options))
+        if key not in self._profiles:
+            self._profiles[key] = profile(one, rows, parts, device, **options)
+        return self._profiles[key]
+
+    @property
+    def _ones(self) -> tuple[str, ...]:
+        """The masks that are taken to be all ones: those of the example are."""
+        example = self.compiled.example
+        return self.compiled.masks if all(bool((example[m] == 1).all()) for m in self.compiled.masks) else ()
+
+
+def leaves_open(config: Config) -> bool:
+    """Whether ``gathered`` has a meaning for the plan of ``config`` and no value in it."""
+    plan = build_plan(config)
+    return config.parallel.gathered is None and bool(shard_axes(plan)) and any(rule.rest == "S" for rule in plan.parameters)
+
+
+def budget_of(config: Config, device: Device) -> int:
+    """The bytes that a rank may take: ``train.memory_gib``, or what the device has."""
+    given = config.train.memory_gib
+    return device.budget if given is None else int(given * GIB)
+
+
+def changed(config: Config, changes: Mapping[str, Any]) -> Config:
+    """``config`` with other values of ``parallel.…``."""
+    values = {key.removeprefix("parallel."): value for key, value in changes.items()}
+    return replace(config, parallel=replace(config.parallel, **values))
+
+
+def keys(changes: Mapping[str, Any]) -> str:
+    """``parallel.zero = 3, parallel.recompute = "full"``."""
+    return ", ".join(f"{key} = {value!r}".replace("'", '"') for key, value in changes.items())
+
+
+def gib_at_least(nbytes: int) -> str:
+    """A number of GiB with four digits that is not less than ``nbytes``."""
+    digits = 3 - math.floor(math.log10(nbytes / GIB))
+    return f"{math.ceil(nbytes / GIB * 10**digits) / 10**digits:.{max(digits, 0)}f}"
+
+
+def account(prediction: Prediction) -> Account:
+    """A prediction as it is shown, stored and drawn."""
+    moments = prediction.timeline.moments
+    between = dict.fromkeys((c.value for c in Category), 0)
+    for buffer, n in prediction.persistent.items():
+        between[CATEGORY[buffer.kind].value] += n
+    return Account(
+        prediction.rank, tuple(str(one) for one in prediction.timeline.instructions),
+        tuple({c.value: n for c, n in moment.peak.items()} for moment in moments), between, prediction.timeline.at,
+        prediction.at, prediction.host_bytes,
+    )  # fmt: skip
+
+
+def headline(forecast: Forecast) -> str:
+    """The model and the devices in a line, and the plan in another."""
+    config, plan, dp = forecast.config, forecast.plan, forecast.config.parallel
+    model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
+    number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
+    stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
+    words = [stage, f"{config.data.batch_size} rows", f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
+    words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
+    words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []
+    words += ["optimizer on the host"] if plan.offloads_optimizer else []
+    return f"{model}, {number} parameters, on {plan.mesh.size} x {forecast.device.name}\n{', '.join(words)}"
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's collector looks at a growing graph again and again, a tenth of the time of a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

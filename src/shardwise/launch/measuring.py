@@ -1,0 +1,188 @@
+"""The memory of one step as it is: bytes by category at every instruction, of the storages on a CPU, of CUDA's allocator on a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import Instruction
+from shardwise.report.memory import Account
+from shardwise.runtime.engine import Engine
+from shardwise.trace.tracker import StorageTracker
+
+from .forecast import Forecast, account, headline
+from .results import write_json
+
+MEMORY = "memory.json"
+"""What rank 0 writes of it into the run's folder."""
+
+
+class _Source(Protocol):
+    """Where bytes are read: what is there now, and since the last mark the most of it, and what was made and is there still."""
+
+    @property
+    def peak(self) -> int: ...
+    @property
+    def made(self) -> int: ...
+    @property
+    def reserve(self) -> int: ...
+    def mark(self) -> int: ...
+
+
+class _Storages(StorageTracker):  # type: ignore[no-untyped-call]
+    reserve = 0
+
+
+class _Allocator:
+    """Of one GPU.  The allocator works in the order in which the host asks, so nothing here waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._before = device, 0
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    @property
+    def made(self) -> int:
+        return max(0, torch.cuda.memory_allocated(self._device) - self._before)
+
+    @property
+    def reserve(self) -> int:
+        return torch.cuda.memory_reserved(self._device) - self.peak
+
+    def mark(self) -> int:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_allocated(self._device)
+        return self._before
+
+
+class StepMemory:
+    """Measures the step that is taken inside of ``with``, which changes none of its numbers; :meth:`account` is what it found.
+
+    What lives from instruction to instruction counts as activations, what does not as temporary, like what was there before the
+    step and is none of the engine's.
+    """
+
+    def __init__(self, engine: Engine, fields: Mapping[str, Tensor], name: Callable[[Instruction], str]) -> None:
+        self._engine, self._name, self._device = engine, name, engine.comm.device
+        self._held = model_states(engine, self._device.type)
+        self._host = 0 if self._device.type == "cpu" else sum(model_states(engine, "cpu").values())
+        self._source: _Source = _Storages("cpu") if self._device.type == "cpu" else _Allocator(self._device)
+        # On a GPU a batch is copied during the step, and its allocator sees that.
+        self._held["activations"] = sum(v.nbytes for v in fields.values()) if self._device.type == "cpu" else 0
+        self._instructions: list[Instruction] = []
+        self._peaks: list[dict[str, int]] = []
+        self._before = 0
+
+    def __enter__(self) -> Self:
+        self._undo = ExitStack()
+        if isinstance(self._source, StorageTracker):
+            self._undo.enter_context(self._source)
+        self._begun = self._source.mark()
+        # On a CPU only what the step makes is seen; on a GPU also what others keep there, such as workspaces.
+        self._others = 0 if self._device.type == "cpu" else max(0, self._begun - sum(self._held.values()))
+        self._progress = self._engine.interpreter.progress
+        self._engine.interpreter.progress = self._look
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._engine.interpreter.progress = self._progress
+        self._end()
+        self._undo.__exit__(kind, error, trace)
+
+    def _look(self, position: int, one: Instruction) -> None:
+        self._end()
+        self._before = self._source.mark()
+        self._instructions.append(one)
+        if self._progress is not None:
+            self._progress(position, one)
+
+    def _end(self) -> None:
+        """The instruction that was under way is done."""
+        if not self._instructions:
+            return
+        source, held = self._source, self._held
+        living = self._before - self._begun + source.made
+        temporary = source.peak - self._begun - living + self._others
+        self._peaks.append({
+            **held, "activations": held["activations"] + living, "temporary": temporary, "reserve": source.reserve,
+        })  # fmt: skip
+
+    def account(self) -> Account:
+        """Of the step, which is over; its peak is that of what is used, whatever an allocator has in reserve."""
+        used = [sum(p.values()) - p["reserve"] for p in self._peaks]
+        at = used.index(max(used))
+        return Account(
+            self._engine.comm.rank, tuple(map(str, self._instructions)), tuple(self._peaks), self._held, at,
+            self._name(self._instructions[at]), self._host,
+        )  # fmt: skip
+
+
+def model_states(engine: Engine, device: str) -> dict[str, int]:
+    """The bytes of an engine's own buffers on one type of device, by category; memory that two of them share counts once."""
+    seen: set[tuple[str, int]] = set()
+    sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
+    for category, tensor in _buffers(engine):
+        place = (tensor.device.type, tensor.data_ptr())
+        if tensor.numel() and tensor.device.type == device and place not in seen:
+            seen.add(place)
+            sizes[category] += tensor.nbytes
+    return sizes
+
+
+def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Those that are whole before those that may be a range of one."""
+    memory = engine.memory
+    parameters = [
+        *(b.own_parameters if b.common else b.param for b in memory.buckets),
+        *memory.slots.slots,
+        *memory.buffers.values(),
+        *engine.unused.values(),
+    ]
+    yield from (("parameters", one) for one in parameters)
+    yield from (("gradients", one) for one in [*(b.grad for b in memory.buckets), *memory.unreduced.slots] if one is not None)
+    for bucket in memory.buckets:
+        own = bucket.own_parameters
+        if bucket.master.data_ptr() != own.data_ptr():
+            yield "optimizer", bucket.master
+        if bucket.taken is not None and bucket.grad is not None and not _inside(bucket.taken, bucket.grad):
+            yield "gradients", bucket.taken
+        for update in bucket.updates:
+            yield from (("optimizer", state) for _, found in update.optimizer.states() for state in found.values())
+
+
+def _inside(part: Tensor, whole: Tensor) -> bool:
+    start = part.data_ptr() - whole.data_ptr()
+    return part.device == whole.device and start >= 0 and start + part.nbytes <= whole.nbytes
+
+
+def write_memory(path: Path, forecast: Forecast, measured: Account | None = None) -> None:
+    """What was predicted of rank 0, and what was measured there so far."""
+    values: dict[str, Any] = {
+        "title": headline(forecast), "device": vars(forecast.device), "budget_bytes": forecast.budget,
+        "predicted": account(forecast.predict(forecast.plan, 0)).to_dict(),
+        "measured": None if measured is None else measured.to_dict(),
+    }  # fmt: skip
+    write_json(path, values)
+
+
+def read_memory(folder: Path) -> dict[str, Any]:
+    """What :func:`write_memory` wrote into the folder of a run; :class:`ConfigError` where there is nothing of it."""
+    path, legal = folder / MEMORY, "legal: the folder of a run (train.run_dir), or CONFIG.toml and overrides"
+    try:
+        values = json.loads(path.read_bytes())
+        accounts = {key: None if values[key] is None else Account.from_dict(values[key]) for key in ("predicted", "measured")}
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {legal}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; {legal}") from None
+    return {**values, **accounts}

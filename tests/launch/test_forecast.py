@@ -1,0 +1,144 @@
+"""Does a plan fit, and what would: the numbers in the words are those of predictions."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from shardwise.config import Config, build_optimizer, build_plan
+from shardwise.core.errors import ConfigError
+from shardwise.estimate.devices import GIB, Device, named
+from shardwise.estimate.predict import predict
+from shardwise.launch.forecast import Forecast, changed, gib_at_least
+from shardwise.launch.subject import forecast, load_anywhere, settled
+from shardwise.report.tables import size
+from shardwise.runtime.compiled import Compiled
+
+TINY = ["model.width=32", "model.layers=3", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
+
+
+def config(*more: str) -> Config:
+    return load_anywhere(None, [*TINY, *more])
+
+
+def device(nbytes: int, kind: str = "cuda") -> Device:
+    return Device("a device", kind, nbytes, nbytes)
+
+
+def bare(given: Config, budget: int = 1 << 40, kind: str = "cuda") -> Forecast:
+    return forecast(given, device(budget, kind))
+
+
+def test_a_forecast_is_the_prediction_of_the_plan() -> None:
+    given = config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=2")
+    found = bare(given)
+    mine = predict(found.compiled.general, build_plan(given), build_optimizer(given), rows=16, device="cuda")
+    assert found.plan == build_plan(given) and found.note is None
+    assert (found.worst.peak, found.worst.persistent) == (mine.peak, mine.persistent)
+    assert found.fits and bare(given, mine.peak_bytes).fits and not bare(given, mine.peak_bytes - 1).fits
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
+    open_ = config("parallel.dp=4", "parallel.zero=3", f"parallel.microbatches={microbatches}")
+    found = bare(open_)
+    plan, choice = build_plan(open_), build_optimizer(open_)
+    needs = {
+        word: predict(found.compiled.general, plan.replace(gathered=word), choice, rows=16, device="cuda").peak_bytes
+        for word in ("step", "forward", "use")
+    }
+    assert found.plan.gathered == "step" and f"({size(needs['step'])} needed)" in str(found.note)
+    assert needs["step"] > needs["use"]
+    for budget in sorted({n + d for n in needs.values() for d in (-1, 0)}):
+        expected = next((word for word, n in needs.items() if n <= budget), "use")
+        now = bare(open_, budget)
+        assert now.plan.gathered == expected and now.plan == plan.replace(gathered=expected)
+        assert now.fits == (budget >= needs[expected])
+        assert ("longest that fits" in str(now.note)) == now.fits
+    fixed = bare(config("parallel.dp=4", "parallel.zero=3", "parallel.gathered=forward"))
+    assert fixed.plan.gathered == "forward" and fixed.note is None
+    assert bare(config("parallel.dp=4", "parallel.zero=2")).note is None
+
+
+def test_all_commands_choose_alike() -> None:
+    given = config("parallel.dp=2", "parallel.zero=3", "train.memory_gib=1")
+    found = forecast(given)
+    compiled = settled(given, Compiled(found.compiled.module, build_plan(given), found.compiled.example))
+    assert compiled.plan == found.plan and compiled.plan.gathered == "step"
+    assert found.note in compiled.general.notes
+    closed = config("parallel.dp=2", "parallel.zero=1")
+    one = Compiled(found.compiled.module, build_plan(closed), found.compiled.example)
+    assert settled(closed, one) is one
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
+def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> None:
+    given = config("parallel.dp=4")
+    needed = bare(given).worst.peak_bytes
+    budget = int(share * needed)
+    found = bare(given, budget)
+    with pytest.raises(ConfigError) as error:
+        found.check()
+    words, worst = str(error.value), found.worst
+    largest = max(worst.peak, key=lambda c: worst.peak[c])
+    assert words.startswith(
+        f"memory: rank {worst.rank} needs {size(needed)}, {size(needed - budget)} more than the {size(budget)} that a rank has on a device"
+    )
+    assert f"most of it, {size(worst.peak[largest])}, is {largest} (the peak: {worst.at})" in words
+    proposed = re.search(r"the nearest plan that fits: (.*) \((.*) a rank\)", words)
+    assert proposed is not None
+    again = bare(config("parallel.dp=4", *(re.sub(r" = ", "=", one) for one in proposed[1].split(", "))), budget)
+    assert again.fits and size(again.worst.peak_bytes) == proposed[2]
+
+
+def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
+    given = config("parallel.dp=4", "train.memory_gib=1e-5")
+    found = bare(given)
+    assert found.budget == int(1e-5 * GIB)
+    with pytest.raises(
+        ConfigError, match=r"more than train.memory_gib = 1e-05.*no plan fits; legal: train.memory_gib of at least"
+    ) as error:
+        found.check()
+    fit = found.nearest()
+    least = float(re.search(r"at least ([0-9.]+)", str(error.value))[1])  # type: ignore[index]
+    assert fit.least <= least * GIB < fit.least * 1.002
+    best = changed(given, fit.least_changes)
+    again = Forecast.of(best, found.compiled.under(build_plan(best)), found.device, int(least * GIB))
+    assert again.fits and again.worst.peak_bytes == fit.least
+
+
+def test_gib_are_rounded_upwards() -> None:
+    for nbytes in (1, 1000, 123_456_789, GIB, 79 * GIB + 1, 12345 * GIB + 1):
+        shown = float(gib_at_least(nbytes))
+        assert nbytes <= shown * GIB <= nbytes * 1.001
+
+
+def test_traces_serve_every_plan_of_a_precision() -> None:
+    compiled = bare(config("parallel.dp=4")).compiled
+    sharded = compiled.under(build_plan(config("parallel.dp=8", "parallel.zero=3", "parallel.recompute=full")))
+    assert sharded.general is compiled.general and sharded.plan.mesh.size == 8
+    low = compiled.under(build_plan(config("parallel.dp=4", "parallel.precision=bf16")))
+    assert low.general is not compiled.general and low.general.precision == "bf16"
+
+
+def test_devices_by_name() -> None:
+    a100 = named("a100-80gb")
+    assert (a100.name, a100.kind) == ("A100-80GB", "cuda") and 79 * GIB < a100.memory < 80 * GIB
+    assert a100.budget == int(0.95 * a100.memory)
+    assert named("cpu=64") == Device("cpu", "cpu", 64 * GIB, 64 * GIB) and named("H200=100").memory == 100 * GIB
+    assert named("cpu").memory > 0
+    for wrong in ("A100", "H100-80GB=", "cpu=-1", "cpu=nan", "cpu=x"):
+        with pytest.raises(ConfigError, match="--device .*legal: "):
+            named(wrong)
+    with pytest.raises(ConfigError, match='Did you mean "A100-80GB"'):
+        named("A100-80B")
+
+
+def test_each_kind_of_rank_is_there_once() -> None:
+    """20 parameters over 3 ranks: the padding at the end is in no optimizer state."""
+    found = bare(config("parallel.dp=16", "parallel.zero=3", "model.width=34"))
+    shown = [found.worst, *found.others()]
+    assert found.worst.peak_bytes == max(one.peak_bytes for one in shown)
+    assert {one.rank for one in shown} <= {0, 15, found.worst.rank}
+    assert len({one.rank for one in shown}) == len(shown) == 2
