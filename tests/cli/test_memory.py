@@ -138,8 +138,8 @@ print(json.dumps([time.time() - wall, spent, sum(inside), resident]), file=sys.s
 
 
 def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
-    """On a laptop: nothing is materialised.  Most of the time is that of torch.export: what is ours is measured against it, for how long
-    that takes depends on who else computes here; alone, two slow cores take less than 15 s for all."""
+    """Nothing is materialised.  Most of the time is that of torch.export, which depends on who else computes here: what is ours is
+    measured against it."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT_70B, *LLAMA_70B], capture_output=True, text=True, timeout=200, check=False
     )
