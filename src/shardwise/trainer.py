@@ -178,6 +178,8 @@ class Trainer:
         self.stopping = self.stopping or bool(result.stop)
         if bool(result.skipped) and (result.overflows is None or bool(self.engine.memory.halted)):
             unit, what = self.engine.culprit(batch.fields, batch.rows, step)
+            self.engine.memory.halted.zero_()  # who catches the error may go on
+            self._unseen = None
             if result.scale is not None and result.overflows is not None:
                 raise LossScaleError(step, int(result.overflows), float(result.scale), unit, what)
             raise NonFiniteError(step, unit, what)

@@ -149,11 +149,15 @@ class Engine:
             if bad and first[0] == never:
                 first[0] = position
 
+        scale = self.memory.loss_scale
+        before = None if scale is None else {name: value.clone() for name, value in scale.state_dict().items()}
         self.interpreter.inspect = inspect
         try:
             self.interpreter.run(traces, program, StepInput(fields, rows, step, 0.0))
         finally:
             self.interpreter.inspect = None
+        if scale is not None and before is not None:
+            scale.load_state_dict(before)
         mine = torch.zeros(never + 1, dtype=torch.int64, device=self.comm.device)
         mine[first[0]] = 1
         self.comm.all_reduce(mine, self.interpreter.axes, what="search for the first non-finite value").wait()

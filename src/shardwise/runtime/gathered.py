@@ -6,6 +6,7 @@ bucket: it keeps a reference, looked up when backward runs, after the second gat
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +23,14 @@ LEAST_OFFLOAD = 1 << 16  # bytes: what is smaller is not worth a transfer
 
 
 class Reference(NamedTuple):
-    """A view of a gathered bucket."""
+    """A view of a gathered bucket; stride and offset are in elements of ``dtype``, which need not be the bucket's (complex numbers)."""
 
     bucket: int
+    dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+    learns: bool
 
 
 class Offloaded(NamedTuple):
@@ -84,11 +87,38 @@ class Gathered:
         """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, value: Tensor) -> Any:
+    def refer(self, value: Any) -> Any:
+        """A reference if it is (a view of) a gathered parameter, else ``value``: for what a unit keeps for its backward."""
+        bucket = self._bucket.get(value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else None
+        if bucket is None:
+            return value
+        if value.is_conj() or value.is_neg():  # a view that reads other values than the memory has
+            return value.resolve_conj().resolve_neg()
+        return Reference(bucket, value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.requires_grad)
+
+    def resolve(self, kept: Any) -> Any:
+        """What :meth:`refer` was given, once the bucket is gathered again."""
+        return self._view(kept).requires_grad_(kept.learns) if isinstance(kept, Reference) else kept
+
+    def own(self, value: Tensor, update: bool = False) -> Tensor:
+        """``value``, or a copy if it is (a view of) a gathered parameter: others may read it after the slot has been freed.
+
+        An ``update`` of a buffer is read at the end of the step, when parameters and other buffers have changed too.
+        """
         at = value.untyped_storage().data_ptr()
-        bucket = self._bucket.get(at)
-        if bucket is not None:
-            return Reference(bucket, value.shape, value.stride(), int(value.storage_offset()))
+        return value.clone() if at in self._bucket or update and at in self._changing else value
+
+    @cached_property
+    def _changing(self) -> set[int]:
+        """The storages of what a step changes where it rests."""
+        resting = (*self._memory.leaves.values(), *self._memory.buffers.values())
+        return {tensor.untyped_storage().data_ptr() for tensor in resting}
+
+    def _pack(self, value: Tensor) -> Any:
+        kept = self.refer(value)
+        if kept is not value:
+            return kept
+        at = value.untyped_storage().data_ptr()
         if not self._offload or value.nbytes < LEAST_OFFLOAD or at in self._resident:
             return value
         # On the stream that computes: the copy ends before the memory can be used again.
@@ -98,9 +128,10 @@ class Gathered:
     def _unpack(self, kept: Any) -> Tensor:
         if isinstance(kept, Offloaded):
             return torch.empty_like(kept.host, device=self._comm.device).copy_(kept.host, non_blocking=True)
-        if not isinstance(kept, Reference):
-            return kept  # type: ignore[no-any-return]
+        return self._view(kept) if isinstance(kept, Reference) else kept
+
+    def _view(self, kept: Reference) -> Tensor:
         flat = self._flat.get(kept.bucket)
         if flat is None:
             raise ShardwiseError(f"bucket {kept.bucket} is needed by backward and is not gathered")
-        return flat.as_strided(kept.size, kept.stride, kept.offset)
+        return flat.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)

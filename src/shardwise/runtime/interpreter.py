@@ -92,7 +92,7 @@ class _Saved(NamedTuple):
     """What a forward leaves for its backward: outputs with gradients, operands of put-off products, and the parameters' leaves."""
 
     outputs: list[Tensor]
-    operands: tuple[Any, ...]
+    operands: tuple[Any, ...]  # with references to gathered parameters
     leaves: list[Tensor]
 
 
@@ -236,19 +236,20 @@ class _Step:
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
             good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-            self.saved[unit.index, m] = _Saved(good, operands, arguments[: len(unit.parameters)])
+            kept = tuple(self.gathered.refer(x) for x in operands)
+            self.saved[unit.index, m] = _Saved(good, kept, arguments[: len(unit.parameters)])
         if again:
             return
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "output", [*outputs])
         for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
-            detached = value.detach()
+            detached = self.gathered.own(value.detach())
             if name == "loss":
                 self.loss += detached.to(self.wide) * self.weight(m)
             else:
                 self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
-            self.updates[name] = value.detach()
+            self.updates[name] = self.gathered.own(value.detach(), update=True)
 
     def saves(self, one: Instruction, unit: Unit, kind: str) -> bool:
         return unit.differentiable and any(b.kind == kind for b in one.writes)
@@ -269,7 +270,7 @@ class _Step:
         ]
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        later = watch(unit.products, operands, self.add_product)
+        later = watch(unit.products, [self.gathered.resolve(x) for x in operands], self.add_product)
         wanted = [*parameters.values(), *(self.live[n, m] for n in live), *(y for _, _, y in later)]
         kept, given = zip(*seeds, strict=True)
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)

@@ -99,6 +99,9 @@ class FlatOptimizer:
         """
         if self._optimizer is None:
             return
+        if grad_scale is not None and skip is not None:
+            # What a skipped step makes of it may be NaN, and no later step writes the padding of these gradients.
+            grad_scale = torch.where(skip != 0, 0.0, grad_scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         optimizer: Any = self._optimizer

@@ -359,7 +359,9 @@ class _Walker:
         for old in self.captured.graph.nodes:
             if old.op == "placeholder" and old.name in self.captured.buffers and self.writes.get(old):
                 names.append(self.captured.buffers[old.name])
-                outputs.append(self.value[old])
+                value = self.value[old]
+                # Another buffer, a field or a parameter as it is: no unit would compute it.
+                outputs.append(self.call(aten.clone.default, (value,), value) if value.op == "placeholder" else value)
         output = self.new.output((self.loss, *outputs))
         output.meta = {}
         live: set[fx.Node] = set()

@@ -74,7 +74,9 @@ Operands = tuple[Any, ...]
 """What a unit returns beside its outputs: X and the edge of Y of each of its products in turn."""
 
 
-def watch(names: Sequence[str], operands: Operands, add: Callable[[str, Tensor, Tensor], None]) -> list[tuple[str, Tensor, Any]]:
+def watch(
+    names: Sequence[str], operands: Sequence[Any], add: Callable[[str, Tensor, Tensor], None]
+) -> list[tuple[str, Tensor, Any]]:
     """Have ``add(weight, dY, X)`` called as soon as backward has dY, while it is in the cache.
 
     Returns (weight, X, edge of Y) of the linears that backward would not pass, as nothing before them has a gradient.
