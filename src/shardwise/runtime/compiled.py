@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,8 +91,9 @@ class Compiled:
         Not of a model that was not captured, which runs itself.
         """
         if self.general.opaque is None and not all(p.is_meta for p in self.module.parameters()):
-            self.module = self.values.bare()
-            self.initial, self._values = None, Values.of_module(self.module)
+            with suppress(Exception):  # a module that cannot be copied (it has a lock, a file) stays as it is
+                self.module = self.values.bare()
+                self.initial, self._values = None, Values.of_module(self.module)
 
     def evaluation(self) -> Compiled:
         """The same model in evaluation mode, under the same plan; captured when first needed."""
