@@ -99,19 +99,16 @@ class FlatOptimizer:
         """
         if self._optimizer is None:
             return
-        if grad_scale is not None and skip is not None:
-            # What a skipped step makes of it may be NaN, and no later step writes the padding of these gradients.
-            grad_scale = torch.where(skip != 0, 0.0, grad_scale)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         optimizer: Any = self._optimizer
         if self._fused:
-            optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale), skip
+            optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale, skip), skip
             optimizer.step()
             optimizer.grad_scale = optimizer.found_inf = None
             return
         if grad_scale is not None:
-            self._scale_gradients(grad_scale)
+            self._scale_gradients(grad_scale, skip)
         kept = [tensor.clone() for tensor in self._mutable()] if skip is not None else []
         optimizer.step()
         if skip is not None:
@@ -196,16 +193,19 @@ class FlatOptimizer:
         states = [tensor for index in range(len(self._params)) for tensor in self._state(index).values()]
         return [t for t in (*self._params, *states) if t.device == self._params[0].device]
 
-    def _divisor(self, grad_scale: Tensor | None) -> Tensor | None:
+    def _divisor(self, grad_scale: Tensor | None, skip: Tensor | None) -> Tensor | None:
         """What the fused kernels shall divide gradients by, after scaling here what they cannot."""
         if grad_scale is None:
             return None
         if self._params[0].dtype == torch.float64:
             # They take the divisor in float32: too coarse for these gradients.
-            self._scale_gradients(grad_scale)
+            self._scale_gradients(grad_scale, skip)
             return None
         return grad_scale.float().reciprocal()
 
-    def _scale_gradients(self, factor: Tensor) -> None:
+    def _scale_gradients(self, factor: Tensor, skip: Tensor | None) -> None:
+        if skip is not None:
+            # What a skipped step makes of the factor may be NaN, and no later step writes the padding of these gradients.
+            factor = torch.where(skip != 0, 0.0, factor)
         for segment in self.segments:
             segment.grad.mul_(factor)
