@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
+from shardwise.core.scale import ScaleChoice
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
@@ -54,7 +55,9 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
 def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> RankStep:
     compiled = Compiled(module, Plan(precision=precision), fields)  # type: ignore[arg-type]
     choice = OptimizerChoice(lr=1e-3, eps=1e-4)
-    return run_ranks(Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0))[0][0]
+    return run_ranks(Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0)))[0][
+        0
+    ]
 
 
 @pytest.mark.parametrize("branch", [False, True], ids=["captured", "one unit"])
