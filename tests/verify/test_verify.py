@@ -97,22 +97,22 @@ def test_wrong_dropout_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.lower import step
+    from shardwise.lower import reduce
 
-    monkeypatch.setattr(step, "reductions", lambda plan, name, numel: ())
+    monkeypatch.setattr(reduce, "reductions", lambda plan, rule, numel: ((), ()))
     assert not _gpt_report()
 
 
 def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.runtime import interpreter
+    from shardwise.runtime.gradients import Gradients
 
-    original = interpreter._Step.add_gradient
+    original = Gradients.add
 
     def careless(self, name, grad):  # type: ignore[no-untyped-def]
-        self.written.discard(name)
+        self._written.discard(name)
         original(self, name, grad)
 
-    monkeypatch.setattr(interpreter._Step, "add_gradient", careless)
+    monkeypatch.setattr(Gradients, "add", careless)
     assert not _gpt_report(dp=1, microbatches=1)
 
 
