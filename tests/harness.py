@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,36 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trace.trace import Trace
+from shardwise.trace.tracker import StorageTracker
 from shardwise.verify.oracle import Oracle, plain_optimizer
 
 TOLERANCE = 1e-10
 Fields = Mapping[str, Tensor]
 Loss = Callable[[Any, Fields], Tensor]
+
+
+class Unseen:
+    """A communicator whose own copies trackers do not count, since other communicators make none; its buffers do count.
+
+    ``trackers`` may change; without any it is the communicator.
+    """
+
+    def __init__(self, one: Any, trackers: list[StorageTracker]) -> None:
+        self.one, self.trackers = one, trackers
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.one, name)
+        if name not in ("all_reduce", "all_gather", "reduce_scatter", "wait"):
+            return value
+
+        def unseen(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as paused:
+                for tracker in self.trackers:
+                    paused.enter_context(tracker.paused())
+                found = value(*args, **kwargs)
+            return None if found is None else Unseen(found, self.trackers)
+
+        return unseen
 
 
 @dataclass

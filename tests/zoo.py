@@ -18,6 +18,19 @@ from shardwise.models import GPT, Llama
 ROWS, LENGTH, WORDS = 7, 12, 31
 
 
+class Chain(nn.Module):
+    """Numbered linears without a bias, a relu after each; what comes in has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
 @dataclass
 class Model:
     """A module in fp32, a batch for it, a loss function if the module has none, and its constructor."""

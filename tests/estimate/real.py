@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness import Unseen
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
@@ -49,25 +50,6 @@ class Step:
         return max(one.peak for one in self.seen)
 
 
-class Unseen:
-    """A communicator whose own copies a tracker does not count; the buffers that it allocates for the engine do count."""
-
-    def __init__(self, comm: ThreadCommunicator, tracker: StorageTracker) -> None:
-        self.comm, self.tracker = comm, tracker
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.comm, name)
-        if name not in ("all_reduce", "all_gather", "reduce_scatter", "wait"):
-            return value
-
-        def unseen(*args: Any, **kwargs: Any) -> Any:
-            with self.tracker.paused():
-                result = value(*args, **kwargs)
-            return None if result is None else Unseen(result, self.tracker)
-
-        return unseen
-
-
 def compiled(
     module: nn.Module, batch: Mapping[str, Tensor], loss: Any = None, precision: str = "fp32", microbatches: int = 1,
     recompute: str = "none",
@@ -97,7 +79,7 @@ def measured(subject: Compiled, batch: Mapping[str, Tensor], optimizer: Optimize
             seen.append(Seen(one, tracker.mark(), 0, ""))
 
         with tracker:
-            engine = Engine(subject, Unseen(comm, tracker), optimizer, clip_norm=1.0)  # type: ignore[arg-type]
+            engine = Engine(subject, Unseen(comm, [tracker]), optimizer, clip_norm=1.0)  # type: ignore[arg-type]
             made = tracker.mark()
             fields = {k: cast_field(v, subject.plan.precision).clone() for k, v in own.items()}
             engine.step(fields, rows)

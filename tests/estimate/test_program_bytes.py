@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from real import compiled, differences, measured, predicted
-from torch import Tensor, nn
+from torch import Tensor
 
 import zoo
 from shardwise.core.optim import OptimizerChoice
@@ -71,23 +71,10 @@ def test_every_instruction(name: str, one: dict[str, Any]) -> None:
     assert differences(subject, batch) == []
 
 
-class Without(nn.Module):
-    """A linear whose input has no gradient, and one without a bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_a_product_of_inputs_is_not_held_until_backward(recompute: Any) -> None:
     batch = {"x": torch.randn(5, 8)}
-    subject = compiled(Without(), batch, None, "fp32", 1, recompute)
+    subject = compiled(zoo.Chain(), batch, None, "fp32", 1, recompute)
     assert differences(subject, batch) == []
     first, middle, *_ = profile(subject.general, 5).units
     assert first.none.kept == middle.none.kept == 0  # relu keeps its result, which the next one takes

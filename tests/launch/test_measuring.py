@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness import Unseen
 from shardwise.config import build_model, build_optimizer
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import rank_rows
@@ -41,25 +41,6 @@ def plans() -> list[tuple[str, ...]]:
     found += [("parallel.dp=2", "parallel.zero=2", "parallel.offload=optimizer", "parallel.precision=bf16")]
     found += [("parallel.dp=4", "parallel.zero=2", "parallel.dp_replicate=2", "data.batch_size=16", "model.name=llama")]
     return found
-
-
-class Unseen:
-    """What threads copy to reach each other is none of a step's memory, and other communicators do not."""
-
-    def __init__(self, one: Any, tracker: list[StorageTracker]) -> None:
-        self.one, self.tracker = one, tracker
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.one, name)
-        if name not in ("all_reduce", "all_gather", "reduce_scatter", "wait"):
-            return value
-
-        def unseen(*args: Any, **kwargs: Any) -> Any:
-            with self.tracker[0].paused() if self.tracker else nullcontext():
-                found = value(*args, **kwargs)
-            return None if found is None else Unseen(found, self.tracker)
-
-        return unseen
 
 
 def subject(*plan: str) -> Forecast:

@@ -42,22 +42,9 @@ def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts[0] == counts[1]
 
 
-class Chain(nn.Module):
-    """Numbered linears with a relu after each; what comes in needs no gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-
 def test_bytes_by_hand() -> None:
     """5 rows of 8 floats are 160 bytes; relu keeps its result, the output; a linear keeps what the unit before it made."""
-    first, middle, last, tail = profile(trace(Chain(), {"x": torch.zeros(5, 8)}), 5).units
+    first, middle, last, tail = profile(trace(zoo.Chain(), {"x": torch.zeros(5, 8)}), 5).units
     for unit in (first, middle, last):  # that nothing before the first has a gradient makes no difference
         assert (unit.outputs, unit.none.kept, unit.full.kept, unit.full.saved) == (160, 0, 0, 160)
         assert unit.none.forward == unit.full.forward == unit.full.recompute == 320  # the product and relu's result
@@ -119,14 +106,14 @@ def test_illegal_arguments_are_refused() -> None:
 
 
 def test_a_rank_of_fewer_rows_holds_less() -> None:
-    found = trace(Chain(), {"x": torch.zeros(5, 8)})
+    found = trace(zoo.Chain(), {"x": torch.zeros(5, 8)})
     first, last = (profile(found, 5, 2, index=i).units for i in (0, 1))
     assert [u.outputs for u in first] == [64, 64, 64, 0] and [u.outputs for u in last] == [96, 96, 96, 0]
     assert profile(found, 5, 2) == profile(found, 5, 2, index=1)
 
 
 def test_a_model_that_was_not_captured_is_unknown() -> None:
-    class Stubborn(Chain):
+    class Stubborn(zoo.Chain):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x * float(x.sum()))
 

@@ -74,9 +74,8 @@ class BucketMemory:
         wide, host = bucket.wide, plan.offloads_optimizer
         master = _host(held.numel, wide, comm) if host else own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
         grad = comm.allocate(held.numel if rule.grad == "S" else layout.numel, wide)
-        final = grad if grad.numel() == held.numel else grad[held.start : held.stop]
-        taken = _host(held.numel, wide, comm) if host else final
-        memory = BucketMemory(bucket, rule, layout, shard, held, param, master, grad, taken, [], common)
+        memory = BucketMemory(bucket, rule, layout, shard, held, param, master, grad, None, [], common)
+        memory.taken = _host(held.numel, wide, comm) if host else memory.final_gradient
         memory.updates = memory._updates(choice, apart)
         return memory
 
@@ -117,6 +116,12 @@ class BucketMemory:
         """This rank's ``shard`` of the gradient, whoever else has it."""
         assert self.grad is not None
         return self.grad if self.grad.numel() == self.shard.numel else self.grad[self.shard.start : self.shard.stop]
+
+    @property
+    def final_gradient(self) -> Tensor:
+        """The held range of the gradient: what the optimizer is given."""
+        assert self.grad is not None
+        return self.grad if self.grad.numel() == self.held.numel else self.grad[self.held.start : self.held.stop]
 
     @property
     def own_parameters(self) -> Tensor:

@@ -81,10 +81,8 @@ class Gradients:
     def take(self, one: Instruction) -> None:
         """What the sum over ranks has left in a slot, to the gradient."""
         memory = self._memory.buckets[one.bucket]
-        assert memory.grad is not None
-        part = memory.shard if memory.rule.state == "S" else memory.held
-        summed = self._memory.unreduced.views(one.slot, memory)[0][part.start : part.stop]
-        goal = memory.grad if memory.grad.numel() == part.numel else memory.grad[part.start : part.stop]
+        summed = self._memory.unreduced.views(one.slot, memory)[0][memory.held.start : memory.held.stop]
+        goal = memory.final_gradient
         goal.copy_(summed) if one.first else goal.add_(summed)
 
     def free(self, buffer: Buffer) -> None:

@@ -386,7 +386,7 @@ class _Step:
         """Whole gradients of what was reached, for those who compare."""
         for b in self.memory.buckets:
             if b.grad is not None:
-                whole = b.whole(b.own_gradient, self.owner.comm, "gradients") if b.rule.state == "S" else b.grad.clone()
+                whole = b.whole(b.final_gradient, self.owner.comm, "gradients")
                 if self.scale is not None:
                     whole /= self.scale
                 found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
@@ -394,10 +394,8 @@ class _Step:
     def update(self, one: Instruction) -> None:
         bucket, coefficient = self.memory.buckets[one.bucket], self.coefficient
         assert bucket.taken is not None
-        own = bucket.own_gradient if bucket.rule.state == "S" else bucket.grad
-        assert own is not None
-        if bucket.taken.data_ptr() != own.data_ptr():  # the host takes the step
-            bucket.taken.copy_(own)
+        if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
+            bucket.taken.copy_(bucket.final_gradient)
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             optimizer.step(
