@@ -10,7 +10,7 @@ from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.estimate.devices import GIB, Device, named
 from shardwise.estimate.predict import predict
-from shardwise.launch.forecast import Forecast, changed, gib_at_least
+from shardwise.launch.forecast import WAYS, Forecast, changed, gib_at_least
 from shardwise.launch.subject import forecast, load_anywhere, settled
 from shardwise.report.tables import size
 from shardwise.runtime.compiled import Compiled
@@ -41,7 +41,7 @@ def test_a_forecast_is_the_prediction_of_the_plan() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
-    open_ = config("parallel.dp=4", "parallel.zero=3", f"parallel.microbatches={microbatches}")
+    open_ = config("parallel.dp=4", "parallel.zero=3", f"parallel.microbatches={microbatches}", "parallel.reduced=microbatch")
     found = bare(open_)
     plan, choice = build_plan(open_), build_optimizer(open_)
     needs = {
@@ -59,6 +59,35 @@ def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
     fixed = bare(config("parallel.dp=4", "parallel.zero=3", "parallel.gathered=forward"))
     assert fixed.plan.gathered == "forward" and fixed.note is None
     assert bare(config("parallel.dp=4", "parallel.zero=2")).note is None
+
+
+def test_gathered_and_reduced_are_what_communicates_least() -> None:
+    """In the order of the bytes that a step of several microbatches communicates."""
+    open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
+    found = bare(open_)
+    assert WAYS == (
+        ("step", "step"), ("step", "microbatch"), ("forward", "step"), ("forward", "microbatch"), ("use", "step"), ("use", "microbatch")
+    )  # fmt: skip
+    needs = {way: found.predict(found.plan.replace(gathered=way[0], reduced=way[1])).peak_bytes for way in WAYS}
+    assert needs["step", "step"] > needs["step", "microbatch"] > needs["use", "microbatch"]
+    for budget in sorted({n + d for n in needs.values() for d in (-1, 0)}):
+        now = bare(open_, budget)
+        expected = next((way for way, n in needs.items() if n <= budget), WAYS[-1])
+        assert (now.plan.gathered, now.plan.reduced) == expected
+    half = bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4"))
+    assert half.plan.reduced == "step" and half.plan.gathered == "use" and "gathered" not in str(half.note)
+    assert bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4", "parallel.reduced=microbatch")).note is None
+
+
+def test_a_run_that_goes_on_keeps_its_way() -> None:
+    open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
+    compiled = bare(open_).compiled.under(build_plan(open_))
+    before = WAYS.index(("forward", "microbatch"))
+    again = Forecast.of(open_, compiled, device(1 << 40), before=before)
+    assert (again.plan.gathered, again.plan.reduced) == WAYS[before]
+    fitting = again.predict(again.plan.replace(gathered="use", reduced="microbatch")).peak_bytes
+    tight = Forecast.of(open_, compiled, device(fitting), before=before)
+    assert (tight.plan.gathered, tight.plan.reduced) == WAYS[-1]
 
 
 def test_all_commands_choose_alike() -> None:

@@ -64,6 +64,28 @@ def test_frozen_uneven_and_static_models(name: str, zero: int) -> None:
     check(name, data_parallel(Plan(microbatches=2), 3, zero))
 
 
+class Spectral(nn.Module):
+    """Filters in the frequency domain, with complex weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters = nn.ParameterList([nn.Parameter(torch.randn(5, dtype=torch.complex64)) for _ in range(2)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for weight in self.filters:
+            x = torch.tanh(torch.fft.irfft(torch.fft.rfft(x) * weight, n=8))
+        return ((self.head(x) - y) ** 2).mean()
+
+
+@pytest.mark.parametrize("zero", ZERO)
+def test_complex_parameters(zero: int) -> None:
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(rows, 8), "y": torch.randn(rows, 1)} for rows in (7, 6)]
+    report = verify(Spectral(), batches, data_parallel(Plan(microbatches=2), 3, zero))
+    assert report.passed and report.ranks_agree and report.compared > 10
+
+
 @pytest.mark.parametrize(("size", "replicas"), [(4, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:

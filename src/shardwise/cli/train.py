@@ -15,9 +15,9 @@ import typer
 from rich.console import Console
 
 from shardwise.checkpoint.reader import Checkpoint, latest
-from shardwise.config import Config, build_data, load_config
+from shardwise.config import Config, Hardware, build_data, build_plan, load_config
 from shardwise.data.progress import shown
-from shardwise.launch.folder import CHECKPOINTS, Found, prepare_folder, read_lines
+from shardwise.launch.folder import CHECKPOINTS, PLAN, Found, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.rank import stop_on
 from shardwise.launch.restarts import run_with_restarts
@@ -29,7 +29,7 @@ from shardwise.runtime.progress import Progress, record_path
 from .common import INTERRUPTED
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
-STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json")
+STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -38,6 +38,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     start = time.monotonic()
     adopt(os.environ)
     config = load_config(path, overrides)
+    build_plan(config).check_device("cuda" if Hardware.here().gpus else "cpu")
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)

@@ -143,7 +143,7 @@ def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def build_plan(config: Config) -> Plan:
-    """How the work of a step is divided; where the config leaves ``gathered`` open, with the least memory."""
+    """How the work of a step is divided; where the config leaves ``gathered`` or ``reduced`` open, with the least memory."""
     parallel = config.parallel
     plan = Plan(
         microbatches=parallel.microbatches,
@@ -153,7 +153,7 @@ def build_plan(config: Config) -> Plan:
         offload=parallel.offload,
         gathered=parallel.gathered or "use",
         prefetch=parallel.prefetch,
-        reduced=parallel.reduced,
+        reduced=parallel.reduced or "microbatch",
         reduce=parallel.reduce,
     )
     return data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)

@@ -94,8 +94,8 @@ class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
-    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` is by default the longest
-    that fits into the memory.
+    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
+    ``reduced`` are by default what communicates least of all that fits into the memory.
     """
 
     dp: int = key(integer(1))
@@ -103,7 +103,7 @@ class ParallelConfig:
     zero: int = key(integer(0, most=3), 0)
     gathered: Gathered | None = key(choice(*plan.CHOICES["gathered"]))
     prefetch: int = key(integer(0), 1)
-    reduced: Reduced = key(choice(*plan.CHOICES["reduced"]), "microbatch")
+    reduced: Reduced | None = key(choice(*plan.CHOICES["reduced"]))
     reduce: ReduceDtype = key(choice(*plan.CHOICES["reduce"]), "auto")
     offload: Offload = key(choice(*plan.CHOICES["offload"]), "none")
     microbatches: int = key(integer(1), 1)

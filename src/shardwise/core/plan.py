@@ -140,6 +140,13 @@ class Plan:
         """Whether what autograd keeps goes to the host until backward."""
         return self.offload in ("activations", "all")
 
+    def check_device(self, kind: str) -> None:
+        """:class:`ConfigError` if ranks on devices of this ``kind``, "cpu" or "cuda", cannot do what the plan says."""
+        if self.offloads_activations and kind == "cpu":
+            raise ConfigError(
+                f'offload: "{self.offload}" is not legal on a CPU, whose memory is the host\'s; legal: "none", "optimizer".'
+            )
+
     def replace(self, **changes: Any) -> Plan:
         """A plan with some fields changed, checked anew."""
         check_keys("plan", changes, (field.name for field in fields(Plan)))

@@ -21,19 +21,21 @@ Peak = Callable[[Changes], int]
 RECOMPUTE = {"none": 0, "selective": 6, "full": 33}  # one forward of three
 ZERO = (0, 1, 3, 12)  # stage 3 communicates half as much again
 GATHERED = {"step": 0, "forward": 5, "use": 10}
+REDUCED = {"step": 0, "microbatch": 5}
 OFFLOAD = {"none": 0, "optimizer": 100}
 DOUBLED = 8  # of microbatches: smaller products
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What can be changed, as it is now; ``gathered`` is None where it follows from the budget."""
+    """What can be changed, as it is now; ``gathered`` and ``reduced`` are None where they follow from the budget."""
 
     batch_size: int
     dp: int
     dp_replicate: int = 1
     zero: int = 0
     gathered: str | None = None
+    reduced: str | None = None
     recompute: str = "none"
     microbatches: int = 1
     offload: str = "none"
@@ -109,6 +111,8 @@ def _ladders(now: Choices) -> dict[str, list[Rung]]:
         found["parallel.zero"] = found["parallel.zero"][:1]
     if now.gathered is not None and found["parallel.zero"][-1].value == 3:
         found["parallel.gathered"] = _from(GATHERED, now.gathered)
+    if now.reduced is not None and found["parallel.zero"][-1].value >= 2:
+        found["parallel.reduced"] = _from(REDUCED, now.reduced)
     if now.kind == "cuda":  # the host of a CPU rank has the same memory
         found["parallel.offload"] = _from(OFFLOAD, now.offload) if now.offload in OFFLOAD else [Rung(now.offload, 0)]
     return found

@@ -19,6 +19,7 @@ from shardwise.report.lines import parsed_line
 from .monitor import RANKS_LOCK
 
 CHECKPOINTS = "checkpoints"
+PLAN = "plan.toml"
 LEFT = ("metrics.jsonl", "weights.safetensors")  # of value even without a checkpoint
 EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)

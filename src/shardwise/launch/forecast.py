@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,16 +23,18 @@ from shardwise.report.tables import count, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Trace
-
-LONGEST_FIRST = tuple(reversed(CHOICES["gathered"]))
+OPEN = ("gathered", "reduced")
+"""The fields of a plan that a config may leave open."""
+WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
+"""Their values, those that communicate least (and need most memory) first."""
 
 
 @dataclass
 class Forecast:
     """Predictions of ``config`` on ``device``, of which a rank may take ``budget`` bytes.
 
-    ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` chosen where the config leaves it open.
-    ``note`` tells of that choice.
+    ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` and ``reduced`` chosen where the config leaves
+    them open.  ``note`` tells of that choice.
     """
 
     config: Config
@@ -45,11 +48,16 @@ class Forecast:
     _profiles: dict[Any, Profile] = field(default_factory=dict)  # most plans differ in nothing that units see
 
     @staticmethod
-    def of(config: Config, compiled: Compiled, device: Device, budget: int | None = None, common: bool = False) -> Forecast:
-        """Of a model that was compiled for ``build_plan(config)``; the budget is by default what config or device say."""
+    def of(
+        config: Config, compiled: Compiled, device: Device, budget: int | None = None, common: bool = False, before: int | None = None
+    ) -> Forecast:
+        """Of a model that was compiled for ``build_plan(config)``; the budget is by default what config or device say.
+
+        What the config leaves open is as in :data:`WAYS` ``[before]`` if that fits: a run that goes on adds in the same order.
+        """
         found = Forecast(config, compiled, device, budget or budget_of(config, device), common=common)
-        if leaves_open(config):
-            found._choose_gathered()
+        if keys_left := left_open(config):
+            found._choose(keys_left, WAYS if before is None else (WAYS[before], *WAYS))
         return found
 
     @property
@@ -86,7 +94,7 @@ class Forecast:
         parallel = self.config.parallel
         now = Choices(
             batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate, zero=parallel.zero,
-            gathered=parallel.gathered, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
+            gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
             precision=parallel.precision, kind=self.device.kind,
         )  # fmt: skip
         return nearest(now, self.budget, lambda changes: self.predict(build_plan(changed(self.config, changes))).peak_bytes)
@@ -120,16 +128,19 @@ class Forecast:
             f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
         )
 
-    def _choose_gathered(self) -> None:
-        """The longest that fits, else the shortest."""
-        for word in LONGEST_FIRST:
-            plan = self.plan.replace(gathered=word)
+    def _choose(self, left: Sequence[str], ways: Sequence[Sequence[str]]) -> None:
+        """The first that fits, else the last."""
+        chosen: dict[str, Any] = {}
+        for way in ways:
+            chosen = {key: word for key, word in zip(OPEN, way, strict=True) if key in left}
+            plan = self.plan.replace(**chosen)
             needed = self.predict(plan).peak_bytes
             if needed <= self.budget:
                 break
         self.compiled = self.compiled.under(plan)
         what = "the longest that fits" if needed <= self.budget else "the shortest, and even so too long"
-        self.note = f'parallel.gathered = "{plan.gathered}": {what} into {size(self.budget)} a rank ({size(needed)} needed)'
+        values = keys({f"parallel.{key}": word for key, word in chosen.items()})
+        self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
 
     def _traced(self, plan: Plan) -> Compiled:
         """The model traced as ``plan`` needs it: of all that can change here only the precision matters."""
@@ -152,10 +163,14 @@ class Forecast:
         return self.compiled.masks if all(bool((example[m] == 1).all()) for m in self.compiled.masks) else ()
 
 
-def leaves_open(config: Config) -> bool:
-    """Whether ``gathered`` has a meaning for the plan of ``config`` and no value in it."""
-    plan = build_plan(config)
-    return config.parallel.gathered is None and bool(shard_axes(plan)) and any(rule.rest == "S" for rule in plan.parameters)
+def left_open(config: Config) -> tuple[str, ...]:
+    """Those of ``gathered`` and ``reduced`` that have a meaning for the plan of ``config`` and no value in it."""
+    plan, parallel = build_plan(config), config.parallel
+    rules = plan.parameters if shard_axes(plan) else ()
+    gathers = any(rule.rest == "S" for rule in rules)
+    reduces = any(rule.grad == "S" for rule in rules) and plan.microbatches > 1
+    meant = {"gathered": gathers and parallel.gathered is None, "reduced": reduces and parallel.reduced is None}
+    return tuple(key for key, is_open in meant.items() if is_open)
 
 
 def budget_of(config: Config, device: Device) -> int:
@@ -203,6 +218,7 @@ def headline(forecast: Forecast) -> str:
     words = [stage, f"{config.data.batch_size} rows", f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
     words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
     words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []
+    words += [f"reduced by {plan.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []
     words += ["optimizer on the host"] if plan.offloads_optimizer else []
     return f"{model}, {number} parameters, on {plan.mesh.size} x {forecast.device.name}\n{', '.join(words)}"
 

@@ -19,7 +19,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 
-from .forecast import Forecast, leaves_open, uncollected
+from .forecast import Forecast, left_open, uncollected
 
 EXAMPLE_ROWS = 2
 
@@ -54,8 +54,8 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
 
 
 def settled(config: Config, compiled: Compiled) -> Compiled:
-    """``compiled`` under the plan that would be trained on this machine: with ``gathered`` chosen, and a note of it, where it is open."""
-    if not leaves_open(config):
+    """``compiled`` under the plan that would be trained on this machine: with a note, where something is open."""
+    if not left_open(config):
         return compiled
     found = Forecast.of(config, compiled, _device(config))
     found.compiled.general.notes.append(str(found.note))

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
+from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
@@ -22,7 +23,8 @@ from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
-from .forecast import Forecast, budget_of, uncollected
+from .folder import PLAN
+from .forecast import OPEN, WAYS, Forecast, budget_of, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .results import tokens_per_row
@@ -86,19 +88,31 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
         seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
     )  # fmt: skip
     if comm.rank == 0:
-        (Path(config.train.run_dir) / "plan.toml").write_text(forecast.plan.to_toml(), encoding="utf-8")
+        (Path(config.train.run_dir) / PLAN).write_text(forecast.plan.to_toml(), encoding="utf-8")
     return Run(config, trainer, data, matmul, side, forecast)
 
 
 def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecast:
     """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
     device = here(comm.device, int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size)))
-    budgets = torch.zeros(comm.mesh.size, dtype=torch.float64, device=comm.device)
-    budgets[comm.rank] = budget_of(config, device)
-    comm.all_reduce(budgets, comm.mesh.names, what="the memory of all ranks").wait()
-    found = Forecast.of(config, compiled, device, int(budgets.min()), comm.shares_memory)
+    told = torch.zeros(comm.mesh.size + 1, dtype=torch.float64, device=comm.device)
+    told[comm.rank] = budget_of(config, device)
+    if comm.rank == 0 and (before := _before(Path(config.train.run_dir))) is not None:
+        told[-1] = before + 1
+    comm.all_reduce(told, comm.mesh.names, what="the memory of all ranks").wait()
+    before = int(told[-1]) - 1 if told[-1] else None
+    found = Forecast.of(config, compiled, device, int(told[:-1].min()), comm.shares_memory, before)
     found.check()
     return found
+
+
+def _before(folder: Path) -> int | None:
+    """What the plan of an earlier start of this run chose of :data:`WAYS`."""
+    try:
+        plan = Plan.from_toml((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, ConfigError):
+        return None
+    return WAYS.index(tuple(getattr(plan, key) for key in OPEN))
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:

@@ -22,12 +22,12 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     from shardwise.runtime.compiled import Compiled
     from shardwise.verify.verify import STEPS, run_threads, verify
 
-    from .forecast import leaves_open
+    from .forecast import left_open
     from .subject import settled, subject
 
     found = subject(config, STEPS)
     plan = found.plan
-    if leaves_open(config):
+    if left_open(config):
         plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
     run = run_threads if comm is None else _one_rank(comm)
     return verify(found.module, found.batches, plan, loss=found.loss, seed=config.train.seed, run=run)

@@ -59,10 +59,7 @@ class Engine:
             raise ConfigError(
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
-        if plan.offloads_activations and comm.device.type == "cpu":
-            raise ConfigError(
-                f'offload: "{plan.offload}" is not legal on a CPU, whose memory is the host\'s; legal: "none", "optimizer".'
-            )
+        plan.check_device(comm.device.type)
         values.check()
         buckets = [BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in trace.buckets]
         for memory in buckets:

@@ -8,7 +8,7 @@ has no parameters: a pipeline runs it on every stage instead of sending its resu
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -161,8 +161,9 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
             blocks[key] = len(blocks) + 1
     last = len(blocks)
     unit: dict[fx.Node, int] = {}
+    early = _early(calls, free, blocks, sharded.normal.captured.parameters)
     for node in calls:
-        if node in free:
+        if node in free or node in early:
             continue
         if node.target is operator.getitem:  # a tuple never crosses a cut
             unit[node] = unit[node.args[0]]
@@ -174,12 +175,23 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
         else:
             unit[node] = below + 1 if last and below == last else below
     for node in reversed(calls):
-        if node in free and node.target is not operator.getitem:
+        if (node in free or node in early) and node.target is not operator.getitem:
             items = [u for u in node.users if u.target is operator.getitem]
             users = {unit[u] for n in (node, *items) for u in _readers(n) if u in unit}
-            unit.update(dict.fromkeys((node, *items), users.pop() if len(users) == 1 else -1))
+            place = min(users, default=0) if node in early else users.pop() if len(users) == 1 else -1
+            unit.update(dict.fromkeys((node, *items), place))
     names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
     return unit, names
+
+
+def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], parameters: Container[str]) -> set[fx.Node]:
+    """Calls outside the blocks that follow from parameters alone: they belong to the first unit that reads them."""
+    found: set[fx.Node] = set()
+    for node in calls:
+        inside = block_of(node.meta.get("path", "")) in blocks
+        if node not in free and not inside and all(i in found or i in free or i.name in parameters for i in _sources(node)):
+            found.add(node)
+    return found
 
 
 def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
