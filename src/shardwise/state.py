@@ -17,6 +17,7 @@ from shardwise.checkpoint.reader import Checkpoint
 from shardwise.core.flat import FlatEntry, range_boxes
 from shardwise.core.layout import Box, shard_range
 from shardwise.parallel.data import SHARDS
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.engine import Engine
 
@@ -28,17 +29,28 @@ def owned(engine: Engine) -> list[Piece]:
     """What this rank saves: of what it holds an equal share with all that hold the same, so that each element belongs to exactly one."""
     mesh, rank = engine.comm.mesh, engine.comm.rank
     found: list[Piece] = []
-    for memory in engine.memory.buckets:
-        axes = tuple(name for name in mesh.names if name != SHARDS or memory.held.numel == memory.layout.numel)
+    for index, memory in engine.memory.buckets.items():
+        if not engine.counts(index):
+            continue
+        axes = tuple(
+            name for name in mesh.names if name != PIPELINE and (name != SHARDS or memory.held.numel == memory.layout.numel)
+        )
         lines = -(-memory.held.numel // LINE)
         start, stop = (memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes)))
         found += _bucket(memory, start, min(stop, memory.held.stop))
-    return found + [piece for i, piece in enumerate(_replicated(engine)) if i % mesh.size == rank]
+    return found + [piece for i, piece in enumerate(_replicated(engine)) if _saver(engine, piece.name, i) == rank]
+
+
+def _saver(engine: Engine, name: str, number: int) -> int:
+    """The rank that saves a replicated piece: any, but for buffers that only one stage keeps up to date."""
+    mesh, root = engine.comm.mesh, engine.updating.get(name.partition(".")[2])
+    ranks = range(mesh.size) if root is None else mesh.members(((PIPELINE, root),))
+    return ranks[number % len(ranks)]
 
 
 def held(engine: Engine) -> list[Piece]:
     """All that this rank holds, in memory that a checkpoint can fill."""
-    buckets = engine.memory.buckets
+    buckets = engine.memory.buckets.values()
     return [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)] + list(_replicated(engine))
 
 
@@ -59,7 +71,7 @@ def restore(engine: Engine, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for i, piece in like.items():
             piece.tensor.copy_(wanted[i].tensor)
-    for memory in engine.memory.buckets:
+    for memory in engine.memory.buckets.values():
         memory.publish()
     engine.memory.halted.zero_()
     engine.step_index = checkpoint.step

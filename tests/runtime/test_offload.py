@@ -60,7 +60,7 @@ def test_masters_and_state_are_on_the_host_alone() -> None:
     compiled = Compiled(module, Plan(offload="optimizer"), batch(0))
 
     def rank(comm: ThreadCommunicator) -> None:
-        for memory in Engine(compiled, comm, OptimizerChoice("adamw", lr=1e-2)).memory.buckets:
+        for memory in Engine(compiled, comm, OptimizerChoice("adamw", lr=1e-2)).memory.buckets.values():
             assert memory.taken is not None
             assert memory.grad is not None
             segment = memory.updates[0].optimizer.segments[0]

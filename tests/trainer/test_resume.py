@@ -188,7 +188,7 @@ def test_without_optimizer_state_it_would_differ(tmp_path: Path) -> None:
         trainer = Trainer(made, choice, made.plan, {}, clip_norm=0.5, seed=3, comm=comm)
         with trainer.loader(Rows(), BATCH) as loader, Checkpoints(trainer, tmp_path / "parts") as checkpoints:
             checkpoints.restore(loader)
-            for memory in trainer.engine.memory.buckets:
+            for memory in trainer.engine.memory.buckets.values():
                 for update in memory.updates:
                     for _, state in update.optimizer.states():
                         state["exp_avg"].zero_()

@@ -4,12 +4,12 @@ What is assumed of a backend:
 
 * The interpreter issues the instructions of a rank in order.  It blocks on ``waits`` before it issues, and
   on the compute lane until the instruction is done.
-* Each other lane runs what was issued to it in order, one at a time.
+* Each other lane runs what was issued to it in order, one at a time; messages only if they are with the same peer.
 * A SEND and its RECEIVE are done only when both have started; a collective, when all members have.
   Nothing is buffered: a program that needs small messages to be buffered is wrong.
 
 What is assumed to be *ordered* is less: on another backend compute is asynchronous too, so an access
-happens before another only if they are on one lane in that order, or ``waits`` lead from the second to the
+happens before another only if they are on one lane (and with one peer) in that order, or ``waits`` lead from the second to the
 first.
 
 All of this is deterministic, whatever the timing: one simulation decides.  Ranks of one class run the same
@@ -105,14 +105,14 @@ def _check_races(program: Program) -> None:
     A vector clock holds, for each lane, the last position known to be done when an instruction is.  Of the
     earlier accesses only the last ones matter: those before were found to be ordered before these.
     """
-    lanes = {lane: number for number, lane in enumerate(Lane)}
+    lanes = {queue: number for number, queue in enumerate({one.queue: None for one in program.instructions})}
     start = (-1,) * len(lanes)
     latest = [start] * len(lanes)  # the clock of the last instruction of each lane
     clocks: list[tuple[int, ...]] = []
     accesses: dict[Buffer, _Accesses] = defaultdict(lambda: _Accesses(None, {}))
     freed: dict[Buffer, int] = {}
     for position, instruction in enumerate(program.instructions):
-        lane = lanes[instruction.lane]
+        lane = lanes[instruction.queue]
         known = latest[lane]
         for wait in instruction.waits:
             if not 0 <= wait < position:
@@ -141,6 +141,9 @@ def _check_races(program: Program) -> None:
             held.reads.clear()
             freed.pop(buffer, None)
         for buffer in instruction.frees:
+            for reader, read in accesses[buffer].reads.items():
+                if clock[reader] < read:
+                    raise _race(program, "free-after-read", buffer, read, position)
             freed[buffer] = position
 
 
@@ -246,7 +249,7 @@ def _check_one_lane(classes: Sequence[Program], messages: Sequence[Position]) ->
     """Check that one lane has all messages between two ranks: on two, their order would be left to chance."""
     for (number, first), (_, second) in pairwise(messages):
         program = classes[number]
-        if program.instructions[first].lane != program.instructions[second].lane:
+        if program.instructions[first].queue != program.instructions[second].queue:
             raise ProgramError(
                 f"{_describe(program, second)} is on lane {program.instructions[second].lane}, and "
                 f"{_describe(program, first)}, with the same peer, on {program.instructions[first].lane}"
@@ -284,7 +287,9 @@ class _Simulation:
         self.done = [bytearray(len(program.instructions)) for program in classes]
         self.next = [0] * len(classes)  # the instruction that each interpreter is at
         self.blocker = [-1] * len(classes)  # what each interpreter is blocked on
-        self.queues: list[dict[Lane, deque[int]]] = [{lane: deque() for lane in Lane} for _ in classes]
+        self.queues: list[dict[object, deque[int]]] = [
+            {one.queue: deque() for one in program.instructions} for program in classes
+        ]
         self.runnable = list(range(len(classes)))
 
     def run(self) -> None:
@@ -306,7 +311,7 @@ class _Simulation:
                 if not done[wait]:
                     self.blocker[number] = wait
                     return
-            queue = queues[instruction.lane]
+            queue = queues[instruction.queue]
             if instruction.lane is not Lane.COMPUTE:
                 queue.append(position)
                 if len(queue) == 1:
@@ -331,7 +336,7 @@ class _Simulation:
                     continue
             for number, position in self.events[event] if event >= 0 else (member,):
                 self.done[number][position] = 1
-                queue = self.queues[number][self.classes[number].instructions[position].lane]
+                queue = self.queues[number][self.classes[number].instructions[position].queue]
                 queue.popleft()
                 if queue:
                     started.append((number, queue[0]))
@@ -357,16 +362,16 @@ class _Simulation:
     def _cause(self, stuck: Position) -> tuple[str, Position]:
         """Why an instruction is not done, and the other instruction that has to happen first."""
         number, position = stuck
-        lane = self.classes[number].instructions[position].lane
-        queue = self.queues[number][lane]
+        one = self.classes[number].instructions[position]
+        queue = self.queues[number][one.queue]
         if position not in queue:
             return "is issued only after", (number, self.blocker[number])
         if queue[0] != position:
-            return f"is behind on lane {lane}", (number, queue[0])
+            return f"is behind on lane {one.lane}", (number, queue[0])
         members = self.events[self.event[number][position]]
         return "has started and needs its other side", next(m for m in members if not self._has_started(m))
 
     def _has_started(self, member: Position) -> bool:
         number, position = member
-        queue = self.queues[number][self.classes[number].instructions[position].lane]
+        queue = self.queues[number][self.classes[number].instructions[position].queue]
         return bool(queue) and queue[0] == position

@@ -25,7 +25,7 @@ class Op(StrEnum):
     NORM = "NORM"  # norms of this rank's shards of all gradients
     DECIDE = "DECIDE"  # from all norms: the global one, clipping coefficient, skip flag, loss scale
     STEP = "STEP"  # optimizer update of one bucket
-    SEND = "SEND"
+    SEND = "SEND"  # live tensors, or their gradients, to another stage
     RECEIVE = "RECEIVE"
 
 
@@ -49,8 +49,9 @@ class Buffer:
     * ``param grad state``: of a bucket, from step to step;
     * ``slot unreduced``: memory of a pool, for whole parameters, and for whole gradients on their way to
       their shard;
-    * ``activation saved kept gradient``: of a unit and microbatch: its live outputs, what autograd keeps
-      inside of it, what selective recomputation keeps, and the gradients of its outputs;
+    * ``activation saved kept gradient received``: of a unit and microbatch: its live outputs, what autograd
+      keeps inside of it, what selective recomputation keeps, the gradients of its outputs, and those that
+      come from another rank, whose coordinate on ``pp`` is the ``version``;
     * ``loss weight norm``: of the step.
 
     ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch;
@@ -74,7 +75,8 @@ class Instruction:
 
     ``unit`` is a unit (FORWARD, BACKWARD, …) and ``bucket`` a flat buffer of parameters (REDUCE, STEP).
     ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
-    unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE.
+    unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE, and
+    ``tensors`` the names of what it carries.
     ``first`` lists the buckets whose gradient this BACKWARD, REDUCE or ADD writes first and so overwrites; to
     all others it adds.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
     ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
@@ -90,6 +92,7 @@ class Instruction:
     slot: int = -1
     version: int = 0
     peer: tuple[str, int] | None = None
+    tensors: tuple[str, ...] = ()
     axes: tuple[str, ...] = ()
     lane: Lane = Lane.COMPUTE
     reads: tuple[Buffer, ...] = ()
@@ -99,6 +102,11 @@ class Instruction:
     scatters: bool = False
     frees: tuple[Buffer, ...] = ()
     waits: tuple[int, ...] = ()
+
+    @property
+    def queue(self) -> tuple[Lane, tuple[str, int] | None]:
+        """What it is done in the order of: its lane, and of messages the peer, for those to others do not wait for each other."""
+        return self.lane, self.peer
 
     def __str__(self) -> str:
         words = [str(self.op)]

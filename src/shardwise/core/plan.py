@@ -23,7 +23,9 @@ Offload = Literal["none", "optimizer", "activations", "all"]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
-    "schedule": ("1f1b",),
+    "schedule": (
+        "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "pipedream", "pipedream-2bw",
+    ),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
@@ -80,7 +82,8 @@ class ParameterRule:
 class Plan:
     """How a step is divided over the ranks of ``mesh``.
 
-    ``microbatches`` is per step; ``recompute`` says whether units are run forward again in backward, under
+    ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
+    rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced. ``recompute`` says whether units are run forward again in backward, under
     "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
     computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
@@ -99,6 +102,8 @@ class Plan:
     recompute: Recompute = "none"
     precision: Precision = "fp32"
     schedule: str = "1f1b"
+    stages_per_rank: int = 1
+    stages: tuple[int, ...] = ()
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
     dropout: Dropout = "exact"
     offload: Offload = "none"
@@ -112,6 +117,8 @@ class Plan:
             raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: a Mesh, such as Mesh.of(dp=2).")
         check_count("microbatches", self.microbatches)
         check_count("prefetch", self.prefetch, least=0)
+        check_count("stages_per_rank", self.stages_per_rank)
+        self._check_stages()
         for field, legal in CHOICES.items():
             check_choice(field, getattr(self, field), legal)
         rules = self.parameters
@@ -119,6 +126,19 @@ class Plan:
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
         object.__setattr__(self, "parameters", tuple(rules))
         self._check_shards()
+
+    def _check_stages(self) -> None:
+        if not isinstance(self.stages, tuple | list):
+            raise ConfigError(f"stages: {self.stages!r} is not legal; legal: the number of units in each stage, such as [3, 3].")
+        object.__setattr__(self, "stages", tuple(self.stages))
+        for number in self.stages:
+            check_count("stages", number)
+        wanted = self.mesh.axis_size("pp") * self.stages_per_rank
+        if self.stages and len(self.stages) != wanted:
+            raise ConfigError(
+                f"stages: {list(self.stages)} are {len(self.stages)} stages; legal: {wanted}, for {self.mesh.axis_size('pp')} ranks over "
+                f"pp with {self.stages_per_rank} each."
+            )
 
     def _check_shards(self) -> None:
         sharded = next((rule for rule in self.parameters if rule.sharded), None)
@@ -162,7 +182,8 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
-        lines = [f"microbatches = {self.microbatches}", f"prefetch = {self.prefetch}"]
+        lines = [f"{field} = {getattr(self, field)}" for field in ("microbatches", "prefetch", "stages_per_rank")]
+        lines += [f"stages = {list(self.stages)}"]
         lines += [f"{field} = {_quote(getattr(self, field))}" for field in CHOICES]
         if not self.mesh.axes:
             lines += ["mesh = []"]

@@ -143,14 +143,14 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Those that are whole before those that may be a range of one."""
     memory = engine.memory
     parameters = [
-        *(b.own_parameters if b.common else b.param for b in memory.buckets),
+        *(b.own_parameters if b.common else b.param for b in memory.buckets.values()),
         *memory.slots.slots,
         *memory.buffers.values(),
         *engine.unused.values(),
     ]
     yield from (("parameters", one) for one in parameters)
-    yield from (("gradients", one) for one in [*(b.grad for b in memory.buckets), *memory.unreduced.slots] if one is not None)
-    for bucket in memory.buckets:
+    yield from (("gradients", one) for one in [*(b.grad for b in memory.buckets.values()), *memory.unreduced.slots] if one is not None)
+    for bucket in memory.buckets.values():
         own = bucket.own_parameters
         if bucket.master.data_ptr() != own.data_ptr():
             yield "optimizer", bucket.master

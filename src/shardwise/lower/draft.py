@@ -13,9 +13,10 @@ from shardwise.core.instruction import Buffer, Instruction, Op
 
 @dataclass
 class Draft:
-    """``compute`` is never reordered, so its positions stay names of instructions."""
+    """``compute`` is never reordered, so its positions stay names of instructions; ``tasks`` are those at which a task begins."""
 
     compute: list[Instruction]
+    tasks: list[int] = field(default_factory=lambda: [0])
     before: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
     after: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
 
@@ -64,6 +65,11 @@ class Draft:
         one = self.compute[position]
         merged = {k.removeprefix("add_"): getattr(one, k[4:]) + v if k.startswith("add_") else v for k, v in changes.items()}
         self.compute[position] = replace(one, **merged)
+
+    def keep(self, position: int, buffer: Buffer) -> None:
+        """Let an instruction no longer free ``buffer``."""
+        one = self.compute[position]
+        self.compute[position] = replace(one, frees=tuple(b for b in one.frees if b != buffer))
 
     def rename(self, position: int, old: Buffer, new: Buffer) -> None:
         """Let an instruction access ``new`` in place of ``old``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
@@ -58,13 +57,16 @@ def _groups(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
     if plan.gathered == "step":
         return [readers]
     if plan.gathered == "forward":
-        groups = [list(group) for _, group in groupby(readers, key=lambda i: draft.compute[i].microbatch)]
+        by: dict[int, list[int]] = {}
+        for i in readers:
+            by.setdefault(draft.compute[i].microbatch, []).append(i)
+        groups = sorted(by.values())
     else:
         groups = [[i] for i in readers]
     merged = [groups[0]]
     for group in groups[1:]:
         if draft.ahead(group[0], plan.prefetch) <= merged[-1][-1] + 1:
-            merged[-1].extend(group)
+            merged[-1] = sorted({*merged[-1], *group})
         else:
             merged.append(group)
     return merged

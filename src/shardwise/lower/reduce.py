@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
@@ -67,7 +66,10 @@ def reduce(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[i
 def _groups(draft: Draft, writers: Iterable[int], reduced: str) -> list[tuple[int, ...]]:
     if reduced == "step":
         return [tuple(writers)]
-    return [tuple(group) for _, group in groupby(writers, key=lambda i: draft.compute[i].microbatch)]
+    by: dict[int, list[int]] = {}
+    for i in writers:
+        by.setdefault(draft.compute[i].microbatch, []).append(i)
+    return sorted((tuple(group) for group in by.values()), key=lambda group: group[-1])
 
 
 def _through_slot(draft: Draft, way: _Way, slot: int, stop: int, narrow: bool) -> None:

@@ -3,53 +3,75 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.draft import Draft
 from shardwise.lower.gather import gather
+from shardwise.lower.messages import messages
 from shardwise.lower.reduce import reduce
+from shardwise.lower.stages import EVERYWHERE, Cut
+from shardwise.lower.tied import tied
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.schedule import one_stage
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.schedule import Task, rank_of
 from shardwise.trace.trace import Bucket, Trace
 
 LOSS = Buffer("loss")
 WEIGHT = Buffer("weight")
 NORM = Buffer("norm")
-PASSING = ("activation", "kept", "saved", "gradient")
+PASSING = ("activation", "kept", "saved", "gradient", "received")
 """Kinds of buffers that live within a step."""
 
 
-def lower(trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, training: bool = True) -> tuple[Program, ...]:
-    """The programs of all classes of ranks; under data parallelism there is one class.
+def lower(
+    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: Cut | None = None, training: bool = True
+) -> tuple[Program, ...]:
+    """The programs of all classes of ranks: one for each rank of the pipeline.
 
-    ``buckets`` are by default those of the trace.  Without ``training`` the programs compute the loss of a batch and nothing else.
+    ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without ``training`` the programs
+    compute the loss of a batch and nothing else.
     """
-    lowering = _Lowering(trace, plan, trace.buckets if buckets is None else buckets, training)
-    draft = Draft([*lowering.count(), *(lowering.compute() if training else lowering.evaluate())])
-    lowering.free_activations(draft)
-    lowering.reduce_loss(draft)
-    unreduced = reduce(draft, plan, lowering.buckets)
-    slots = gather(draft, plan, lowering.buckets)
-    instructions = [*draft.instructions(), *(lowering.finish() if training else ())]
-    return (Program("all ranks", (), tuple(derive_waits(instructions)), slots, unreduced),)
+    cut = Cut.of(trace, plan) if cut is None else cut
+    if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
+        raise ConfigError(f"pp: the loss counts its targets with {trace.targets.leaves[0]}, which one stage has; legal: pp = 1")
+    each = [_Lowering(trace, plan, trace.buckets if buckets is None else buckets, training, cut, rank) for rank in range(cut.ranks)]
+    drafts = [one.draft() for one in each]
+    messages(drafts, cut, plan.microbatches)
+    return tuple(one.program(draft) for one, draft in zip(each, drafts, strict=True))
 
 
 @dataclass
 class _Lowering:
+    """One rank of the pipeline."""
+
     trace: Trace
     plan: Plan
     buckets: Sequence[Bucket]
-    training: bool = True
+    training: bool
+    cut: Cut
+    rank: int
+    _written: set[int] = field(default_factory=set)  # buckets with a gradient
+    _begun: set[tuple[int, int]] = field(default_factory=set)
 
     @property
     def axes(self) -> tuple[str, ...]:
+        """Over which a microbatch's rows are sharded."""
         return tuple(a for a in batch_axes(self.plan) if self.plan.mesh.axis_size(a) > 1)
+
+    @property
+    def all_axes(self) -> tuple[str, ...]:
+        """Over which losses and norms are summed."""
+        return (*((PIPELINE,) if self.cut.ranks > 1 else ()), *self.axes)
+
+    @cached_property
+    def units(self) -> tuple[int, ...]:
+        return self.cut.of_rank[self.rank]
 
     @cached_property
     def used(self) -> list[list[Bucket]]:
@@ -58,39 +80,77 @@ class _Lowering:
         found = [{holder[n].index: holder[n] for n in unit.parameters if n in holder} for unit in self.trace.units]
         return [[used[i] for i in sorted(used)] for used in found]
 
+    @cached_property
+    def own(self) -> list[Bucket]:
+        """The buckets that this rank has."""
+        used = {b.index for u in self.units for b in self.used[u]}
+        return [b for b in self.buckets if b.index in used]
+
+    def draft(self) -> Draft:
+        """What computes, and what ends with it."""
+        draft = Draft(self.count())
+        for task in self.tasks():
+            draft.tasks.append(len(draft.compute))
+            self.add(task, draft.compute)
+        draft.tasks[:2] = [0]  # with the count
+        if self.training:
+            self.check_written(draft)
+        self.free_activations(draft)
+        return draft
+
+    def program(self, draft: Draft) -> Program:
+        """With all that communicates within the batch axes, and the step."""
+        tail: list[Instruction] = []
+        if self.all_axes:
+            loss = self.sum_over(self.all_axes, LOSS)
+            at = draft.last([LOSS]) if self.cut.ranks == 1 else -1  # over the pipeline all ranks have to join in
+            draft.after[at].append(loss) if at >= 0 else tail.append(loss)
+        unreduced = reduce(draft, self.plan, self.buckets)
+        slots = gather(draft, self.plan, self.buckets)
+        if self.training:
+            tail += [*tied(self.cut, self.rank, self.own), *self.finish()]
+        instructions = [*draft.instructions(), *tail]
+        place = ((PIPELINE, self.rank),) if self.cut.ranks > 1 else ()
+        name = f"stage {self.rank}" if place else "all ranks"
+        return Program(name, place, tuple(derive_waits(instructions)), slots, unreduced)
+
     # ---- computing -------------------------------------------------------------------------------------------------
 
-    def compute(self) -> list[Instruction]:
-        """FORWARD, RECOMPUTE and BACKWARD of every unit and microbatch, in the schedule's order."""
-        out: list[Instruction] = []
-        written: set[int] = set()
-        units = self.trace.units
-        for kind, m in one_stage(self.plan.microbatches):
-            if kind == "F":
-                out += [self.forward(u, m) for u in range(len(units))]
+    def tasks(self) -> Sequence[Task]:
+        if self.training:
+            return self.cut.tasks(self.plan.microbatches)[self.rank]
+        stages = [s for s in range(self.cut.stages) if self.cut.ranks == 1 or rank_of(self.cut.schedule, s, self.cut.ranks) == self.rank]
+        return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
+
+    def add(self, task: Task, out: list[Instruction]) -> None:
+        """FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
+        units, m = self.cut.of_stage(task.stage), task.microbatch
+        if task.kind == "F":
+            free = [u for u in self.units if self.cut.stage[u] == EVERYWHERE]
+            done = (free[0], m) in self._begun if free else True
+            self._begun |= {(u, m) for u in free}
+            out += [self.forward(u, m) for u in ([] if done else free)] + [self.forward(u, m) for u in units]
+            return
+        for u in reversed(units):
+            if not self.trace.units[u].differentiable:
                 continue
-            for u in reversed(range(len(units))):
-                if not units[u].differentiable:
-                    continue
-                if self.recomputed(u):
+            if self.plan.recompute != "none":
+                if out[-1].op is Op.FORWARD and (out[-1].unit, out[-1].microbatch) == (u, m):
+                    out[-1] = self.forward(u, m, saves=True)  # nothing would be saved by running it twice
+                else:
                     out.append(self.recompute(u, m))
-                first = tuple(b.index for b in self.used[u] if b.learns and b.index not in written)
-                written |= set(first)
-                out.append(self.backward(u, m, first))
-        unwritten = {b.index for b in self.buckets if b.learns} - written
+            first = tuple(b.index for b in self.used[u] if b.learns and b.index not in self._written)
+            self._written |= set(first)
+            out.append(self.backward(u, m, first))
+
+    def check_written(self, draft: Draft) -> None:
+        unwritten = {b.index for b in self.own if b.learns} - self._written
         if unwritten:
             raise ShardwiseError(f"no backward writes the gradients of buckets {sorted(unwritten)}")
-        return out
 
-    def evaluate(self) -> list[Instruction]:
-        """FORWARD alone."""
-        return [self.forward(u, m) for m in range(self.plan.microbatches) for u in range(len(self.trace.units))]
-
-    def recomputed(self, unit: int) -> bool:
-        """The last unit's backward comes right after its forward: nothing would be saved by running it twice."""
-        return self.plan.recompute != "none" and unit != len(self.trace.units) - 1
-
-    def forward(self, u: int, m: int) -> Instruction:
+    def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
+        """``saves``: for a backward without a second forward."""
+        saves = self.plan.recompute == "none" if saves is None else saves
         unit = self.trace.units[u]
         reads = [Buffer("param", b.index) for b in self.used[u]]
         reads += [Buffer("activation", p, m) for p in self.producers(u)]
@@ -98,7 +158,7 @@ class _Lowering:
             reads.append(WEIGHT)
         writes = [Buffer("activation", u, m)]
         if self.training and unit.differentiable:
-            writes += self.kept(u, m) if self.recomputed(u) else [Buffer("saved", u, m)]
+            writes += [Buffer("saved", u, m)] if saves else self.kept(u, m)
         if "loss" in unit.outputs:
             writes.append(LOSS)
         axes = self.axes if unit.collectives else ()
@@ -116,17 +176,17 @@ class _Lowering:
         unit = self.trace.units[u]
         reads = [Buffer("saved", u, m), *(Buffer("param", b.index) for b in self.used[u])]
         reads += [Buffer("activation", p, m) for p in self.producers(u)]  # autograd keeps inputs
-        reads += [WEIGHT] if "loss" in unit.outputs else [Buffer("gradient", u, m)]
+        reads += [WEIGHT] if "loss" in unit.outputs else []
+        reads += [Buffer("gradient", u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = [Buffer("grad", b.index) for b in self.used[u] if b.learns]
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
         writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
         axes = self.axes if unit.collectives else ()
         return Instruction(Op.BACKWARD, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes), first=first)
 
-    def producers(self, u: int) -> list[int]:
+    def producers(self, u: int) -> tuple[int, ...]:
         """The units whose live tensors unit ``u`` reads."""
-        wanted = set(self.trace.units[u].inputs)
-        return [p.index for p in self.trace.units[:u] if wanted & set(p.outputs)]
+        return self.cut.producers[u]
 
     # ---- the rest of the step ----------------------------------------------------------------------------------------
 
@@ -135,7 +195,7 @@ class _Lowering:
         targets = self.trace.targets
         if targets is None:
             return []
-        reads = tuple(Buffer("param", b.index) for b in self.buckets if any(p.name in targets.leaves for p in b.parameters))
+        reads = tuple(Buffer("param", b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters))
         return [Instruction(Op.COUNT, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=(WEIGHT,))]
 
     def free_activations(self, draft: Draft) -> None:
@@ -150,13 +210,9 @@ class _Lowering:
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))
 
-    def reduce_loss(self, draft: Draft) -> None:
-        if self.axes:
-            draft.after[draft.last([LOSS])].append(self.sum_over(self.axes, LOSS))
-
     def finish(self) -> list[Instruction]:
         """The norm over all gradients, which decides clipping and skipping, then one step for each bucket."""
-        learning = [b for b in self.buckets if b.learns]
+        learning = [b for b in self.own if b.learns]
         norm = Instruction(Op.NORM, reads=tuple(Buffer("grad", b.index) for b in learning), writes=(NORM,))
         decide = Instruction(Op.DECIDE, reads=(NORM,), writes=(NORM,))
         steps = [
@@ -168,7 +224,7 @@ class _Lowering:
             )
             for b in learning
         ]
-        return [norm, *([self.sum_over(self.axes, NORM)] if self.axes else []), decide, *steps]
+        return [norm, *([self.sum_over(self.all_axes, NORM)] if self.all_axes else []), decide, *steps]
 
     @staticmethod
     def sum_over(axes: tuple[str, ...], buffer: Buffer) -> Instruction:

@@ -7,33 +7,36 @@ from dataclasses import replace
 
 from shardwise.core.instruction import Buffer, Instruction, Lane
 
+Queue = tuple[Lane, tuple[str, int] | None]
+
 
 def derive_waits(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Fill in ``waits``.  On the compute lane order is enough; of any other the latest conflicting instruction stands for all before it.
+    """Fill in ``waits``.  On the compute lane order is enough; of any other queue the latest conflicting instruction stands for all
+    before it.
 
-    Also on its own: a transfer may be posted only when what it sends is there.
+    Also on its own: a transfer may be posted only when what it sends is there.  What frees a buffer waits like what writes to it.
     """
     out: list[Instruction] = []
     writer: dict[Buffer, int] = {}
-    readers: dict[Buffer, dict[Lane, int]] = {}
-    waited: dict[tuple[Lane, Lane], int] = {}  # what an earlier instruction of the lane has waited for needs no second wait
+    readers: dict[Buffer, dict[Queue, int]] = {}
+    waited: dict[tuple[Queue, Queue], int] = {}  # what an earlier instruction of the queue has waited for needs no second wait
     for position, one in enumerate(instructions):
         conflicts: set[int] = set()
-        for buffer in (*one.reads, *one.writes):
+        for buffer in (*one.reads, *one.writes, *one.frees):
             if buffer in writer:
                 conflicts.add(writer[buffer])
-        for buffer in one.writes:
+        for buffer in (*one.writes, *one.frees):
             conflicts.update(readers.get(buffer, {}).values())
-        latest: dict[Lane, int] = {}
+        latest: dict[Queue, int] = {}
         for at in conflicts:
-            lane = out[at].lane
-            if lane is not one.lane or lane is not Lane.COMPUTE:
-                latest[lane] = max(latest.get(lane, -1), at)
-        new = {lane: at for lane, at in latest.items() if at > waited.get((one.lane, lane), -1)}
-        waited.update({(one.lane, lane): at for lane, at in new.items()})
+            queue = out[at].queue
+            if queue != one.queue or queue[0] is not Lane.COMPUTE:
+                latest[queue] = max(latest.get(queue, -1), at)
+        new = {queue: at for queue, at in latest.items() if at > waited.get((one.queue, queue), -1)}
+        waited.update({(one.queue, queue): at for queue, at in new.items()})
         out.append(replace(one, waits=tuple(sorted(new.values()))))
         for buffer in one.reads:
-            readers.setdefault(buffer, {})[one.lane] = position
+            readers.setdefault(buffer, {})[one.queue] = position
         for buffer in one.writes:
             writer[buffer] = position
             readers[buffer] = {}

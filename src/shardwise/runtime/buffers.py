@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -179,7 +179,7 @@ class Pool:
     slots: list[Tensor] = field(default_factory=list)  # of bytes
     _views: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
 
-    def reserve(self, slots: Sequence[Sequence[int]], buckets: Sequence[BucketMemory]) -> None:
+    def reserve(self, slots: Sequence[Sequence[int]], buckets: Mapping[int, BucketMemory]) -> None:
         """Have memory for these ``slots``, each with the buckets that it has to hold."""
         for slot, held in enumerate(slots):
             needed = (buckets[b] for b in held if self.shared or not buckets[b].resident)
@@ -205,10 +205,10 @@ class Pool:
 
 
 class RankMemory:
-    """What a rank keeps between steps: buckets, pools, the parameters that rest whole by name (leaves), the model's buffers."""
+    """What a rank keeps between steps: its buckets by index, pools, the parameters that rest whole by name (leaves), the model's buffers."""
 
     def __init__(
-        self, buckets: list[BucketMemory], buffers: dict[str, Tensor], comm: Communicator, plan: Plan, scale: ScaleChoice | None
+        self, buckets: dict[int, BucketMemory], buffers: dict[str, Tensor], comm: Communicator, plan: Plan, scale: ScaleChoice | None
     ) -> None:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
@@ -217,7 +217,7 @@ class RankMemory:
         self.unreduced = Pool(comm, lambda memory: summed or memory.bucket.wide, shared=True)
         self.leaves = {
             name: view.detach().requires_grad_(memory.learns)
-            for memory in buckets
+            for memory in buckets.values()
             if memory.resident
             for name, view in memory.views(memory.param).items()
         }

@@ -15,6 +15,7 @@ from shardwise.core.check import check
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.initial_values import Values
@@ -49,6 +50,7 @@ class Compiled:
     _programs: dict[tuple[int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
+    _stages: dict[str, int] = field(default_factory=dict)  # of the units of the training trace, by name
     buckets: list[Bucket] = field(default_factory=list)  # of the training trace, whose memory evaluation uses too
 
     def __post_init__(self) -> None:
@@ -61,6 +63,7 @@ class Compiled:
             self.module = self._values.structure()
         self.general = self._general()
         self.buckets = self.buckets or self.general.buckets
+        self._stages = self._stages or Cut.of(self.general, self.plan).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
@@ -110,7 +113,7 @@ class Compiled:
         traces = self._traces if same else {}
         buckets = self.buckets if same else []
         return replace(
-            self, plan=plan, buckets=buckets, _traces=traces, _programs={}, _lock=threading.RLock(), _evaluation=None
+            self, plan=plan, buckets=buckets, _traces=traces, _programs={}, _stages={}, _lock=threading.RLock(), _evaluation=None
         )  # fmt: skip
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
@@ -127,13 +130,17 @@ class Compiled:
                 )  # fmt: skip
         return self._traces[key]
 
+    def cut(self, one: Trace) -> Cut:
+        """The stages of a trace: those of the training trace."""
+        return Cut.of(one, self.plan, self._stages)
+
     def programs(self, one: Trace, microbatches: int) -> tuple[Program, ...]:
         """The checked programs of a trace for so many microbatches."""
         key = (id(one), microbatches)
         with self._lock:
             if key not in self._programs:
                 plan = self.plan.replace(microbatches=microbatches)
-                programs = lower(one, plan, buckets=self.buckets, training=self.training)
+                programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training)
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]

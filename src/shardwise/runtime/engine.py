@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import batch_axes
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter, StepInput, StepResult
 from shardwise.trace.casts import cast_buffer, shadow_dtype
-from shardwise.trace.trace import Trace
+from shardwise.trace.trace import Bucket, Trace
 
 
 class Engine:
@@ -61,8 +63,13 @@ class Engine:
             )
         plan.check_device(comm.device.type)
         values.check()
-        buckets = [BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in trace.buckets]
-        for memory in buckets:
+        self.pipe = comm.mesh.index(comm.rank, PIPELINE)
+        self.cut = compiled.cut(trace)
+        self.updating = self.cut.updating()
+        self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
+        own = [b for b in trace.buckets if self.pipe in self.holders[b.index]]
+        buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in own}
+        for memory in buckets.values():
             memory.load(values)
         self.names = _aliases(module)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
@@ -70,9 +77,14 @@ class Engine:
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.interpreter = Interpreter(
-            comm, self.memory, batch_axes(plan), seed, clip_norm, progress, apart=apart, strict=strict,
+            comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
+            tuple(b.index for b in own if b.learns and self.counts(b.index)), clip_norm, progress, apart=apart, strict=strict,
             offload=plan.offloads_activations,
         )  # fmt: skip
+
+    def counts(self, bucket: int) -> bool:
+        """Whether this rank, of those over the pipeline that have a bucket, is the first: the one that counts it and saves it."""
+        return self.holders[bucket][0] == self.pipe
 
     def _compute_dtype(self, name: str) -> torch.dtype:
         module = self.compiled.module
@@ -84,7 +96,7 @@ class Engine:
         All ranks call it together; those that shall stop say so.  Returns device tensors; nothing is read on the host.
         """
         traces = self.choose(fields, rows)
-        program = self.compiled.programs(traces[0], len(traces))[0]
+        program = self.program(self.compiled, traces)
         given = StepInput(fields, rows, self.step_index, self.optimizer.learning_rate(self.step_index), stop)
         result = self.interpreter.run(traces, program, given)
         self.step_index += 1
@@ -96,8 +108,12 @@ class Engine:
         traces = self.choose(fields, rows, compiled)
         for name in sorted({n for t in traces for u in t.units for n in u.parameters} & set(self.unused)):
             self.memory.leaves[name] = self.unused[name].to(self.comm.device, self._compute_dtype(name))
-        program = compiled.programs(traces[0], len(traces))[0]
+        program = self.program(compiled, traces)
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
+
+    def program(self, compiled: Compiled, traces: Sequence[Trace]) -> Program:
+        """What this rank runs."""
+        return class_of(compiled.programs(traces[0], len(traces)), self.comm.mesh, self.comm.rank)
 
     def choose(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None) -> list[Trace]:
         """The trace of each microbatch of this batch, the same on all ranks."""
@@ -137,14 +153,19 @@ class Engine:
         Runs the step again on the same batch with a look at each unit's results; nothing changes, since the step is skipped again.
         """
         traces = self.choose(fields, rows)
-        program = self.compiled.programs(traces[0], len(traces))[0]
-        never = len(program.instructions)
+        program = self.program(self.compiled, traces)
+        units = len(traces[0].units)
+        never = 2 * len(traces) * units
         first = [never]
 
+        def place(one: Instruction) -> int:
+            """Among all of the step's, on whatever rank: forwards come first, backwards go through the units the other way."""
+            at, again = (one.unit, 0) if one.op is Op.FORWARD else (units - 1 - one.unit, len(traces))
+            return (again + one.microbatch) * units + at
+
         def inspect(position: int, what: str, values: list[Tensor]) -> None:
-            bad = any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in values)
-            if bad and first[0] == never:
-                first[0] = position
+            if any(v.is_floating_point() and not bool(torch.isfinite(v).all()) for v in values):
+                first[0] = min(first[0], place(program.instructions[position]))
 
         scale = self.memory.loss_scale
         before = None if scale is None else {name: value.clone() for name, value in scale.state_dict().items()}
@@ -157,12 +178,12 @@ class Engine:
             scale.load_state_dict(before)
         mine = torch.zeros(never + 1, dtype=torch.int64, device=self.comm.device)
         mine[first[0]] = 1
-        self.comm.all_reduce(mine, self.interpreter.axes, what="search for the first non-finite value").wait()
+        self.comm.all_reduce(mine, self.comm.mesh.names, what="search for the first non-finite value").wait()
         at = int(torch.nonzero(mine)[0])
         if at == never:
             return "none", "gradient norm"
-        one = program.instructions[at]
-        return traces[0].units[one.unit].name, "forward's output" if one.op is Op.FORWARD else "backward's gradient"
+        forward, unit = at < len(traces) * units, at % units
+        return traces[0].units[unit if forward else units - 1 - unit].name, "forward's output" if forward else "backward's gradient"
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -171,15 +192,36 @@ class Engine:
 
         All ranks call it together.
         """
-        values = self.unused | self.memory.buffers | self.parameters()
+        values = self.unused | self.buffers() | self.parameters()
         own = self.compiled.module.state_dict(keep_vars=True)
         return {name: values[self.names[name]].detach().clone() for name in own}
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of all parameters that some unit reads, whole, in their master precision; all ranks call it together."""
         found: dict[str, Tensor] = {}
-        for bucket in self.memory.buckets:
-            found |= bucket.views(bucket.whole(bucket.master, self.comm, f"parameters of bucket {bucket.bucket.index}"))
+        for index, memory in self.memory.buckets.items():
+            found |= memory.views(memory.whole(memory.master, self.comm, f"parameters of bucket {index}"))
+        return self.everywhere(found, self.compiled.general.buckets)
+
+    def everywhere(self, mine: Mapping[str, Tensor], buckets: Sequence[Bucket] | None = None) -> dict[str, Tensor]:
+        """What the ranks of the pipeline have of a tensor for each parameter, by default those that learn; all ranks call it together."""
+        if self.cut.ranks == 1:
+            return dict(mine)
+        found = dict(mine)
+        for bucket in [b for b in self.compiled.general.buckets if b.learns] if buckets is None else buckets:
+            dtype, root = bucket.wide if bucket.learns else bucket.dtype, self.holders[bucket.index][0]
+            for parameter in bucket.parameters:
+                if parameter.name not in found:
+                    found[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=self.comm.device)
+                name = f"{parameter.name} of stage {root}"
+                self.comm.broadcast(found[parameter.name], PIPELINE, root, lane="state", what=name).wait()
+        return found
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Copies of the model's buffers; all ranks call it together."""
+        found = {name: value.clone() for name, value in self.memory.buffers.items()}
+        for name, root in self.updating.items():
+            self.comm.broadcast(found[name], PIPELINE, root, lane="state", what=f"buffer {name}").wait()
         return found
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -188,7 +230,7 @@ class Engine:
         if missing:
             raise ShardwiseError(f"state lacks {', '.join(sorted(missing)[:5])}")
         values = Values.of_mapping(self.compiled.module, state)
-        for bucket in self.memory.buckets:
+        for bucket in self.memory.buckets.values():
             bucket.load(values)
         with torch.no_grad():
             for name, value in (self.unused | self.memory.buffers).items():

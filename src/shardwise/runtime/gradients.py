@@ -21,7 +21,7 @@ class Gradients:
     def __init__(self, memory: RankMemory, comm: Communicator, strict: bool) -> None:
         self._memory, self._comm, self._strict = memory, comm, strict
         self._goals: dict[str, Tensor] = {}
-        for bucket in memory.buckets:
+        for bucket in memory.buckets.values():
             if bucket.grad is not None and bucket.rule.grad == "P":
                 self._goals |= bucket.views(bucket.grad)
         self._written: set[str] = set()
@@ -90,6 +90,6 @@ class Gradients:
         if self._strict:
             self._memory.unreduced.slots[buffer.index].fill_(0xFF)  # NaN in every floating dtype
 
-    def norms(self) -> Tensor:
-        """The norm of this rank's shard of each bucket's gradient, in at least fp32."""
-        return torch.stack([torch.linalg.vector_norm(b.own_gradient) for b in self._memory.buckets if b.learns])
+    def norm(self, bucket: int) -> Tensor:
+        """The norm of this rank's shard of a bucket's gradient, in at least fp32."""
+        return torch.linalg.vector_norm(self._memory.buckets[bucket].own_gradient)

@@ -18,11 +18,12 @@ from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.messages import Messages
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
 from shardwise.trace.products import watch
 from shardwise.trace.recall import Tape
-from shardwise.trace.trace import Trace
+from shardwise.trace.trace import Parameter, Trace
 from shardwise.trace.units import Unit
 
 
@@ -62,7 +63,8 @@ class StepResult:
 class Interpreter:
     """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction.
 
-    ``axes`` are those of the batch.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
+    ``axes`` are those of the batch.  ``learning`` are the indices of all buckets that learn, on whatever rank; ``counted`` those whose norm
+    this rank counts: of several ranks that have a bucket one does.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
     fills memory with NaN as soon as the program says that its content has ended.
     """
 
@@ -70,6 +72,8 @@ class Interpreter:
     memory: RankMemory
     axes: tuple[str, ...]
     seed: int
+    learning: tuple[int, ...]
+    counted: tuple[int, ...]
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
@@ -118,6 +122,7 @@ class _Step:
         self.memory = self.owner.memory
         self.gathered = Gathered(self.memory, comm, self.owner.strict, self.owner.offload)
         self.gradients = Gradients(self.memory, comm, self.owner.strict)
+        self.messages = Messages(comm, self.memory, self.traces, self.env, self.live, self.pending, self.owner.strict)
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
@@ -149,8 +154,8 @@ class _Step:
         # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
         run_op = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.COUNT: self.count,
-            Op.GATHER: self.gather, Op.ROUND: self.gradients.round, Op.REDUCE: self.reduce, Op.ADD: self.gradients.take,
-            Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update,
+            Op.GATHER: self.gather, Op.ROUND: self.gradients.round, Op.REDUCE: self.reduce, Op.ADD: self.add,
+            Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post,
         }  # fmt: skip
         for position, one in enumerate(program.instructions):
             if owner.progress is not None:
@@ -177,9 +182,9 @@ class _Step:
         return torch.full((), self.given.rows, device=self.owner.comm.device) if self.counts is None else self.counts.sum()
 
     def wait(self, at: int, program: Program) -> None:
-        """Wait for an instruction and all before it on its lane: the latest of a lane stands for them in ``waits``."""
-        lane = program.instructions[at].lane
-        for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.lane is lane]:
+        """Wait for an instruction and all before it in its queue: the latest of a queue stands for them in ``waits``."""
+        queue = program.instructions[at].queue
+        for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.queue == queue]:
             one, handle = self.handles.pop(earlier)
             handle.wait()
             self.free(one)
@@ -194,6 +199,8 @@ class _Step:
             elif buffer.kind == "activation":
                 for name in self.traces[buffer.microbatch].units[buffer.index].outputs:
                     self.live.pop((name, buffer.microbatch), None)
+            elif buffer.kind == "received":
+                self.messages.free(buffer)
 
     def env(self, m: int) -> Env:
         first, last = shard_range(self.given.rows, self.microbatches, m)
@@ -268,6 +275,9 @@ class _Step:
         seeds = [
             (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
         ]
+        for buffer in one.reads:
+            if buffer.kind == "received":
+                self.take_gradients(self.messages.received[buffer], m)
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
         later = watch(unit.products, [self.gathered.resolve(x) for x in operands], self.add_product)
@@ -287,8 +297,13 @@ class _Step:
         self.gradients.end(one)
         for name, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:
-                before = self.pending.get((name, m))
-                self.pending[name, m] = grad if before is None else before + grad
+                self.take_gradients({name: grad}, m)
+
+    def take_gradients(self, grads: Mapping[str, Tensor], m: int) -> None:
+        """Add to what waits for the units that made these live tensors."""
+        for name, grad in grads.items():
+            before = self.pending.get((name, m))
+            self.pending[name, m] = grad if before is None else before + grad
 
     def seed(self, name: str, m: int, value: Tensor) -> Tensor | None:
         if name == "loss":
@@ -326,6 +341,19 @@ class _Step:
         with torch.no_grad():
             return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
 
+    def post(self, one: Instruction) -> None:
+        """A message between stages."""
+        handle = self.messages.send(one) if one.op is Op.SEND else self.messages.receive(one)
+        self.handles[self.position] = (one, handle)
+
+    def add(self, one: Instruction) -> None:
+        """To a bucket's gradient, from a slot or from another rank."""
+        if one.slot >= 0:
+            self.gradients.take(one)
+        else:
+            (value,) = self.messages.received[one.reads[0]].values()
+            self.memory.buckets[one.bucket].final_gradient.add_(value)
+
     def gather(self, one: Instruction) -> None:
         self.handles[self.position] = (one, self.gathered.gather(one))
 
@@ -344,10 +372,10 @@ class _Step:
 
     def take_norm(self, one: Instruction) -> None:
         """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
-        memory = self.memory
-        row = self.gradients.norms().to(self.wide)
-        if self.owner.apart:
-            flags = [float(p.name in self.gradients.reached) for b in memory.buckets if b.learns for p in b.bucket.parameters]
+        owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
+        row = torch.stack([self.gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
+        if owner.apart:
+            flags = [float(p.name in self.gradients.reached) for p in self.learning()]
             row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
         self.norms = torch.zeros(self.parts, row.numel(), dtype=self.wide, device=row.device)
         self.norms[self.index] = row
@@ -355,9 +383,9 @@ class _Step:
     def decide(self, one: Instruction) -> None:
         """The norm over every parameter once decides clipping and skipping, without the host."""
         assert self.norms is not None
-        learning = [b for b in self.memory.buckets if b.learns]
+        learning = len(self.owner.learning)
         shards = self.owner.comm.mesh.axis_size(SHARDS)  # further rows are those of replicas
-        self.norm = torch.linalg.vector_norm(self.norms[:shards, : len(learning)])
+        self.norm = torch.linalg.vector_norm(self.norms[:shards, :learning])
         bad = (~torch.isfinite(self.norm)).to(torch.float32)
         if self.scale is not None:
             self.norm = self.norm / self.scale
@@ -367,11 +395,14 @@ class _Step:
             self.coefficient = self.scale.reciprocal() if self.coefficient is None else self.coefficient / self.scale
         self.skip_if(bad)
         if self.owner.apart:
-            unreached = (self.norms[:, len(learning) :].sum(0) == 0).to(torch.float32)
-            names = (p.name for b in learning for p in b.bucket.parameters)
-            self.unreached = dict(zip(names, unreached, strict=True))
+            unreached = (self.norms[:, learning:].sum(0) == 0).to(torch.float32)
+            self.unreached = dict(zip((p.name for p in self.learning()), unreached, strict=True))
         if self.owner.keep_gradients is not None:
             self.keep(self.owner.keep_gradients)
+
+    def learning(self) -> list[Parameter]:
+        """The parameters that learn of a model whose ranks have them all."""
+        return [p for b in self.owner.learning for p in self.memory.buckets[b].bucket.parameters]
 
     def skip_if(self, bad: Tensor) -> None:
         """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is halted."""
@@ -384,7 +415,7 @@ class _Step:
 
     def keep(self, found: dict[str, Tensor]) -> None:
         """Whole gradients of what was reached, for those who compare."""
-        for b in self.memory.buckets:
+        for b in self.memory.buckets.values():
             if b.grad is not None:
                 whole = b.whole(b.final_gradient, self.owner.comm, "gradients")
                 if self.scale is not None:

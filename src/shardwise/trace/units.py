@@ -55,6 +55,17 @@ class Unit:
         str, ...
     ] = ()  # the weight of each linear whose gradient is multiplied outside backward (`trace/products.py`)
 
+    def local(self, name: str, env: ops.Env) -> tuple[tuple[int, ...], torch.dtype]:
+        """The shape of a live tensor on one rank for one microbatch, and its dtype."""
+        node = self.values[name]
+        value, shape = node.meta["val"], []
+        for size, factors in zip(node.meta["val"].shape, node.meta["layout"].dims, strict=True):
+            symbolic = isinstance(size, torch.SymInt)
+            known = int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, env.rows))) if symbolic else int(size)
+            sharded = any(factor.axes for factor in factors)  # of so many elements a row
+            shape.append(known * ops.local_rows(env) // env.rows if sharded else known)
+        return tuple(shape), value.dtype
+
     @property
     def differentiable(self) -> bool:
         """Whether the unit has a backward."""

@@ -150,8 +150,8 @@ def run_steps(
         engine.interpreter.keep_gradients = kept
         result = engine.step({name: value[own] for name, value in batch.items()}, rows)
         parameters = engine.parameters() | {n: p.clone() for n, p in engine.unused.items()}
-        buffers = {n: b.clone() for n, b in engine.memory.buffers.items()}
-        out.append(RankStep(float(result.loss), float(result.grad_norm), dict(kept), parameters, buffers))
+        gradients = engine.everywhere(kept)
+        out.append(RankStep(float(result.loss), float(result.grad_norm), gradients, parameters, engine.buffers()))
     return out
 
 

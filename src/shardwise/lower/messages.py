@@ -1,0 +1,126 @@
+"""What travels between the stages of a pipeline: live tensors forward, their gradients backward, each in a SEND and a RECEIVE."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.lower.draft import Draft
+from shardwise.lower.stages import Cut
+from shardwise.parallel.pipeline import PIPELINE
+
+BACKWARD = (Op.BACKWARD,)
+
+
+@dataclass(frozen=True)
+class _Message:
+    """From after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing; ``ends``: nothing reads it after that."""
+
+    source: int
+    to: int
+    made: int
+    needed: int
+    unit: int
+    microbatch: int
+    tensors: tuple[str, ...]
+    gradient: bool
+
+    @property
+    def sent(self) -> Buffer:
+        return Buffer("gradient" if self.gradient else "activation", self.unit, self.microbatch)
+
+    @property
+    def received(self) -> Buffer:
+        return Buffer("received", self.unit, self.microbatch, self.source) if self.gradient else self.sent
+
+
+@dataclass
+class _Places:
+    """Where a rank computes: the FORWARDs and BACKWARDs of its units by microbatch, and who reads and writes what."""
+
+    draft: Draft
+    forward: dict[tuple[int, int], int] = field(default_factory=dict)
+    backward: dict[tuple[int, int], int] = field(default_factory=dict)
+    read: dict[Buffer, int] = field(default_factory=dict)  # first
+    written: dict[Buffer, int] = field(default_factory=dict)  # last
+    freed: dict[Buffer, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for position, one in enumerate(self.draft.compute):
+            if one.op is Op.FORWARD:
+                self.forward[one.unit, one.microbatch] = position
+            elif one.op in BACKWARD:
+                self.backward[one.unit, one.microbatch] = position
+            for buffer in one.reads:
+                self.read.setdefault(buffer, position)
+            self.written |= dict.fromkeys(one.writes, position)
+            self.freed |= dict.fromkeys(one.frees, position)
+
+    def task_before(self, position: int) -> int:
+        """The start of the task before that of ``position``."""
+        return self.draft.tasks[max(bisect_right(self.draft.tasks, position) - 2, 0)]
+
+
+def messages(drafts: Sequence[Draft], cut: Cut, microbatches: int) -> None:
+    """Put the messages into the drafts of all ranks.
+
+    What one rank sends to another is received in the same order.  A RECEIVE is posted one task before the one that needs it, so that
+    the transfer runs under that; a SEND as soon as there is something to send.
+    """
+    places = [_Places(draft) for draft in drafts]
+    found = [one for m in range(microbatches) for one in (*_activations(places, cut, m), *_gradients(places, cut, m))]
+    found.sort(key=lambda one: (one.made, one.to))
+    for rank, here in enumerate(places):
+        _send(here, [one for one in found if one.source == rank])
+        for source in sorted({one.source for one in found if one.to == rank}):
+            _receive(here, [one for one in found if (one.source, one.to) == (source, rank)])
+
+
+def _activations(places: Sequence[_Places], cut: Cut, m: int) -> Iterator[_Message]:
+    for unit in range(len(cut.units)):
+        for to in cut.readers(unit):
+            source, buffer = cut.rank(unit), Buffer("activation", unit, m)
+            made, needed = places[source].forward[unit, m], places[to].read[buffer]
+            yield _Message(source, to, made, needed, unit, m, cut.crossing(unit, to), False)
+
+
+def _gradients(places: Sequence[_Places], cut: Cut, m: int) -> Iterator[_Message]:
+    for unit in range(len(cut.units)):
+        for source in cut.readers(unit):
+            to, names = cut.rank(unit), cut.crossing(unit, source, gradients=True)
+            if names and (unit, m) in places[to].backward:
+                made, needed = places[source].written[Buffer("gradient", unit, m)], places[to].backward[unit, m]
+                yield _Message(source, to, made, needed, unit, m, names, True)
+
+
+def _send(here: _Places, mine: Sequence[_Message]) -> None:
+    last = {one.sent: one for one in mine}
+    for one in mine:
+        # What nobody here reads any more ends with its last message.
+        ends = last[one.sent] is one and here.freed.get(one.sent, one.made) <= one.made
+        if ends and one.sent in here.freed:
+            here.draft.keep(here.freed[one.sent], one.sent)
+        send = Instruction(
+            Op.SEND, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.to - one.source), lane=Lane.SEND,
+            reads=(one.sent,), frees=(one.sent,) if ends else (), tensors=one.tensors,
+        )  # fmt: skip
+        here.draft.after[one.made].append(send)
+
+
+def _receive(here: _Places, mine: Sequence[_Message]) -> None:
+    """Those of one source, in the order in which it sends them."""
+    at = len(here.draft.compute)
+    posts: list[int] = []
+    for one in reversed(mine):
+        at = min(at, here.task_before(one.needed))
+        posts.append(at)
+    for one, post in zip(mine, reversed(posts), strict=True):
+        receive = Instruction(
+            Op.RECEIVE, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.source - one.to), lane=Lane.RECEIVE,
+            writes=(one.received,), tensors=one.tensors,
+        )  # fmt: skip
+        here.draft.before[post].append(receive)
+        if one.gradient:
+            here.draft.edit(one.needed, add_reads=(one.received,), add_frees=(one.received,))

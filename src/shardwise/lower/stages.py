@@ -1,0 +1,158 @@
+"""Where a model is cut into stages, and what crosses the cuts: which live tensors each rank of a pipeline needs of others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.parallel.pipeline import PIPELINE, balance
+from shardwise.parallel.schedule import Timetable, rank_of, timetable
+from shardwise.trace.cost import cost
+from shardwise.trace.trace import Bucket, Trace
+from shardwise.trace.units import Unit
+
+FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "cuda": 150.0}
+"""What a device computes while it moves a byte: products and the rest of a unit in one number."""
+EVERYWHERE = -1
+"""The stage of what follows from batch fields alone: each rank computes it for itself."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """``stage`` of each unit of ``trace``, and the ranks of ``pp`` that compute the stages."""
+
+    units: tuple[Unit, ...]
+    stage: tuple[int, ...]
+    ranks: int
+    schedule: str
+
+    @staticmethod
+    def of(trace: Trace, plan: Plan, like: Mapping[str, int] | None = None) -> Cut:
+        """As the plan says, or balanced by the units' costs; ``like``: the stages of units by name, of another trace of the model."""
+        ranks = plan.mesh.axis_size(PIPELINE)
+        number = ranks * plan.stages_per_rank
+        if like is not None:
+            stage = _like([u.name for u in trace.units], like)
+        elif number == 1:
+            stage = tuple(0 for _ in trace.units)
+        else:
+            stage = _stages(trace, plan, number)
+        return Cut(tuple(trace.units), stage, ranks, plan.schedule)
+
+    @property
+    def names(self) -> dict[str, int]:
+        """The stage of each unit by its name."""
+        return {u.name: s for u, s in zip(self.units, self.stage, strict=True)}
+
+    @property
+    def stages(self) -> int:
+        return max(self.stage) + 1
+
+    def tasks(self, microbatches: int) -> Timetable:
+        """What each rank computes, in its order."""
+        return timetable(self.schedule, self.ranks, microbatches, self.stages // self.ranks)
+
+    def of_stage(self, stage: int) -> list[int]:
+        """The units of a stage."""
+        return [u for u, s in enumerate(self.stage) if s == stage]
+
+    def rank(self, unit: int) -> int:
+        """Who computes a unit, of those that one rank computes."""
+        return rank_of(self.schedule, self.stage[unit], self.ranks) if self.ranks > 1 else 0
+
+    @cached_property
+    def of_rank(self) -> tuple[tuple[int, ...], ...]:
+        """The units that each rank computes, in the order of the model; of those without a stage the ones it needs."""
+        found = []
+        for rank in range(self.ranks):
+            own = {u for u, s in enumerate(self.stage) if s != EVERYWHERE and self.rank(u) == rank}
+            for u in reversed(range(len(self.units))):
+                if self.stage[u] == EVERYWHERE and (rank == 0 or any(u in self.producers[r] for r in own)):
+                    own.add(u)
+            found.append(tuple(sorted(own)))
+        return tuple(found)
+
+    @cached_property
+    def producers(self) -> tuple[tuple[int, ...], ...]:
+        """Of each unit those whose live tensors it reads."""
+        maker = {name: u.index for u in self.units for name in u.outputs}
+        return tuple(tuple(sorted({maker[name] for name in u.inputs})) for u in self.units)
+
+    def crossing(self, producer: int, rank: int, gradients: bool = False) -> tuple[str, ...]:
+        """The live tensors of a unit that ``rank``'s units read, or those of which they have gradients."""
+        wanted = {
+            name
+            for u in self.of_rank[rank] if producer in self.producers[u]
+            for name, grad in zip(self.units[u].inputs, self.units[u].input_grads, strict=True)
+            if not gradients or (grad and self.units[u].differentiable)
+        }  # fmt: skip
+        return tuple(name for name in self.units[producer].outputs if name in wanted)
+
+    def holders(self, bucket: Bucket) -> tuple[int, ...]:
+        """The ranks whose units use a bucket's parameters: each has them."""
+        return tuple(rank for rank, units in enumerate(self.of_rank) if set(units) & set(bucket.units))
+
+    def updating(self) -> dict[str, int]:
+        """The rank that has the new values of each buffer that forward writes, where the others have not.
+
+        :class:`ConfigError` where others read them.
+        """
+        if self.ranks == 1:
+            return {}
+        found = {name: self.rank(u.index) for u in self.units for name in u.updates if self.stage[u.index] != EVERYWHERE}
+        for rank, units in enumerate(self.of_rank):
+            for name in (n for u in units for n in self.units[u].buffers if found.get(n, rank) != rank):
+                raise ConfigError(
+                    f"pp: the buffer {name} is written by stage {found[name]} and read by stage {rank}; legal: stages with both in one"
+                )
+        return found
+
+    def readers(self, producer: int) -> tuple[int, ...]:
+        """The other ranks that read a unit's live tensors."""
+        if self.ranks == 1 or self.stage[producer] == EVERYWHERE:
+            return ()
+        own = self.rank(producer)
+        return tuple(
+            rank for rank, units in enumerate(self.of_rank) if rank != own and any(producer in self.producers[u] for u in units)
+        )
+
+
+def _stages(trace: Trace, plan: Plan, number: int) -> tuple[int, ...]:
+    if trace.opaque is not None:
+        raise ConfigError(f"pp: a model that could not be captured cannot be cut into stages ({trace.opaque}); legal: pp = 1")
+    everywhere = {u.index for u in trace.units if u.name == "inputs"}
+    units = [u.index for u in trace.units if u.index not in everywhere]
+    if plan.stages and sum(plan.stages) != len(units):
+        names = ", ".join(trace.units[u].name for u in units)
+        raise ConfigError(f"stages: {list(plan.stages)} are {sum(plan.stages)} units; legal: {len(units)} in all: {names}")
+    if number > len(units):
+        raise ConfigError(f"pp: {number} stages of {len(units)} units are not legal; legal: at most {len(units)} stages")
+    sizes = plan.stages or balance(_costs(trace, units), number)
+    stages = [s for s, size in enumerate(sizes) for _ in range(size)]
+    found = dict(zip(units, stages, strict=True))
+    return tuple(found.get(u.index, EVERYWHERE) for u in trace.units)
+
+
+def _costs(trace: Trace, units: Sequence[int]) -> list[float]:
+    """Of each unit, in FLOPs: what memory traffic takes of a device's time, too."""
+    rows = trace.rows or 2
+    each = {c.index: c for c in cost(trace, rows)}
+    ratio = FLOPS_PER_BYTE["cpu"]
+    found = []
+    for u in units:
+        c = each[u]
+        flops = c.forward_flops + c.backward_flops
+        found.append(flops + 3 * ratio * c.forward_bytes)
+    return found
+
+
+def _like(names: Sequence[str], like: Mapping[str, int]) -> tuple[int, ...]:
+    """The same stages; a unit with a new name goes with the one before it."""
+    found: list[int] = []
+    for name in names:
+        before = max(found, default=0)
+        found.append(like.get(name, max(before, 0)))
+    return tuple(found)

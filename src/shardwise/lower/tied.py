@@ -1,0 +1,42 @@
+"""Parameters that several stages use: each of their ranks has them, and steps with the sum of all gradients.
+
+Ranks send theirs to the first one, which adds them in the order of the stages and sends the sum back, so that all step by the same bits.
+That comes last: a rank that waited right after its backward would hold up those whose backward it needs to go on (a deadlock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.lower.stages import Cut
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.trace.trace import Bucket
+
+
+def tied(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
+    """What ``rank`` does about those of its buckets that other ranks of the pipeline have too."""
+    for bucket in own:
+        holders = cut.holders(bucket)
+        if len(holders) == 1 or not bucket.learns:
+            continue
+        first, *others = holders
+        grad = Buffer("grad", bucket.index)
+        if rank != first:
+            yield _message(Op.SEND, bucket, first - rank, reads=(grad,))
+            yield _message(Op.RECEIVE, bucket, first - rank, writes=(grad,))
+            continue
+        inbox = [Buffer("received", bucket.index, version=other) for other in others]
+        for other, place in zip(others, inbox, strict=True):
+            yield _message(Op.RECEIVE, bucket, other - rank, writes=(place,))
+        for place in inbox:
+            yield Instruction(Op.ADD, bucket=bucket.index, version=place.version, reads=(place, grad), writes=(grad,), frees=(place,))
+        for other in others:
+            yield _message(Op.SEND, bucket, other - rank, reads=(grad,))
+
+
+def _message(
+    op: Op, bucket: Bucket, offset: int, *, reads: tuple[Buffer, ...] = (), writes: tuple[Buffer, ...] = ()
+) -> Instruction:
+    lane = Lane.SEND if op is Op.SEND else Lane.RECEIVE
+    return Instruction(op, bucket=bucket.index, peer=(PIPELINE, offset), lane=lane, reads=reads, writes=writes)

@@ -1,0 +1,61 @@
+"""Pipelines: the model cut by layers into stages, which the ranks of the axis ``pp`` compute one after the other.
+
+Which rank computes what, and when, is the schedule's (``schedule.py``).  Where a model is cut follows from the costs of its units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.plan import Plan
+
+PIPELINE = "pp"
+
+
+def pipeline(plan: Plan, size: int, schedule: str = "1f1b", stages_per_rank: int = 1, stages: Sequence[int] = ()) -> Plan:
+    """``plan`` over a pipeline of ``size`` ranks, the outermost axis: its messages are the smallest."""
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"pp: {size!r} is not legal; legal: 1 or more.")
+    others = tuple(axis for axis in plan.mesh.axes if axis.name != PIPELINE)
+    mesh = Mesh((Axis(PIPELINE, size), *others)) if size > 1 else Mesh(others)
+    return plan.replace(mesh=mesh, schedule=schedule, stages_per_rank=stages_per_rank, stages=tuple(stages))
+
+
+def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """How many of the units go to each of ``stages`` neighbouring stages, so that the most expensive stage is cheapest.
+
+    Dynamic programming over units and stages, O(units² · stages); among equals the one with the least sum of squares.
+
+    ::
+
+        costs 1 5 5 5 2, stages 2:  [1 5 5] [5 2]
+    """
+    units = len(costs)
+    if not 1 <= stages <= units:
+        raise ConfigError(f"stages: {stages} of {units} units are not legal; legal: 1 to {units}.")
+    before = [0.0, *accumulate(costs)]
+    best: list[tuple[float, float] | None] = [(0.0, 0.0), *[None] * units]  # of the first units in so many stages
+    cuts: list[list[int]] = []
+    for _ in range(stages):
+        found: list[tuple[float, float] | None] = [None] * (units + 1)
+        cut = [0] * (units + 1)
+        for stop in range(1, units + 1):
+            for start in range(stop):
+                rest = best[start]
+                if rest is None:
+                    continue
+                mine = before[stop] - before[start]
+                value = max(rest[0], mine), rest[1] + mine * mine
+                known = found[stop]
+                if known is None or value < known:
+                    found[stop], cut[stop] = value, start
+        best = found
+        cuts.append(cut)
+    ends = [units]
+    for cut in reversed(cuts):
+        ends.append(cut[ends[-1]])
+    ends.reverse()
+    return tuple(stop - start for start, stop in zip(ends, ends[1:], strict=False))
