@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 from shardwise.cli.common import split_arguments
@@ -60,6 +61,13 @@ def test_wrong_config_is_refused_with_what_is_legal(command: str) -> None:
     assert as_json.exit_code == 2
     failure = json.loads(as_json.stdout)
     assert failure["cause"] == "config" and "train.step" in failure["error"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="legal on GPUs")
+def test_what_the_devices_cannot_do_is_refused_before_ranks_start(tmp_path: Path) -> None:
+    result = call("train", f"train.run_dir={tmp_path}/run", "parallel.offload=activations")
+    assert result.exit_code == 2 and 'legal: "none", "optimizer"' in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_show() -> None:

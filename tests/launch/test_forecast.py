@@ -31,7 +31,7 @@ def bare(given: Config, budget: int = 1 << 40, kind: str = "cuda") -> Forecast:
 
 
 def test_a_forecast_is_the_prediction_of_the_plan() -> None:
-    given = config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=2")
+    given = config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=2", "parallel.reduced=microbatch")
     found = bare(given)
     mine = predict(found.compiled.general, build_plan(given), build_optimizer(given), rows=16, device="cuda")
     assert found.plan == build_plan(given) and found.note is None
@@ -88,6 +88,16 @@ def test_a_run_that_goes_on_keeps_its_way() -> None:
     fitting = again.predict(again.plan.replace(gathered="use", reduced="microbatch")).peak_bytes
     tight = Forecast.of(open_, compiled, device(fitting), before=before)
     assert (tight.plan.gathered, tight.plan.reduced) == WAYS[-1]
+
+
+def test_the_host_has_to_have_room_for_what_is_offloaded() -> None:
+    found = bare(config("parallel.dp=2", "parallel.offload=optimizer"))
+    needed = found.worst.host_bytes
+    assert needed > 0
+    found.check_host(needed)
+    with pytest.raises(ConfigError, match=r'parallel.offload = "optimizer": rank 0 needs .* on the host'):
+        found.check_host(needed - 1)
+    bare(config("parallel.dp=2")).check_host(0)
 
 
 def test_all_commands_choose_alike() -> None:

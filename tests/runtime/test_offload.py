@@ -74,9 +74,9 @@ def test_masters_and_state_are_on_the_host_alone() -> None:
 @pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 3)])
 def test_offloaded_activations_change_no_bit(dp: int, zero: int, recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[int] = []
-    original = gathered.Gathered._pack
+    original = gathered.Gathered.keep
 
-    def count(self: Any, value: Tensor) -> Any:
+    def count(self: Any, value: Any) -> Any:
         kept = original(self, value)
         if isinstance(kept, gathered.Offloaded):
             copied.append(kept.host.nbytes)
@@ -85,7 +85,7 @@ def test_offloaded_activations_change_no_bit(dp: int, zero: int, recompute: Any,
     plan = data_parallel(Plan(microbatches=2, recompute=recompute), dp, zero)
     truth = run(plan)
     monkeypatch.setattr(gathered, "LEAST_OFFLOAD", 0)
-    monkeypatch.setattr(gathered.Gathered, "_pack", count)
+    monkeypatch.setattr(gathered.Gathered, "keep", count)
     assert_same(run(plan, activations=True), truth)
     assert sum(copied) > 100_000
 

@@ -36,10 +36,10 @@ def batch(rows: int) -> dict[str, Tensor]:
 
 
 def test_what_follows_from_parameters_alone_is_made_where_it_is_read() -> None:
-    found = trace(ScaledHead(), batch(4), Plan())
+    found = trace(ScaledHead(), batch(4))
     assert len(found.units) > 3
     crossing = {name for unit in found.units for name in unit.inputs}
-    assert all(unit.values[name].shape[-1] == WIDTH for unit in found.units for name in unit.inputs), crossing
+    assert all(unit.values[name].meta["val"].shape[-1] == WIDTH for unit in found.units for name in unit.inputs), crossing
     assert "embedding.weight" in found.units[0].parameters and "embedding.weight" in found.units[-1].parameters
 
 

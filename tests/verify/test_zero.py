@@ -65,15 +65,16 @@ def test_frozen_uneven_and_static_models(name: str, zero: int) -> None:
 
 
 class Spectral(nn.Module):
-    """Filters in the frequency domain, with complex weights."""
+    """Filters in the frequency domain: complex weights, or pairs of real ones."""
 
-    def __init__(self) -> None:
+    def __init__(self, real: bool) -> None:
         super().__init__()
-        self.filters = nn.ParameterList([nn.Parameter(torch.randn(5, dtype=torch.complex64)) for _ in range(2)])
+        weights = [torch.randn(5, 2) for _ in range(2)]
+        self.filters = nn.ParameterList([nn.Parameter(w if real else torch.view_as_complex(w)) for w in weights])
         self.head = nn.Linear(8, 1)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for weight in self.filters:
+        for weight in (w if w.is_complex() else torch.view_as_complex(w) for w in self.filters):
             x = torch.tanh(torch.fft.irfft(torch.fft.rfft(x) * weight, n=8))
         return ((self.head(x) - y) ** 2).mean()
 
@@ -82,8 +83,11 @@ class Spectral(nn.Module):
 def test_complex_parameters(zero: int) -> None:
     torch.manual_seed(0)
     batches = [{"x": torch.randn(rows, 8), "y": torch.randn(rows, 1)} for rows in (7, 6)]
-    report = verify(Spectral(), batches, data_parallel(Plan(microbatches=2), 3, zero))
+    plan = data_parallel(Plan(microbatches=2), 3, zero)
+    report = verify(Spectral(real=True), batches, plan)
     assert report.passed and report.ranks_agree and report.compared > 10
+    with pytest.raises(ConfigError, match=r"parameter filters.0 is torch.complex64.*legal: a real one with a last dim of 2"):
+        verify(Spectral(real=False), batches, plan)
 
 
 @pytest.mark.parametrize(("size", "replicas"), [(4, 2), (6, 3), (4, 4)])
@@ -223,7 +227,7 @@ def test_weights_kept_by_backward_instead_of_a_reference_are_found(monkeypatch: 
     """Each gather into a slot of its own: else forward and backward may happen to use the same one."""
     monkeypatch.setattr(gather, "assign", lambda spans: (list(range(len(spans))), tuple((span.bucket,) for span in spans)))
     assert _passes()
-    monkeypatch.setattr(gathered.Gathered, "_pack", lambda self, value: value)
+    monkeypatch.setattr(gathered.Gathered, "keep", lambda self, value: value)
     assert not _passes()
 
 

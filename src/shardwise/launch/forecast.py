@@ -23,6 +23,7 @@ from shardwise.report.tables import count, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Trace
+
 OPEN = ("gathered", "reduced")
 """The fields of a plan that a config may leave open."""
 WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
@@ -49,7 +50,12 @@ class Forecast:
 
     @staticmethod
     def of(
-        config: Config, compiled: Compiled, device: Device, budget: int | None = None, common: bool = False, before: int | None = None
+        config: Config,
+        compiled: Compiled,
+        device: Device,
+        budget: int | None = None,
+        common: bool = False,
+        before: int | None = None,
     ) -> Forecast:
         """Of a model that was compiled for ``build_plan(config)``; the budget is by default what config or device say.
 
@@ -103,6 +109,15 @@ class Forecast:
         """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would fit."""
         if not self.fits:
             raise ConfigError(f"{self.misfit()}; {self.advice(self.nearest())}")
+
+    def check_host(self, free: int) -> None:
+        """:class:`ConfigError` if what is offloaded does not fit into the ``free`` bytes that a rank has on its host."""
+        needed = self.worst.host_bytes
+        if needed > free:
+            raise ConfigError(
+                f'parallel.offload = "{self.plan.offload}": rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} '
+                "free for it; legal: fewer ranks a host, or parallel.zero of at least 1, which shards what is offloaded"
+            )
 
     def misfit(self) -> str:
         """By how much the plan does not fit, and where."""

@@ -94,15 +94,17 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
 
 def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecast:
     """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
-    device = here(comm.device, int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size)))
-    told = torch.zeros(comm.mesh.size + 1, dtype=torch.float64, device=comm.device)
-    told[comm.rank] = budget_of(config, device)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
+    device, host = here(comm.device, local), here(torch.device("cpu"), local)
+    told = torch.zeros(3, comm.mesh.size, dtype=torch.float64, device=comm.device)
+    told[0, comm.rank], told[1, comm.rank] = budget_of(config, device), host.budget
     if comm.rank == 0 and (before := _before(Path(config.train.run_dir))) is not None:
-        told[-1] = before + 1
+        told[2, 0] = before + 1
     comm.all_reduce(told, comm.mesh.names, what="the memory of all ranks").wait()
-    before = int(told[-1]) - 1 if told[-1] else None
-    found = Forecast.of(config, compiled, device, int(told[:-1].min()), comm.shares_memory, before)
+    before = int(told[2, 0]) - 1 if told[2, 0] else None
+    found = Forecast.of(config, compiled, device, int(told[0].min()), comm.shares_memory, before)
     found.check()
+    found.check_host(int(told[1].min()))
     return found
 
 

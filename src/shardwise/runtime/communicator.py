@@ -114,7 +114,8 @@ class Communicator(Protocol):
     shares_memory: bool  # whether :meth:`common` gives memory to groups of more than one rank
 
     def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Replace ``x`` by its sum over the group, in place; fp16 and bf16 are rounded as the backend does."""
+        """Replace ``x`` by its sum over the group, in place.  Real dtypes; fp16 and bf16 are rounded as the
+        backend does."""
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements.
@@ -209,7 +210,7 @@ class BaseCommunicator(ABC):
         self._check(call, x, reducing=True)
         if call.group.size == 1 or x.numel() == 0:
             return Completed()
-        return self._all_reduce(call, _real(x))
+        return self._all_reduce(call, _flat(x))
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         call = Call("all_gather", self.group(axes), lane, what)
@@ -220,7 +221,7 @@ class BaseCommunicator(ABC):
         call = Call("reduce_scatter", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
         return (
-            self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._reduce_scatter(call, _real(out), _real(x))
+            self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._reduce_scatter(call, _flat(out), _flat(x))
         )
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
@@ -280,7 +281,7 @@ class BaseCommunicator(ABC):
                 raise ShardwiseError(f"{call}: the tensor of shape {tuple(tensor.shape)} is not contiguous")
             if tensor.device.type != self.device.type:
                 raise ShardwiseError(f"{call}: the tensor is on {tensor.device}, the communicator on {self.device}")
-        if reducing and x.dtype.to_real() not in REDUCIBLE:
+        if reducing and x.dtype not in REDUCIBLE:
             raise ShardwiseError(f"{call}: cannot sum {x.dtype}")
         if out is not None and (not sizes_fit or out.dtype != x.dtype):
             raise ShardwiseError(
@@ -321,12 +322,6 @@ class BaseCommunicator(ABC):
 def _flat(x: Tensor) -> Tensor:
     """A one-dimensional alias outside autograd."""
     return x.detach().view(-1)
-
-
-def _real(x: Tensor) -> Tensor:
-    """A flat alias of real numbers: complex ones are summed by their parts."""
-    flat = _flat(x)
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -34,9 +34,10 @@ class Reference(NamedTuple):
 
 
 class Offloaded(NamedTuple):
-    """A copy on the host of what autograd keeps."""
+    """A copy on the host of what is kept for backward."""
 
     host: Tensor
+    learns: bool
 
 
 class Gathered:
@@ -85,20 +86,25 @@ class Gathered:
 
     def references(self) -> saved_tensors_hooks:
         """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+        return saved_tensors_hooks(self.keep, self._unpack)
 
-    def refer(self, value: Any) -> Any:
-        """A reference if it is (a view of) a gathered parameter, else ``value``: for what a unit keeps for its backward."""
+    def keep(self, value: Any) -> Any:
+        """What is kept of ``value`` for a backward: a reference, if it is (a view of) a gathered parameter, or what is offloaded."""
+        kept = self._refer(value)
+        return self._offloaded(kept) if self._offload and isinstance(kept, Tensor) else kept
+
+    def resolve(self, kept: Any) -> Any:
+        """What :meth:`keep` was given, once the bucket is gathered again."""
+        found = self._unpack(kept)
+        return found.requires_grad_(kept.learns) if isinstance(kept, Reference | Offloaded) else found
+
+    def _refer(self, value: Any) -> Any:
         bucket = self._bucket.get(value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else None
         if bucket is None:
             return value
         if value.is_conj() or value.is_neg():  # a view that reads other values than the memory has
             return value.resolve_conj().resolve_neg()
         return Reference(bucket, value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.requires_grad)
-
-    def resolve(self, kept: Any) -> Any:
-        """What :meth:`refer` was given, once the bucket is gathered again."""
-        return self._view(kept).requires_grad_(kept.learns) if isinstance(kept, Reference) else kept
 
     def own(self, value: Tensor, update: bool = False) -> Tensor:
         """``value``, or a copy if it is (a view of) a gathered parameter: others may read it after the slot has been freed.
@@ -114,18 +120,14 @@ class Gathered:
         resting = (*self._memory.leaves.values(), *self._memory.buffers.values())
         return {tensor.untyped_storage().data_ptr() for tensor in resting}
 
-    def _pack(self, value: Tensor) -> Any:
-        kept = self.refer(value)
-        if kept is not value:
-            return kept
-        at = value.untyped_storage().data_ptr()
-        if not self._offload or value.nbytes < LEAST_OFFLOAD or at in self._resident:
+    def _offloaded(self, value: Tensor) -> Any:
+        if value.nbytes < LEAST_OFFLOAD or value.untyped_storage().data_ptr() in self._resident:
             return value
         # On the stream that computes: the copy ends before the memory can be used again.
-        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-        return Offloaded(host.copy_(value, non_blocking=True))
+        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+        return Offloaded(host.copy_(value.detach(), non_blocking=True), value.requires_grad)
 
-    def _unpack(self, kept: Any) -> Tensor:
+    def _unpack(self, kept: Any) -> Any:
         if isinstance(kept, Offloaded):
             return torch.empty_like(kept.host, device=self._comm.device).copy_(kept.host, non_blocking=True)
         return self._view(kept) if isinstance(kept, Reference) else kept

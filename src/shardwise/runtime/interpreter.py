@@ -243,7 +243,7 @@ class _Step:
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
             good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-            kept = tuple(self.gathered.refer(x) for x in operands)
+            kept = tuple(self.gathered.keep(x) for x in operands)
             self.saved[unit.index, m] = _Saved(good, kept, arguments[: len(unit.parameters)])
         if again:
             return

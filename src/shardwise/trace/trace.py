@@ -206,6 +206,11 @@ def _buckets(
     groups: dict[tuple[Any, ...], list[Parameter]] = {}
     for name in own:  # the module's own order
         if name in users:
+            if name in learning and own[name].is_complex():
+                raise ConfigError(
+                    f"model: parameter {name} is {own[name].dtype}, which no fused optimizer steps; legal: a real one with a last dim of 2, "
+                    "read through torch.view_as_complex"
+                )
             dtype = shadow_dtype(module, name, own[name], precision)
             key = (users[name], dtype, name in learning, group(name) if group is not None else None)
             groups.setdefault(key, []).append(Parameter(name, tuple(own[name].shape), dtype, users[name]))

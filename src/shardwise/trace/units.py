@@ -47,7 +47,7 @@ class Unit:
     output_grads: tuple[bool, ...]
     ordinal: int = 0  # of the unit's first random op
     collectives: bool = False
-    values: dict[str, Any] = field(default_factory=dict)  # example (fake) tensor of each live tensor
+    values: dict[str, Any] = field(default_factory=dict)  # the node of the whole graph that each live tensor is
     training_function: Callable[..., tuple[Tensor, ...]] | None = (
         None  # `function` with the operands of `products` as last outputs, and products and attention to be recalled
     )
