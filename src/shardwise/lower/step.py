@@ -220,7 +220,8 @@ class _Lowering:
                 Op.STEP,
                 bucket=b.index,
                 reads=(Buffer("grad", b.index), NORM),
-                writes=(Buffer("param", b.index), Buffer("state", b.index)),
+                # The fused optimizer leaves the clipped gradient.
+                writes=(Buffer("param", b.index), Buffer("state", b.index), Buffer("grad", b.index)),
             )
             for b in learning
         ]

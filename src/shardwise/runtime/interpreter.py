@@ -270,14 +270,14 @@ class _Step:
     def backward(self, one: Instruction) -> None:
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         self.gradients.begin(one)
+        for buffer in one.reads:
+            if buffer.kind == "received":
+                self.take_gradients(self.messages.received[buffer], m)
         outputs, operands, leaves = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
         seeds = [
             (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
         ]
-        for buffer in one.reads:
-            if buffer.kind == "received":
-                self.take_gradients(self.messages.received[buffer], m)
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
         later = watch(unit.products, [self.gathered.resolve(x) for x in operands], self.add_product)
