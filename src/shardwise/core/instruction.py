@@ -18,6 +18,8 @@ class Op(StrEnum):
     FORWARD = "FORWARD"
     RECOMPUTE = "RECOMPUTE"  # forward again, from the kept inputs, just before backward
     BACKWARD = "BACKWARD"
+    BACKWARD_INPUT = "BACKWARD_INPUT"  # BACKWARD without the weight gradients of products, whose operands it leaves
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # the weight gradients of products, from these operands; reads no parameters
     GATHER = "GATHER"  # make parameters whole from their shards, in a slot or in their own buffer
     ROUND = "ROUND"  # a gradient buffer into a slot of the dtype in which it is summed over ranks
     REDUCE = "REDUCE"  # sum a gradient buffer or a slot over mesh axes, or the loss, or the norms
@@ -49,8 +51,9 @@ class Buffer:
     * ``param grad state``: of a bucket, from step to step;
     * ``slot unreduced``: memory of a pool, for whole parameters, and for whole gradients on their way to
       their shard;
-    * ``activation saved kept gradient``: of a unit and microbatch: its live outputs, what autograd keeps
-      inside of it, what selective recomputation keeps, and the gradients of its outputs;
+    * ``activation saved kept gradient putoff``: of a unit and microbatch: its live outputs, what autograd keeps
+      inside of it, what selective recomputation keeps, the gradients of its outputs, and what a BACKWARD_INPUT
+      leaves for its BACKWARD_WEIGHT: inputs and output gradients of products;
     * ``loss weight norm``: of the step.
 
     ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch;
@@ -75,10 +78,10 @@ class Instruction:
     ``unit`` is a unit (FORWARD, BACKWARD, …) and ``bucket`` a flat buffer of parameters (REDUCE, STEP).
     ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
     unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE.
-    ``first`` lists the buckets whose gradient this BACKWARD, REDUCE or ADD writes first and so overwrites; to
-    all others it adds.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
+    ``first`` lists the buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so
+    overwrites; to all others it adds; what none has written when the gradient is first read is zero.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
     ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
-    writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the
+    or a part of one writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the
     buffers whose content ends with this instruction.  ``waits`` are the positions of earlier instructions of
     the same program, on other lanes, that must be complete.
     """

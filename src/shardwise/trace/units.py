@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import entropy, ops
-from shardwise.trace.products import expose
+from shardwise.trace.products import expose, find, inside
 from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
 
@@ -51,9 +51,8 @@ class Unit:
     training_function: Callable[..., tuple[Tensor, ...]] | None = (
         None  # `function` with the operands of `products` as last outputs, and products and attention to be recalled
     )
-    products: tuple[
-        str, ...
-    ] = ()  # the weight of each linear whose gradient is multiplied outside backward (`trace/products.py`)
+    products: tuple[str, ...] = ()  # the weight of each product, whose gradient is multiplied outside autograd (`trace/products.py`)
+    inside: tuple[str, ...] = ()  # the trainable parameters of which autograd has a gradient, or a part of it
 
     @property
     def differentiable(self) -> bool:
@@ -249,8 +248,9 @@ class _Builder:
             shared[code] = module.forward
         captured = self.captured
         parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
-        exposed, products = expose(graph, [captured.trainable[n] for n in parameters])
-        exposed = recallable(exposed, len(outputs) + len(updated))
+        trainable = [captured.trainable[n] for n in parameters]
+        products = find(graph, trainable)
+        exposed = recallable(expose(graph, products), len(outputs) + len(updated))
         key_code = exposed.python_code("self").src
         if key_code not in shared:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
@@ -267,7 +267,8 @@ class _Builder:
             ordinal,
             any(n.target in _COMMUNICATING for n in mine),
             {n.name: n for n in (*kinds["inputs"], *outputs)},
-            shared[key_code], tuple(parameters[i] for i in products),
+            shared[key_code], tuple(parameters[one.parameter] for one in products.values()),
+            tuple(parameters[i] for i in inside(graph, trainable, products)),
         )  # fmt: skip
 
     def _kind(self, node: fx.Node, key: int) -> str:
