@@ -21,7 +21,7 @@ from shardwise.trace.trace import Bucket, Trace
 LOSS = Buffer("loss")
 WEIGHT = Buffer("weight")
 NORM = Buffer("norm")
-PASSING = ("activation", "kept", "saved", "gradient")
+PASSING = ("activation", "kept", "saved", "gradient", "putoff")
 """Kinds of buffers that live within a step."""
 
 
@@ -145,7 +145,7 @@ class _Lowering:
             for buffer in (*one.reads, *one.writes):
                 if buffer.kind in PASSING:
                     last[buffer] = position
-            if one.op is Op.BACKWARD:
+            if one.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
                 last[Buffer("activation", one.unit, one.microbatch)] = position
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))

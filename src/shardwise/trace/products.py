@@ -110,6 +110,33 @@ def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, P
     return tuple(i for i, n in enumerate(parameters) if trainable[i] and elsewhere(n))
 
 
+def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, int]]:
+    """The unit's live tensors that may share memory with the X of a product: ("input", index) and ("output", index)."""
+    wanted = {_base(one.x) for one in found.values()}
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("i")]
+    outputs = next(n for n in graph.nodes if n.op == "output").args[0]
+    places = (("input", inputs), ("output", outputs))
+    return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
+
+
+_VIEWS = frozenset(
+    """view reshape flatten unflatten transpose permute t numpy_T mT unsqueeze squeeze expand expand_as contiguous alias detach select
+    slice narrow split split_with_sizes chunk unbind unfold diagonal view_as movedim swapaxes to dropout feature_dropout getitem
+    replicate own partial gather shard scatter""".split()
+)
+"""Ops whose result may share memory with their first operand."""
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a node may share."""
+    while node.op == "call_function" and op_name(node) in _VIEWS:
+        sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor | tuple | list)]
+        if not sources:
+            break
+        node = sources[0]
+    return node
+
+
 def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
     """A copy of a unit's graph whose last outputs are the fields of an :class:`Operand` for each of the products ``found``."""
     new = fx.Graph()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import entropy, ops
-from shardwise.trace.products import expose, find, inside
+from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
 
@@ -53,6 +53,7 @@ class Unit:
     )
     products: tuple[str, ...] = ()  # the weight of each product, whose gradient is multiplied outside autograd (`trace/products.py`)
     inside: tuple[str, ...] = ()  # the trainable parameters of which autograd has a gradient, or a part of it
+    held: tuple[str, ...] = ()  # the live tensors, of other units or its own, that are inputs of products, or share memory with them
 
     @property
     def differentiable(self) -> bool:
@@ -269,7 +270,13 @@ class _Builder:
             {n.name: n for n in (*kinds["inputs"], *outputs)},
             shared[key_code], tuple(parameters[one.parameter] for one in products.values()),
             tuple(parameters[i] for i in inside(graph, trainable, products)),
+            self._names(held(graph, products), kinds["inputs"], outputs),
         )  # fmt: skip
+
+    @staticmethod
+    def _names(places: Iterable[tuple[str, int]], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[str, ...]:
+        """Live tensors by their place in a unit; what a buffer becomes is none."""
+        return tuple(nodes[i].name for kind, i in places if i < len(nodes := inputs if kind == "input" else outputs))
 
     def _kind(self, node: fx.Node, key: int) -> str:
         if node.op != "placeholder" or self.assigned.get(node, key) != key:
