@@ -14,7 +14,6 @@ from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import interpreter
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import products
 from shardwise.trace.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads
 from split import ORDERS, split
@@ -136,7 +135,11 @@ def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         self.putoff[one.unit, one.microbatch].popleft()
         original(self, one)
 
-    monkeypatch.setattr(interpreter._Step, "backward_weight", lambda self, one: careless(self, one) if self.putoff[one.unit, one.microbatch] else None)
+    monkeypatch.setattr(
+        interpreter._Step,
+        "backward_weight",
+        lambda self, one: careless(self, one) if self.putoff[one.unit, one.microbatch] else None,
+    )
     assert difference(steps("gpt", plan, "at once"), truth) > 1e-3
 
 

@@ -275,7 +275,7 @@ class _Step:
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
         later = watch(unit.products, [p._replace(x=self.gathered.resolve(p.x)) for p in operands], add)
-        wanted = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
+        wanted: list[Any] = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
         kept, given = zip(*seeds, strict=True)
         del operands  # each X ends when it has been multiplied
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)

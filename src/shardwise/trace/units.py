@@ -51,9 +51,11 @@ class Unit:
     training_function: Callable[..., tuple[Tensor, ...]] | None = (
         None  # `function` with the operands of `products` as last outputs, and products and attention to be recalled
     )
-    products: tuple[str, ...] = ()  # the weight of each product, whose gradient is multiplied outside autograd (`trace/products.py`)
+    products: tuple[
+        str, ...
+    ] = ()  # the weight of each product: its gradient is multiplied outside autograd (`trace/products.py`)
     inside: tuple[str, ...] = ()  # the trainable parameters of which autograd has a gradient, or a part of it
-    held: tuple[str, ...] = ()  # the live tensors, of other units or its own, that are inputs of products, or share memory with them
+    held: tuple[str, ...] = ()  # the live tensors, its own or others', whose memory may be that of an input of a product
 
     @property
     def differentiable(self) -> bool:
