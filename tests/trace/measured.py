@@ -76,7 +76,7 @@ def real_costs(
         leaf = own[name].detach().to(shadow_dtype(module, name, own[name], found.precision), copy=True)
         leaves[name] = leaf.requires_grad_(name not in found.frozen)
     buffers = {n: b.clone() for n, b in module.named_buffers()}
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d) or type(m).__name__ == "Conv1D"}
     splits = {n for n, p in own.items() if id(p) in weights}
     live: dict[str, Tensor] = {}
     costs = []

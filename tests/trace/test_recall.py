@@ -26,6 +26,7 @@ from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trace import recall
 from shardwise.trace.meter import tensors_in
 from shardwise.trace.ops import Env
+from shardwise.trace.products import Operand
 from shardwise.trace.recall import Tape, recalled
 from shardwise.trace.torch_private import TorchDispatchMode, storage_key
 from shardwise.trace.trace import trace
@@ -281,7 +282,7 @@ def test_parameters_may_move(dtype: str, dropout: float) -> None:
     assert unit.training_function is not None
 
     def backward(outputs: tuple[Any, ...], arguments: list[Any]) -> list[Tensor]:
-        edges = outputs[2::2]
+        edges = [Operand(*one).y for one in outputs[1:]]
         grads = torch.autograd.grad(outputs[0], [*arguments, *edges], torch.ones_like(arguments[-1]), allow_unused=True)
         return [g for g in grads if g is not None]
 

@@ -18,6 +18,8 @@ class Op(StrEnum):
     FORWARD = "FORWARD"
     RECOMPUTE = "RECOMPUTE"  # forward again, from the kept inputs, just before backward
     BACKWARD = "BACKWARD"
+    BACKWARD_INPUT = "BACKWARD_INPUT"  # BACKWARD without the weight gradients of products, whose operands it leaves
+    BACKWARD_WEIGHT = "BACKWARD_WEIGHT"  # the weight gradients of products, from these operands; reads no parameters
     GATHER = "GATHER"  # make parameters whole from their shards, in a slot or in their own buffer
     ROUND = "ROUND"  # a gradient buffer into a slot of the dtype in which it is summed over ranks
     REDUCE = "REDUCE"  # sum a gradient buffer or a slot over mesh axes, or the loss, or the norms
@@ -49,9 +51,10 @@ class Buffer:
     * ``param grad state``: of a bucket, from step to step;
     * ``slot unreduced``: memory of a pool, for whole parameters, and for whole gradients on their way to
       their shard;
-    * ``activation saved kept gradient received``: of a unit and microbatch: its live outputs, what autograd
-      keeps inside of it, what selective recomputation keeps, the gradients of its outputs, and those that
-      come from another rank, whose coordinate on ``pp`` is the ``version``;
+    * ``activation saved kept gradient received putoff``: of a unit and microbatch: its live outputs, what
+      autograd keeps inside of it, what selective recomputation keeps, the gradients of its outputs, those that
+      come from another rank, whose coordinate on ``pp`` is the ``version``, and what a BACKWARD_INPUT leaves for
+      its BACKWARD_WEIGHT: inputs and output gradients of products;
     * ``loss weight norm``: of the step.
 
     ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch;
@@ -77,10 +80,10 @@ class Instruction:
     ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
     unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE, and
     ``tensors`` the names of what it carries.
-    ``first`` lists the buckets whose gradient this BACKWARD, REDUCE or ADD writes first and so overwrites; to
-    all others it adds.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
+    ``first`` lists the buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so
+    overwrites; to all others it adds; what none has written when the gradient is first read is zero.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
     ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
-    writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the
+    or a part of one writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the
     buffers whose content ends with this instruction.  ``waits`` are the positions of earlier instructions of
     the same program, on other lanes, that must be complete.
     """

@@ -23,6 +23,7 @@ from shardwise.trace.trace import Bucket, Trace
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 DOES: Mapping[Op, str] = {
     Op.COUNT: "counting the targets", Op.FORWARD: "forward", Op.RECOMPUTE: "forward again", Op.BACKWARD: "backward",
+    Op.BACKWARD_INPUT: "backward to the inputs", Op.BACKWARD_WEIGHT: "backward to the weights",
     Op.GATHER: "gathering the parameters", Op.ROUND: "rounding the gradient", Op.REDUCE: "summing", Op.ADD: "adding the summed gradient",
     Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
 }  # fmt: skip

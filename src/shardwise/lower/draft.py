@@ -38,7 +38,8 @@ class Draft:
         """For each position (first, last) of its unit's turn: a recomputation and its backward are one."""
         turns: list[tuple[int, int]] = []
         for position, one in enumerate(self.compute):
-            joins = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE and one.op is Op.BACKWARD
+            again = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE
+            joins = again and one.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
             turns.append((turns[-1][0] if joins else position, position))
             if joins:
                 turns[-2] = turns[-1]

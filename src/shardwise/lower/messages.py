@@ -11,7 +11,7 @@ from shardwise.lower.draft import Draft
 from shardwise.lower.stages import Cut
 from shardwise.parallel.pipeline import PIPELINE
 
-BACKWARD = (Op.BACKWARD,)
+BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)

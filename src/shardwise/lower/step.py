@@ -25,7 +25,7 @@ from shardwise.trace.trace import Bucket, Trace
 LOSS = Buffer("loss")
 WEIGHT = Buffer("weight")
 NORM = Buffer("norm")
-PASSING = ("activation", "kept", "saved", "gradient", "received")
+PASSING = ("activation", "kept", "saved", "gradient", "received", "putoff")
 """Kinds of buffers that live within a step."""
 
 
@@ -131,17 +131,25 @@ class _Lowering:
             self._begun |= {(u, m) for u in free}
             out += [self.forward(u, m) for u in ([] if done else free)] + [self.forward(u, m) for u in units]
             return
-        for u in reversed(units):
-            if not self.trace.units[u].differentiable:
+        for u in reversed([u for u in units if self.trace.units[u].differentiable]):
+            if task.kind == "W":
+                out += self.first(self.backward_weight(u, m))
                 continue
             if self.plan.recompute != "none":
                 if out[-1].op is Op.FORWARD and (out[-1].unit, out[-1].microbatch) == (u, m):
                     out[-1] = self.forward(u, m, saves=True)  # nothing would be saved by running it twice
                 else:
                     out.append(self.recompute(u, m))
-            first = tuple(b.index for b in self.used[u] if b.learns and b.index not in self._written)
-            self._written |= set(first)
-            out.append(self.backward(u, m, first))
+            out += self.first([self.backward(u, m, whole=task.kind == "B")])
+
+    def first(self, several: Sequence[Instruction]) -> list[Instruction]:
+        """Note which gradients these are the first to write."""
+        found = []
+        for one in several:
+            new = tuple(b.index for b in one.writes if b.kind == "grad" and b.index not in self._written)
+            self._written |= set(new)
+            found.append(replace(one, first=new))
+        return found
 
     def check_written(self, draft: Draft) -> None:
         unwritten = {b.index for b in self.own if b.learns} - self._written
@@ -172,17 +180,35 @@ class _Lowering:
         """What FORWARD leaves for RECOMPUTE inside a unit."""
         return [Buffer("kept", u, m)] if self.plan.recompute == "selective" else []
 
-    def backward(self, u: int, m: int, first: tuple[int, ...]) -> Instruction:
+    def backward(self, u: int, m: int, whole: bool) -> Instruction:
+        """BACKWARD, or what of it does not wait for BACKWARD_WEIGHT, if there is anything that does."""
         unit = self.trace.units[u]
+        whole = whole or not unit.products
         reads = [Buffer("saved", u, m), *(Buffer("param", b.index) for b in self.used[u])]
         reads += [Buffer("activation", p, m) for p in self.producers(u)]  # autograd keeps inputs
         reads += [WEIGHT] if "loss" in unit.outputs else []
         reads += [Buffer("gradient", u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
-        writes = [Buffer("grad", b.index) for b in self.used[u] if b.learns]
+        writes = self.grads(u, unit.parameters if whole else unit.inside)
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
         writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
-        axes = self.axes if unit.collectives else ()
-        return Instruction(Op.BACKWARD, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes), first=first)
+        writes += [] if whole else [Buffer("putoff", u, m)]
+        op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.axes if unit.collectives else ()
+        return Instruction(op, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes))
+
+    def backward_weight(self, u: int, m: int) -> list[Instruction]:
+        """The rest of BACKWARD; it reads the operands of products, of which some are live tensors."""
+        unit = self.trace.units[u]
+        if not unit.products:
+            return []
+        held = [p for p in (*self.producers(u), u) if set(self.trace.units[p].outputs) & set(unit.held)]
+        reads = (Buffer("putoff", u, m), *(Buffer("activation", p, m) for p in held))
+        writes = tuple(self.grads(u, unit.products))
+        return [Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=writes)]
+
+    def grads(self, u: int, names: Sequence[str]) -> list[Buffer]:
+        """The gradient buffers of those of a unit's parameters that learn."""
+        wanted = set(names)
+        return [Buffer("grad", b.index) for b in self.used[u] if b.learns and any(p.name in wanted for p in b.parameters)]
 
     def producers(self, u: int) -> tuple[int, ...]:
         """The units whose live tensors unit ``u`` reads."""
@@ -205,7 +231,7 @@ class _Lowering:
             for buffer in (*one.reads, *one.writes):
                 if buffer.kind in PASSING:
                     last[buffer] = position
-            if one.op is Op.BACKWARD:
+            if one.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
                 last[Buffer("activation", one.unit, one.microbatch)] = position
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))

@@ -8,7 +8,8 @@ from shardwise.core.instruction import Instruction, Lane, Op
 from shardwise.core.program import Program
 
 FILL = {
-    Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#54a24b", Op.COUNT: "#bab0ac", Op.REDUCE: "#f58518",
+    Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#54a24b", Op.BACKWARD_INPUT: "#54a24b",
+    Op.BACKWARD_WEIGHT: "#88d27a", Op.COUNT: "#bab0ac", Op.REDUCE: "#f58518",
     Op.NORM: "#e45756", Op.STEP: "#b279a2", Op.SEND: "#eeca3b", Op.RECEIVE: "#eeca3b",
 }  # fmt: skip
 WEIGHT = {Op.FORWARD: 2, Op.BACKWARD: 4, Op.RECOMPUTE: 2}  # widths of boxes: a backward is two forwards

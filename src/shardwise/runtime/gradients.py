@@ -9,13 +9,15 @@ from shardwise.core.instruction import Buffer, Instruction
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
-from shardwise.trace.products import accumulate
+from shardwise.trace.products import Factors, accumulate
 
 
 class Gradients:
     """The gradient buffers of one rank during a step.
 
     ``reached`` are the parameters that a backward of this step gave a gradient.  ``strict``: slots are filled with NaN when freed.
+    The parts of a backward may write different parameters of a bucket, with others between them, so what has been written is known
+    by parameter and slot, and only a reader of the whole makes the rest zero.
     """
 
     def __init__(self, memory: RankMemory, comm: Communicator, strict: bool) -> None:
@@ -24,46 +26,56 @@ class Gradients:
         for bucket in memory.buckets.values():
             if bucket.grad is not None and bucket.rule.grad == "P":
                 self._goals |= bucket.views(bucket.grad)
-        self._written: set[str] = set()
+        self._slot: dict[str, int] = {}  # where a parameter's gradient is written; -1, its own buffer, if not here
+        self._written: set[tuple[str, int]] = set()  # (parameter, slot)
         self.reached: set[str] = set()
 
     def begin(self, one: Instruction) -> None:
         """Before a backward: the buckets of ``one.first`` are written anew, those of ``one.slots`` in their slots."""
         buckets = self._memory.buckets
-        for index in one.first:
-            self._written.difference_update(p.name for p in buckets[index].bucket.parameters)
         for index, slot in one.slots:
             flat, goals = self._memory.unreduced.views(slot, buckets[index])
             self._goals |= goals
+            self._slot |= dict.fromkeys(goals, slot)
             if index in one.first:
+                self._written.difference_update((name, slot) for name in goals)
                 for start, stop in buckets[index].layout.gaps():
                     flat[start:stop].zero_()
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add to a gradient; the first overwrites what was there."""
         goal = self._goals[name]
-        goal.add_(grad) if name in self._written else goal.copy_(grad)
-        self._written.add(name)
-        self.reached.add(name)
+        goal.add_(grad) if self._reach(name) else goal.copy_(grad)
 
-    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
-        """The same with dYᵀX, which is multiplied straight into the buffer."""
-        accumulate(self._goals[name], dy, x, name in self._written)
-        self._written.add(name)
-        self.reached.add(name)
+    def add_product(self, factors: Factors) -> None:
+        """The same with the product of ``factors``, which is multiplied straight into the buffer."""
+        accumulate(self._goals[factors.weight], factors, self._reach(factors.weight))
 
-    def end(self, one: Instruction) -> None:
-        """After a backward: what the first one of a bucket has not reached is zero."""
-        for index in one.first:
-            for parameter in self._memory.buckets[index].bucket.parameters:
-                if parameter.name not in self._written:
-                    self._goals[parameter.name].zero_()
-                    self._written.add(parameter.name)
+    def _reach(self, name: str) -> bool:
+        """Whether a parameter's gradient has been written before; now it is."""
+        place = (name, self._slot.get(name, -1))
+        before = place in self._written
+        self._written.add(place)
+        self.reached.add(name)
+        return before
+
+    def _complete(self, bucket: int, slot: int) -> None:
+        """Before a bucket's gradient is read: what no backward has reached is zero."""
+        memory = self._memory.buckets[bucket]
+        if slot < 0 and memory.rule.grad != "P":  # no backward writes here
+            return
+        goals = self._goals if slot < 0 else self._memory.unreduced.views(slot, memory)[1]
+        for place in ((p.name, slot) for p in memory.bucket.parameters):
+            if place not in self._written:
+                goals[place[0]].zero_()
+                self._written.add(place)
 
     def round(self, one: Instruction) -> None:
         """A whole gradient into its slot, in the slot's dtype."""
         memory = self._memory.buckets[one.bucket]
         assert memory.grad is not None
+        self._complete(one.bucket, -1)
+        self._written |= {(p.name, one.slot) for p in memory.bucket.parameters}
         self._memory.unreduced.views(one.slot, memory)[0].copy_(memory.grad)
 
     def reduce(self, one: Instruction) -> Handle:
@@ -71,6 +83,7 @@ class Gradients:
         memory, comm = self._memory.buckets[one.bucket], self._comm
         assert memory.grad is not None
         what, lane = f"gradient bucket {one.bucket}", str(one.lane)
+        self._complete(one.bucket, one.slot)
         x = memory.grad if one.slot < 0 else self._memory.unreduced.views(one.slot, memory)[0]
         own = x[memory.shard.start : memory.shard.stop] if x.numel() == memory.layout.numel else x
         if not one.scatters:
@@ -92,4 +105,10 @@ class Gradients:
 
     def norm(self, bucket: int) -> Tensor:
         """The norm of this rank's shard of a bucket's gradient, in at least fp32."""
+        self._complete(bucket, -1)
         return torch.linalg.vector_norm(self._memory.buckets[bucket].own_gradient)
+
+    def final(self, bucket: int) -> Tensor:
+        """What this rank has of a bucket's gradient once all ranks of the batch axes have added theirs."""
+        self._complete(bucket, -1)
+        return self._memory.buckets[bucket].final_gradient

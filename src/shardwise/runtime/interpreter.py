@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
-from shardwise.trace.products import watch
+from shardwise.trace.products import Factors, Operand, watch
 from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Parameter, Trace
 from shardwise.trace.units import Unit
@@ -93,16 +94,16 @@ class Interpreter:
 
 
 class _Saved(NamedTuple):
-    """What a forward leaves for its backward: outputs with gradients, operands of put-off products, and the parameters' leaves."""
+    """What a forward leaves for its backward: outputs with gradients, operands of products, and the parameters' leaves."""
 
     outputs: list[Tensor]
-    operands: tuple[Any, ...]  # with references to gathered parameters
+    operands: list[Operand]  # with references to gathered parameters
     leaves: list[Tensor]
 
 
 @dataclass
 class _Step:
-    """The values of one step: live tensors, saved graphs and pending gradients by unit and microbatch."""
+    """The values of one step: live tensors, saved graphs, pending gradients and put-off products by unit and microbatch."""
 
     owner: Interpreter
     traces: Sequence[Trace]
@@ -111,6 +112,7 @@ class _Step:
     saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    putoff: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
     handles: dict[int, tuple[Instruction, Handle]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     counts: Tensor | None = None
@@ -122,7 +124,7 @@ class _Step:
         self.memory = self.owner.memory
         self.gathered = Gathered(self.memory, comm, self.owner.strict, self.owner.offload)
         self.gradients = Gradients(self.memory, comm, self.owner.strict)
-        self.messages = Messages(comm, self.memory, self.traces, self.env, self.live, self.pending, self.owner.strict)
+        self.messages = Messages(comm, self.gradients, self.traces, self.env, self.live, self.pending, self.owner.strict)
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
@@ -153,9 +155,10 @@ class _Step:
         advance = getattr(owner.comm, "progress", None)
         # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
         run_op = {
-            Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.COUNT: self.count,
-            Op.GATHER: self.gather, Op.ROUND: self.gradients.round, Op.REDUCE: self.reduce, Op.ADD: self.add,
-            Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post,
+            Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward,
+            Op.BACKWARD_WEIGHT: self.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather, Op.ROUND: self.gradients.round,
+            Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update,
+            Op.SEND: self.post, Op.RECEIVE: self.post,
         }  # fmt: skip
         for position, one in enumerate(program.instructions):
             if owner.progress is not None:
@@ -243,7 +246,7 @@ class _Step:
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
             good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-            kept = tuple(self.gathered.keep(x) for x in operands)
+            kept = [one._replace(x=self.gathered.keep(one.x)) for one in map(Operand._make, operands)]
             self.saved[unit.index, m] = _Saved(good, kept, arguments[: len(unit.parameters)])
         if again:
             return
@@ -268,11 +271,13 @@ class _Step:
             yield
 
     def backward(self, one: Instruction) -> None:
+        """BACKWARD, or all of it but the weight gradients of products."""
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
         self.gradients.begin(one)
         for buffer in one.reads:
             if buffer.kind == "received":
                 self.take_gradients(self.messages.received[buffer], m)
+        add = self.multiply if one.op is Op.BACKWARD else self.put_off(self.putoff.setdefault((unit.index, m), deque()))
         outputs, operands, leaves = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
         seeds = [
@@ -280,21 +285,21 @@ class _Step:
         ]
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        later = watch(unit.products, [self.gathered.resolve(x) for x in operands], self.add_product)
-        wanted = [*parameters.values(), *(self.live[n, m] for n in live), *(y for _, _, y in later)]
+        later = watch(unit.products, [p._replace(x=self.gathered.resolve(p.x)) for p in operands], add)
+        wanted: list[Any] = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
         kept, given = zip(*seeds, strict=True)
+        del operands  # each X ends when it has been multiplied
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
-        del outputs, operands, kept, seeds
+        del outputs, kept, seeds
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])
         own, rest = grads[: len(parameters)], grads[len(parameters) :]
         for name, grad in zip(parameters, own, strict=True):
             if grad is not None:
                 self.gradients.add(name, grad)
-        for (name, x, _), dy in zip(later, rest[len(live) :], strict=True):
+        for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
             if dy is not None:
-                self.add_product(name, dy, x)
-        self.gradients.end(one)
+                add(operand.factors(name, dy))
         for name, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:
                 self.take_gradients({name: grad}, m)
@@ -311,10 +316,28 @@ class _Step:
             return (weight if self.scale is None else weight * self.scale).to(value.dtype)
         return self.pending.pop((name, m), None)
 
-    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
+    def backward_weight(self, one: Instruction) -> None:
+        """The weight gradients that BACKWARD_INPUT has put off."""
+        self.gradients.begin(one)
+        factors = self.putoff.pop((one.unit, one.microbatch))
+        while factors:
+            self.gradients.add_product(factors.popleft())
+
+    def multiply(self, factors: Factors) -> None:
         if self.owner.inspect is not None:
-            self.owner.inspect(self.position, "gradient", [dy])
-        self.gradients.add_product(name, dy, x)
+            self.owner.inspect(self.position, "gradient", [factors.dy])
+        self.gradients.add_product(factors)
+
+    def put_off(self, held: deque[Factors]) -> Callable[[Factors], None]:
+        """Keeps factors for later; copies what lies in a slot, which may hold another bucket by then."""
+        own = self.gathered.own
+
+        def add(factors: Factors) -> None:
+            if self.owner.inspect is not None:
+                self.owner.inspect(self.position, "gradient", [factors.dy])
+            held.append(factors._replace(dy=own(factors.dy), x=own(factors.x)))
+
+        return add
 
     # ---- weights, reductions, the step -------------------------------------------------------------------------------
 
@@ -352,7 +375,7 @@ class _Step:
             self.gradients.take(one)
         else:
             (value,) = self.messages.received[one.reads[0]].values()
-            self.memory.buckets[one.bucket].final_gradient.add_(value)
+            self.gradients.final(one.bucket).add_(value)
 
     def gather(self, one: Instruction) -> None:
         self.handles[self.position] = (one, self.gathered.gather(one))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, Instruction
-from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.gradients import Gradients
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
 
@@ -39,7 +39,7 @@ class Messages:
     """
 
     comm: Communicator
-    memory: RankMemory
+    gradients: Gradients
     traces: Sequence[Trace]
     env: Callable[[int], Env]
     live: Live
@@ -51,7 +51,7 @@ class Messages:
         """Post all that the instruction carries; a live tensor that nothing has given a gradient has one of zeros."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
-            values = {"gradient": self.memory.buckets[one.bucket].final_gradient}
+            values = {"gradient": self.gradients.final(one.bucket)}
         elif kind == "activation":
             values = {name: self.live[name, m] for name in one.tensors}
         else:
@@ -64,7 +64,7 @@ class Messages:
         """Post the receives of all that the instruction carries."""
         place = one.writes[0]
         if one.bucket >= 0:
-            goal = self.memory.buckets[one.bucket].final_gradient
+            goal = self.gradients.final(one.bucket)
             values = {"gradient": goal if place.kind == "grad" else torch.empty_like(goal)}
         else:
             values = {name: self._empty(one, name) for name in one.tensors}

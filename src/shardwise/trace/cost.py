@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.trace.meter import storage
+from shardwise.trace.products import Product, find
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 from shardwise.trace.walk import Run, Walk, check_walk, failed_op, largest_sizes, storages, without
@@ -35,8 +36,8 @@ class UnitCost:
     parameters: int  # number of elements; a parameter that several units read counts in each
     parameter_bytes: int  # in the dtype that computes
     forward_flops: int
-    input_flops: int  # of backward, without what weight_flops counts
-    weight_flops: int  # of backward: weight gradients of the ops in SPLIT
+    input_flops: int  # of backward, without what weight_flops counts: of BACKWARD_INPUT
+    weight_flops: int  # of backward: weight gradients of products (`trace/products.py`), of BACKWARD_WEIGHT
     forward_bytes: int  # read and written by the kernels of forward, views excepted
     field_bytes: int  # batch fields that the unit reads
     input_bytes: int  # live inputs, without what is a view of a parameter, buffer or field
@@ -79,7 +80,7 @@ def _opaque(trace: Trace, unit: Unit) -> UnitCost:
 def _unit(walk: Walk, unit: Unit) -> UnitCost:
     assert unit.graph is not None
     parameters, buffers, constants, batch, inputs = walk.arguments(unit)
-    run = _Measured(walk, storages(parameters))
+    run = _Measured(walk, find(unit.graph, [p.requires_grad for p in parameters]))
     with run.meter, saved_tensors_hooks(run.pack, _unpack), torch.set_grad_enabled(unit.differentiable):
         results = run.forward(unit.graph, [*parameters, *buffers, *constants, *batch, *inputs])
         good, out = walk.publish(unit, results), storages(results[: len(unit.outputs)])
@@ -102,8 +103,8 @@ def _unit(walk: Walk, unit: Unit) -> UnitCost:
 class _Measured(Run):
     """One unit: what autograd keeps of forward, and backward."""
 
-    def __init__(self, walk: Walk, parameters: Mapping[int, int]) -> None:
-        super().__init__(walk, parameters)
+    def __init__(self, walk: Walk, products: Mapping[fx.Node, Product]) -> None:
+        super().__init__(walk, products)
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
 
     def pack(self, tensor: Tensor) -> _Kept:

@@ -174,6 +174,11 @@ def own(env: Env, x: Tensor) -> Tensor:
     return _move(env, x, _same, _first_only)
 
 
+def is_first(env: Env) -> bool:
+    """Whether this rank is the one that contributes where all compute the same."""
+    return env.parts == 1 or env.index == 0
+
+
 def partial(env: Env, x: Tensor) -> Tensor:
     """I → P: kept on the first rank, zero on the others."""
     return _move(env, x, _first_only, _same)

@@ -1,26 +1,165 @@
-"""Weight gradients of linear layers taken out of backward: their operands become outputs of the unit.
+"""Weight gradients of products taken out of backward: their operands become outputs of the unit.
 
-The gradient of a weight, dYᵀX, needs only the input X and the output's gradient dY.  A unit that trains computes its linears
-with detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its
-results, and whoever runs the unit multiplies dYᵀX when and where it likes: straight into the gradient buffer, without a copy.
+A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of experts.  The
+gradient of its weight needs only the input X and the output's gradient dY.  A unit that trains computes its products with
+detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its results,
+and whoever runs the unit multiplies the two when and where it likes: straight into the gradient buffer, without a copy, or later.
+
+Which ops are products is the table ``PRODUCTS``; every other gradient (of biases, norms, embeddings, of slices of parameters)
+is left to autograd.  The weight of a product may be a parameter with its dims permuted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shardwise.trace import ops
+from shardwise.trace.schema import given, op_name
+
 aten = torch.ops.aten
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``F.linear``, but for the gradient of ``weight``, which there is none of."""
-    y = F.linear(x, weight.detach(), bias)
+class Factors(NamedTuple):
+    """What the gradient of the parameter ``weight`` is made of.
+
+    ``kind`` is a key of ``MULTIPLY``, whose arguments beside dY and X are ``rest``.  ``dims`` is how the product sees the
+    parameter's dims permuted, if at all.
+    """
+
+    weight: str
+    dy: Tensor
+    kind: str
+    x: Tensor
+    dims: tuple[int, ...] | None
+    rest: tuple[Any, ...]
+
+
+class Operand(NamedTuple):
+    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, and whether this rank's product counts
+    (of those that all ranks compute alike one does)."""
+
+    kind: str
+    x: Tensor
+    dims: tuple[int, ...] | None
+    rest: tuple[Any, ...]
+    y: GradientEdge
+    counts: bool
+
+    def factors(self, weight: str, dy: Tensor) -> Factors:
+        return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
+
+
+# ---- in the graph of a unit --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A node that is a product: where its weight is among the arguments, and which parameter that is.
+
+    ``alike``: all ranks compute it alike.  ``forward`` is what computes it in place of the op, if anything.
+    """
+
+    kind: str
+    x: fx.Node
+    at: int
+    parameter: int
+    dims: tuple[int, ...] | None
+    alike: bool
+    rest: tuple[Any, ...]
+    forward: Callable[..., Tensor] | None
+
+
+def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
+    """The products of a unit's graph over its parameters, of which those that are ``trainable`` count."""
+    parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
+    learning = {n: i for i, (n, learns) in enumerate(zip(parameters, trainable, strict=True)) if learns}
+    found: dict[fx.Node, Product] = {}
+    for node in graph.nodes:
+        rule = PRODUCTS.get(op_name(node)) if node.op == "call_function" else None
+        if rule is None or len(node.args) <= max(rule.x, rule.weight):
+            continue
+        x, weight = node.args[rule.x], node.args[rule.weight]
+        source, dims, alike = _source(weight)
+        form = rule.form(node, x, weight) if source in learning else None
+        if form is not None:
+            kind, *rest = form
+            found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, tuple(rest), rule.forward)
+    return found
+
+
+def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, Product]) -> tuple[int, ...]:
+    """The trainable parameters that something else reads than the weights of products: autograd has a gradient for them."""
+
+    def elsewhere(node: fx.Node) -> bool:
+        for user in node.users:
+            if _permutation(user) is not None or user.target is ops.own:
+                if elsewhere(user):
+                    return True
+            elif user not in found or [i for i, a in enumerate(user.args) if a is node] != [found[user].at]:
+                return True
+        return False
+
+    parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
+    return tuple(i for i, n in enumerate(parameters) if trainable[i] and elsewhere(n))
+
+
+def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, int]]:
+    """The unit's live tensors that may share memory with the X of a product: ("input", index) and ("output", index)."""
+    wanted = {_base(one.x) for one in found.values()}
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("i")]
+    outputs = next(n for n in graph.nodes if n.op == "output").args[0]
+    places = (("input", inputs), ("output", outputs))
+    return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
+
+
+_VIEWS = frozenset(
+    ["view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "numpy_T", "mT", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "alias", "detach", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold", "diagonal", "view_as", "movedim", "swapaxes", "to", "dropout", "feature_dropout", "getitem", "replicate", "own", "partial", "gather", "shard", "scatter"]
+)
+"""Ops whose result may share memory with their first operand."""
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a node may share."""
+    while node.op == "call_function" and op_name(node) in _VIEWS:
+        sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor | tuple | list)]
+        if not sources:
+            break
+        node = sources[0]
+    return node
+
+
+def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
+    """A copy of a unit's graph whose last outputs are the fields of an :class:`Operand` for each of the products ``found``."""
+    new = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    operands: list[Any] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            new.output((*fx.map_arg(node.args[0], lambda a: copies[a]), *operands))
+            continue
+        copies[node] = copy = new.node_copy(node, lambda a: copies[a])
+        if node in found:
+            one = found[node]
+            with new.inserting_before(copy):
+                weight = new.call_function(aten.detach.default, (copies[node.args[one.at]],))
+            copy.update_arg(one.at, weight)
+            copy.target = one.forward or copy.target
+            copies[node] = new.call_function(begun, (copy,))
+            y = new.call_function(edge, (copies[node],))
+            counts = new.call_function(ops.is_first, (copies[next(iter(graph.nodes))],)) if one.alike else True
+            operands.append((one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts))
+    return new
+
+
+def begun(y: Tensor) -> Tensor:
+    """``y``, or where nothing before it has a gradient, ``y`` as the start of a graph."""
     return y if y.requires_grad else start([y])[0]
 
 
@@ -45,66 +184,221 @@ def edge(y: Tensor) -> GradientEdge:
     return get_gradient_edge(y)
 
 
-def expose(graph: fx.Graph, trainable: list[bool]) -> tuple[fx.Graph, tuple[int, ...]]:
-    """A copy of a unit's graph whose last outputs are (X, edge of Y) of every linear over a trainable parameter of the unit.
+def grouped(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows alone."""
+    y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
+    return y
 
-    ``trainable`` is given for each parameter, in the order of the placeholders after ``env``.  Returns the graph and, for each
-    linear, the position of its weight among the parameters.
-    """
-    new = fx.Graph()
-    copies: dict[fx.Node, Any] = {}
-    weights = {n: i for i, n in enumerate(n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p"))}
-    operands: list[Any] = []
-    found: list[int] = []
-    for node in graph.nodes:
-        weight = node.args[1] if node.target is aten.linear.default else None
-        if node.op == "output":
-            new.output((*fx.map_arg(node.args[0], lambda a: copies[a]), *operands))
-        elif weight in weights and trainable[weights[weight]] and weight.meta["val"].dim() == 2:
-            x, w, *rest = fx.map_arg((*node.args, *node.kwargs.values()), lambda a: copies[a])
-            copies[node] = new.call_function(linear, (x, w, rest[0] if rest else None))
-            operands += [x, new.call_function(edge, (copies[node],))]
-            found.append(weights[weight])
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+        ctx.save_for_backward(weight, offsets)
+        return torch.ops.transformers.grouped_mm_fallback(x, weight, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weight, offsets = ctx.saved_tensors
+        return torch.ops.transformers.grouped_mm_fallback(grads[0], weight.mT, offsets), None, None
+
+
+# ---- which ops -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The positions of X and of the weight among an op's arguments, and the form of a call: its kind and ``rest``, or None if it
+    is no product."""
+
+    x: int
+    weight: int
+    form: Callable[[fx.Node, fx.Node, fx.Node], tuple[str, *tuple[Any, ...]] | None]
+    forward: Callable[..., Tensor] | None = None  # in place of the op
+
+
+def _rank(node: fx.Node) -> int:
+    return int(node.meta["val"].dim())
+
+
+def _left(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
+    return ("linear",) if _rank(weight) == 2 else None
+
+
+def _right(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
+    """One matrix, or as many as X has; nothing scaled."""
+    if given(node, "alpha", 1) != 1:
+        return None
+    if _rank(weight) == 3:
+        first = x.meta["val"].shape[0]
+        return ("batched",) if _rank(x) == 3 and isinstance(first, int) and first == weight.meta["val"].shape[0] else None
+    return ("right",) if _rank(weight) == 2 else None
+
+
+def _groups(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, Any] | None:
+    """Rows in groups, each with a matrix of its own."""
+    offsets, kind = given(node, "offs"), "grouped" if op_name(node) == "_grouped_mm" else "in turn"
+    plain = given(node, "out_dtype") is None and isinstance(offsets, fx.Node)
+    return (kind, offsets) if plain and _rank(x) == 2 and _rank(weight) == 3 else None
+
+
+def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[Any, ...]] | None:
+    """With the arguments that ``aten.convolution_backward`` has after the weight and the bias's sizes."""
+    size = [int(s) for s in weight.meta["val"].shape[2:]]
+
+    def each(name: str, default: int) -> list[int]:
+        value = given(node, name, default)
+        value = [value] if isinstance(value, int) else list(value)
+        return value * len(size) if len(value) == 1 else value
+
+    dilation, padding = each("dilation", 1), given(node, "padding", 0)
+    if isinstance(padding, str):
+        both = [d * (s - 1) if padding == "same" else 0 for d, s in zip(dilation, size, strict=True)]
+        if any(b % 2 for b in both):  # one side gets more
+            return None
+        pad = [b // 2 for b in both]
+    else:
+        pad = each("padding", 0)
+    transposed = bool(given(node, "transposed", op_name(node).startswith("conv_transpose")))
+    return "convolution", each("stride", 1), pad, dilation, transposed, each("output_padding", 0), given(node, "groups", 1)
+
+
+PRODUCTS: Mapping[str, _Rule] = {
+    "linear": _Rule(0, 1, _left),
+    **dict.fromkeys(("mm", "matmul", "bmm"), _Rule(0, 1, _right)),
+    **dict.fromkeys(("addmm", "baddbmm"), _Rule(1, 2, _right)),
+    "_grouped_mm": _Rule(0, 1, _groups),
+    "transformers::grouped_mm_fallback": _Rule(0, 1, _groups, grouped),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        _Rule(0, 1, _filters),
+    ),
+}
+"""By the name of the op."""
+
+
+def _permutation(node: Any) -> tuple[int, ...] | None:
+    """The permutation of dims that a node makes, if it does nothing else."""
+    name = op_name(node) if isinstance(node, fx.Node) and node.op == "call_function" else ""
+    if name not in ("t", "numpy_T", "mT", "transpose", "permute"):
+        return None
+    source = node.args[0]
+    dims = list(range(_rank(source)))
+    match name:
+        case "t" | "numpy_T":
+            return tuple(reversed(dims))
+        case "permute":
+            return tuple(dims[d] for d in node.args[1])
+    a, b = (-1, -2) if name == "mT" else node.args[1:]
+    dims[a], dims[b] = dims[b], dims[a]
+    return tuple(dims)
+
+
+def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, bool]:
+    """What lies under views that only permute dims, how they do it together, and whether all ranks use it alike."""
+    dims, alike = None, False
+    while isinstance(node, fx.Node):
+        if node.target is ops.own:
+            alike, node = True, node.args[1]
+        elif (step := _permutation(node)) is not None:
+            dims = step if dims is None else tuple(step[d] for d in dims)
+            node = node.args[0]
         else:
-            copies[node] = new.node_copy(node, lambda a: copies[a])
-    return new, tuple(found)
+            break
+    return node, dims, alike
 
 
-Operands = tuple[Any, ...]
-"""What a unit returns beside its outputs: X and the edge of Y of each of its products in turn."""
+# ---- in backward, and after it -------------------------------------------------------------------------------------------
 
 
-def watch(
-    names: Sequence[str], operands: Sequence[Any], add: Callable[[str, Tensor, Tensor], None]
-) -> list[tuple[str, Tensor, Any]]:
-    """Have ``add(weight, dY, X)`` called as soon as backward has dY, while it is in the cache.
+def watch(names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None]) -> list[tuple[str, Operand]]:
+    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache.
 
-    Returns (weight, X, edge of Y) of the linears that backward would not pass, as nothing before them has a gradient.
+    ``names`` are the products' weights.  Returns the products that backward would not pass, as nothing before them has a gradient.
     """
     later = []
-    for name, x, y in zip(names, operands[::2], operands[1::2], strict=bool(names)):
-        if not x.requires_grad:
-            later.append((name, x, y))
+    for name, one in zip(names, operands, strict=True):
+        if not one.counts:
             continue
-        x = x.detach()
+        if not one.x.requires_grad:
+            later.append((name, one))
+            continue
+        held = [one._replace(x=one.x.detach())]
 
-        def arrive(grads: Sequence[Tensor | None], name: str = name, x: Tensor = x, at: int = y.output_nr) -> None:
-            dy = grads[at]
+        def arrive(grads: Sequence[Tensor | None], name: str = name, held: list[Operand] = held) -> None:
+            operand = held.pop()  # X ends here, unless it is put off
+            dy = grads[operand.y.output_nr]
             if dy is not None:
-                add(name, dy, x)
+                add(operand.factors(name, dy))
 
-        y.node.register_prehook(arrive)
+        one.y.node.register_prehook(arrive)
     return later
 
 
 @torch.no_grad()
-def accumulate(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
-    """Write dYᵀX to ``goal``, or add it; products in lower precision than the goal's are rounded first."""
-    left, right = dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1])
-    if goal.dtype != dy.dtype:
-        product = left @ right
-        goal.add_(product) if add else goal.copy_(product)
-    elif add:
-        goal.addmm_(left, right)
+def accumulate(goal: Tensor, factors: Factors, add: bool) -> None:
+    """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
+
+    Products in lower precision than the goal's are rounded first.
+    """
+    _, dy, kind, x, dims, rest = factors
+    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, *rest)
+
+
+def _put(goal: Tensor, value: Tensor, add: bool) -> None:
+    goal.add_(value) if add else goal.copy_(value)
+
+
+def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
+    """Write ``left @ right``, matrices or batches of them, to ``goal``, or add it."""
+    if goal.stride(-1) != 1:
+        goal, left, right = goal.mT, right.mT, left.mT
+    if goal.dtype != left.dtype:
+        _put(goal, left @ right, add)
+    elif goal.dim() == 2:
+        goal.addmm_(left, right) if add else torch.mm(left, right, out=goal)
     else:
-        torch.mm(left, right, out=goal)
+        goal.baddbmm_(left, right) if add else torch.bmm(left, right, out=goal)
+
+
+def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+    """Y = X Wᵀ."""
+    _multiply(goal, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), add)
+
+
+def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+    """Y = X W."""
+    _multiply(goal, x.reshape(-1, x.shape[-1]).t(), dy.reshape(-1, dy.shape[-1]), add)
+
+
+def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+    """Y = X W, matrix by matrix."""
+    _multiply(goal, x.mT, dy, add)
+
+
+def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
+    """Y = X W[g] for the rows of each group g, which ends before row ``offsets[g]``."""
+    if goal.stride(-1) != 1:
+        goal, x, dy = goal.mT, dy, x
+    _put(goal, F.grouped_mm(x.t(), dy, offs=offsets), add)
+
+
+def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
+    """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all rows."""
+    start = 0
+    for group, stop in enumerate([len(x)] * len(goal) if offsets.is_meta else offsets.tolist()):
+        _multiply(goal[group], x[start:stop].t(), dy[start:stop], add)
+        start = stop
+
+
+def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, *rest: Any) -> None:
+    if x.dim() == goal.dim() - 1:  # one sample
+        x, dy = x[None], dy[None]
+    weight = dy.new_empty(()).expand(goal.shape)  # only its shape matters
+    _put(goal, aten.convolution_backward(dy, x, weight, None, *rest, [False, True, False])[1], add)
+
+
+MULTIPLY: Mapping[str, Callable[..., None]] = {
+    "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
+    "convolution": _of_filters,
+}  # fmt: skip
+"""By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, *rest)."""

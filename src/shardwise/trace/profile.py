@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.trace.meter import storage
-from shardwise.trace.products import Operands, accumulate, expose, watch
+from shardwise.trace.products import Factors, Operand, accumulate, expose, find, watch
 from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
 from shardwise.trace.tracker import StorageTracker
@@ -248,7 +248,7 @@ class _Work:
         self.run, self.tracker = Run(owner.walk, {}), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
-        self.saved: tuple[list[Tensor], Operands] | None = None
+        self.saved: tuple[list[Tensor], list[Operand]] | None = None
         self.tape: Tape | None = None
         wide = torch.float64 if trace.precision == "fp64" else torch.float32
         self.loss = torch.empty((), dtype=wide, device=META)
@@ -277,7 +277,7 @@ class _Work:
         assert graph is not None
         own = len(unit.outputs) + len(unit.updates)
         if what != "alone":
-            graph = recallable(expose(graph, [n in unit.products for n in unit.parameters])[0], own)
+            graph = recallable(expose(graph, find(graph, [n in unit.products for n in unit.parameters])), own)
         env.tape, self.tape = self.tape, None
         if what == "record":
             env.tape = self.tape = Tape()
@@ -288,7 +288,7 @@ class _Work:
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
                 good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-                self.saved = (good, operands)
+                self.saved = (good, [*map(Operand._make, operands)])
                 del good
             if what != "again":
                 self.publish(outputs)
@@ -329,21 +329,22 @@ class _Work:
                 for name, value in zip(names, outputs, strict=True)
                 if (seed := self.seed(name, value, pending)) is not None
             ]
-            later = watch(unit.products, operands, self.add_product)
-            wanted = [*parameters, *live, *(y for _, _, y in later)]
+            later = watch(unit.products, operands, self.multiply)
+            wanted = [*parameters, *live, *(p.y for _, p in later)]
             kept, given = zip(*seeds, strict=True)
+            del operands
             grads = self.gradients(kept, wanted, given)
-            del outputs, operands, kept, seeds
+            del outputs, kept, seeds
             rest = grads[len(parameters) :]
-            for (name, x, _), dy in zip(later, rest[len(live) :], strict=True):
+            for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
                 if dy is not None:
-                    self.add_product(name, dy, x)
+                    self.multiply(operand.factors(name, dy))
             both = zip(before, rest[: len(live)], strict=True)
             found = [old if new is None else new if old is None else old + new for old, new in both]
         return self.tracker.peak - start, found
 
-    def add_product(self, name: str, dy: Tensor, x: Tensor) -> None:
-        accumulate(self.goals[name], dy, x, add=False)
+    def multiply(self, factors: Factors) -> None:
+        accumulate(self.goals[factors.weight], factors, add=False)
 
     def gradients(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
         try:

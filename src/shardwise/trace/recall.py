@@ -38,13 +38,13 @@ _PRODUCTS = """
 KEPT = frozenset(_PRODUCTS.split())
 """The ops whose results are kept; those of ATen without namespace."""
 
-OWN: dict[str, Callable[..., Tensor]] = {"linear": products.linear, "attention": ops.attention}
+OWN: dict[str, Callable[..., Tensor]] = {"attention": ops.attention, "grouped": products.grouped}
 """Our own functions that are kept, under the names that stand for them in a graph."""
 
 _BLIND = """
     add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
     select slice narrow split chunk unbind cat to _to_copy"""
-BLIND = {*_BLIND.split(), operator.getitem, ops.dropout, ops.feature_dropout}
+BLIND = {*_BLIND.split(), operator.getitem, products.begun, ops.dropout, ops.feature_dropout}
 """Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
 
 
@@ -81,7 +81,7 @@ def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
     read: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "output":
-            read.update(node.args[0][own:])
+            fx.map_arg(node.args[0][own:], read.add)
         elif node.op == "call_function" and (node in read or _op(node.target) not in BLIND) and node.target is not products.edge:
             read.update(node.all_input_nodes)
     return read

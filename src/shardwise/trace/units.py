@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import entropy, ops
-from shardwise.trace.products import expose
+from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
 
@@ -53,7 +53,9 @@ class Unit:
     )
     products: tuple[
         str, ...
-    ] = ()  # the weight of each linear whose gradient is multiplied outside backward (`trace/products.py`)
+    ] = ()  # the weight of each product: its gradient is multiplied outside autograd (`trace/products.py`)
+    inside: tuple[str, ...] = ()  # the trainable parameters of which autograd has a gradient, or a part of it
+    held: tuple[str, ...] = ()  # the live tensors, its own or others', whose memory may be that of an input of a product
 
     def local(self, name: str, env: ops.Env) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape of a live tensor on one rank for one microbatch, and its dtype."""
@@ -260,8 +262,9 @@ class _Builder:
             shared[code] = module.forward
         captured = self.captured
         parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
-        exposed, products = expose(graph, [captured.trainable[n] for n in parameters])
-        exposed = recallable(exposed, len(outputs) + len(updated))
+        trainable = [captured.trainable[n] for n in parameters]
+        products = find(graph, trainable)
+        exposed = recallable(expose(graph, products), len(outputs) + len(updated))
         key_code = exposed.python_code("self").src
         if key_code not in shared:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
@@ -278,8 +281,15 @@ class _Builder:
             ordinal,
             any(n.target in _COMMUNICATING for n in mine),
             {n.name: n for n in (*kinds["inputs"], *outputs)},
-            shared[key_code], tuple(parameters[i] for i in products),
+            shared[key_code], tuple(parameters[one.parameter] for one in products.values()),
+            tuple(parameters[i] for i in inside(graph, trainable, products)),
+            self._names(held(graph, products), kinds["inputs"], outputs),
         )  # fmt: skip
+
+    @staticmethod
+    def _names(places: Iterable[tuple[str, int]], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[str, ...]:
+        """Live tensors by their place in a unit; what a buffer becomes is none."""
+        return tuple(nodes[i].name for kind, i in places if i < len(nodes := inputs if kind == "input" else outputs))
 
     def _kind(self, node: fx.Node, key: int) -> str:
         if node.op != "placeholder" or self.assigned.get(node, key) != key:

@@ -16,20 +16,15 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
-from shardwise.trace.meter import Meter, base_name, storage, tensors_in
+from shardwise.trace.meter import Meter, storage, tensors_in
 from shardwise.trace.ops import Env, local_rows
+from shardwise.trace.products import Product
 from shardwise.trace.recall import recalled
 from shardwise.trace.saved import COMPOSED, DEVICES, is_known
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 
 META = torch.device("meta")
-
-SPLIT = frozenset(
-    ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution",
-     "_grouped_mm", "grouped_mm_fallback")
-)  # fmt: skip
-"""Ops whose weight gradient can be put off: computed apart from the gradient of their input."""
 
 
 def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str) -> None:
@@ -102,11 +97,11 @@ class Run:
     """Runs graphs op by op, dropping each value after its last use as the graph's own code does.
 
     ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.
-    ``weight_flops`` are those of the ops in SPLIT, by the storage of the weight, where that is in ``parameters``.
+    ``weight_flops`` are those of ``products``, by the storage of the weight.
     """
 
-    def __init__(self, walk: Walk, parameters: Mapping[int, int]) -> None:
-        self.walk, self.parameters = walk, parameters
+    def __init__(self, walk: Walk, products: Mapping[fx.Node, Product]) -> None:
+        self.walk, self.products = walk, products
         self.meter = Meter(walk.device)
         self.unknown: set[str] = set()
         self.weight_flops: dict[int, int] = {}
@@ -143,7 +138,8 @@ class Run:
         kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
         if kept or _depends_on_data(node):
             self.unknown.add(str(target))
-        if base_name(target) in SPLIT and (key := storage(args[1])) in self.parameters:
+        if node in self.products:
+            key = storage(args[self.products[node].at])
             self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
         return result
 
