@@ -16,6 +16,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, settled, subject
+from shardwise.lower.stages import EVERYWHERE, Cut
+from shardwise.parallel.data import batch_axes
 from shardwise.report.picture import svg
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
 from shardwise.runtime.compiled import Compiled
@@ -32,7 +34,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
     compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
     trace, plan = compiled.general, compiled.plan
     rows = trace.rows or config.data.batch_size // plan.microbatches
-    costs = cost(trace, rows, plan.mesh.size, "cuda" if torch.cuda.is_available() else "cpu")
+    costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), "cuda" if torch.cuda.is_available() else "cpu")
     programs = compiled.programs(trace, plan.microbatches)
     if picture is not None:
         picture.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +43,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
     elif json:
         print_json(_plain(plan, trace, costs, programs))
     else:
-        _show(config, plan, trace, costs, programs)
+        _show(config, plan, trace, costs, programs, compiled.cut(trace))
 
 
 def _plain(plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequence[Program]) -> dict[str, Any]:
@@ -59,16 +61,16 @@ def _plain(plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequen
     }
 
 
-def _show(config: Config, plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequence[Program]) -> None:
+def _show(config: Config, plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut) -> None:
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
     rows = f"{config.data.batch_size} a step, {config.data.batch_size // plan.microbatches} a microbatch"
     values = {
-        "mesh": mesh, "rows": f"{rows}, {config.data.batch_size // plan.microbatches // plan.mesh.size} a rank",
+        "mesh": mesh, "rows": f"{rows}, {config.data.batch_size // plan.microbatches // plan.mesh.axis_size(batch_axes(plan))} a rank",
         "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout,
     }  # fmt: skip
-    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(trace, costs))
+    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(trace, costs, cut))
     for note in trace.notes:
         print(f"note: {note}")
     for operations in sorted({name for one in costs for name in one.unknown}):
@@ -105,18 +107,20 @@ def _ranges(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _unit_table(trace: Trace, costs: Sequence[UnitCost]) -> Any:
+def _unit_table(trace: Trace, costs: Sequence[UnitCost], cut: Cut) -> Any:
     """A parameter that several units read is in the row of each, and once in the sum."""
-    columns = ("unit", "name", ">parameters", ">forward FLOPs", ">backward", ">saved", ">outputs")
+    stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
+    pipe = cut.stages > 1
+    columns = (*(("stage",) if pipe else ()), "unit", "name", ">parameters", ">forward FLOPs", ">backward", ">saved", ">outputs")
     rows = [
         (
-            f"u{one.index}", one.name, count(one.parameters), count(one.forward_flops), count(one.backward_flops),
+            *((stage[one.index],) if pipe else ()), f"u{one.index}", one.name, count(one.parameters), count(one.forward_flops), count(one.backward_flops),
             size(one.saved_bytes), size(one.output_bytes),
         )
         for one in costs
     ]  # fmt: skip
     totals = (
-        "", "total", count(sum(p.numel for p in trace.parameters)), count(sum(one.forward_flops for one in costs)),
+        *(("",) if pipe else ()), "", "total", count(sum(p.numel for p in trace.parameters)), count(sum(one.forward_flops for one in costs)),
         count(sum(one.backward_flops for one in costs)), size(sum(one.saved_bytes for one in costs)), "",
     )  # fmt: skip
     return grid("units (of one microbatch on one rank)", columns, rows, totals=totals)

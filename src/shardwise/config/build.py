@@ -19,6 +19,7 @@ from shardwise.data.tokenise import OnProgress
 from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 
 from .config import Config
 from .defaults import KEYS_OF_KIND
@@ -156,7 +157,8 @@ def build_plan(config: Config) -> Plan:
         reduced=parallel.reduced or "microbatch",
         reduce=parallel.reduce,
     )
-    return data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
+    plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
+    return pipeline(plan, parallel.pp, parallel.schedule, parallel.stages_per_rank, parallel.stages or ())
 
 
 def build_optimizer(config: Config) -> OptimizerChoice:

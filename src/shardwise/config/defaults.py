@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.optim import APPLIES
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
+from shardwise.parallel.schedule import SCHEDULES, check_schedule
 
 from .data import complete_data
 from .draft import Draft
@@ -146,29 +148,65 @@ def _checkpoint(draft: Draft) -> None:
 
 
 def _devices(draft: Draft, hardware: Hardware) -> None:
-    """Ranks: as many as train.devices or parallel.dp say, or as the hardware has."""
-    if not draft.sound("train.devices", "parallel.dp"):
+    """Ranks: as many as train.devices or parallel.dp and parallel.pp say, or as the hardware has."""
+    if not draft.sound("train.devices", "parallel.dp", "parallel.pp"):
         return
-    key = "train.devices" if draft.given("train.devices") else "parallel.dp"
-    if draft.given(key):
-        devices = draft[key]
+    pp = draft["parallel.pp"]
+    if draft.given("train.devices") or draft.given("parallel.dp"):
+        key = "train.devices" if draft.given("train.devices") else "parallel.dp"
+        each = 1 if key == "train.devices" else pp
+        devices, over = draft[key] * each, f" over parallel.pp = {pp}" * (each > 1)
         if hardware.world and devices != hardware.world:
-            draft.refuse(key, f"{hardware.world}, the number of ranks already started")
+            draft.refuse(key, f"{hardware.world // each}, the number of ranks already started{over}")
             return
         if not hardware.world and 0 < hardware.gpus < devices:
-            draft.refuse(key, f"at most {hardware.gpus}, the GPUs of this machine")
+            draft.refuse(key, f"at most {hardware.gpus // each}, the GPUs of this machine{over}")
             return
         if not hardware.world and not hardware.gpus and devices > hardware.cores:
             draft.notices.append(f"{devices} ranks share {hardware.cores} cores: correct, but slower than one rank a core")
     else:
-        devices = hardware.world or _fitting_devices(draft, hardware)
-    draft.default("train.devices", devices)
-    draft.default("parallel.dp", devices)
-    draft.default("train.threads", max(1, hardware.cores // (hardware.local or devices)))
-    if draft["parallel.dp"] != devices:
-        draft.refuse("parallel.dp", f"train.devices = {devices}, for all devices are data parallel")
+        devices = hardware.world or _fitting_devices(draft, hardware) * pp
+    if devices % pp:
+        legal = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        draft.refuse("parallel.pp", f"a divisor of train.devices = {devices}: {legal}")
         return
-    _shards(draft, devices)
+    draft.default("train.devices", devices)
+    draft.default("parallel.dp", devices // pp)
+    draft.default("train.threads", max(1, hardware.cores // (hardware.local or devices)))
+    if draft["parallel.dp"] * pp != devices:
+        whole = f"train.devices = {devices}"
+        draft.refuse(
+            "parallel.dp",
+            f"{whole}, for all devices are data parallel" if pp == 1 else f"{devices // pp}, {whole} over parallel.pp = {pp}",
+        )
+        return
+    _shards(draft, devices // pp)
+    _pipeline(draft)
+
+
+def _pipeline(draft: Draft) -> None:
+    """Is the schedule legal for its ranks, stages and microbatches?"""
+    keys = ("pp", "schedule", "stages_per_rank", "stages", "microbatches")
+    if not draft.sound(*(f"parallel.{key}" for key in keys)):
+        return
+    pp, name, microbatches = (draft[f"parallel.{key}"] for key in ("pp", "schedule", "microbatches"))
+    draft.default("parallel.stages_per_rank", SCHEDULES[name].stages_per_rank)
+    for key, check in (
+        ("stages_per_rank", lambda: check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])),
+        ("microbatches", lambda: check_schedule(name, pp, microbatches)),
+    ):
+        try:
+            check()
+        except ConfigError as error:
+            if str(error).startswith(key):
+                draft.refuse(
+                    f"parallel.{key}", str(error).partition("legal: ")[2].rstrip("."), f'With schedule "{name}" over {pp} ranks'
+                )
+                return
+    stages = draft["parallel.stages"]
+    wanted = pp * draft["parallel.stages_per_rank"]
+    if stages is not None and len(stages) != wanted:
+        draft.refuse("parallel.stages", f"{wanted} numbers, one for each stage")
 
 
 def _shards(draft: Draft, ranks: int) -> None:
@@ -191,15 +229,16 @@ def _shards(draft: Draft, ranks: int) -> None:
 
 
 def _fitting_devices(draft: Draft, hardware: Hardware) -> int:
-    """The largest number of devices that divides the rows of a microbatch."""
+    """The largest number of devices for each rank of a pipeline that divides the rows of a microbatch."""
     keys = ("data.batch_size", "parallel.microbatches")
     batch, microbatches = (draft[key] for key in keys)
+    most = max(1, hardware.devices // draft["parallel.pp"])
     if not draft.sound(*keys) or batch % microbatches:
-        return hardware.devices
-    count = next(n for n in range(hardware.devices, 0, -1) if batch // microbatches % n == 0)
-    if count < hardware.devices:
+        return most
+    count = next(n for n in range(most, 0, -1) if batch // microbatches % n == 0)
+    if count < most:
         draft.notices.append(
-            f"using {count} of {hardware.devices} devices, for data.batch_size / parallel.microbatches = "
+            f"using {count * draft['parallel.pp']} of {hardware.devices} devices, for data.batch_size / parallel.microbatches = "
             f"{batch} / {microbatches} is divisible by no more"
         )
     return count

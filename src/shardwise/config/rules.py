@@ -125,6 +125,17 @@ def pair(each: Rule) -> Rule:
     return Rule(f"a list of two, each {each.legal}", read)
 
 
+def several(each: Rule) -> Rule:
+    """A list of values under one rule, which becomes a tuple."""
+
+    def read(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list | tuple) or not value:
+            raise Illegal
+        return tuple(each.read(item) for item in value)
+
+    return Rule(f"a list, each {each.legal}", read)
+
+
 def texts(legal: str) -> Rule:
     """A text that can be written to a file, or a list of such texts, which becomes a tuple."""
     one = text(legal)

@@ -16,7 +16,23 @@ from shardwise.core.optim import OptimizerName, Schedule
 from shardwise.core.plan import Dropout, Gathered, Offload, Precision, Recompute, Reduced, ReduceDtype
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
-from .rules import LARGEST, Rule, choice, either, integer, key, number, pair, reference, switch, table, tables, text, texts
+from .rules import (
+    LARGEST,
+    Rule,
+    choice,
+    either,
+    integer,
+    key,
+    number,
+    pair,
+    reference,
+    several,
+    switch,
+    table,
+    tables,
+    text,
+    texts,
+)
 
 Resume = Literal["auto", "never"]
 
@@ -93,11 +109,17 @@ class OptimizerConfig:
 class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
+    ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are the numbers of
+    units in each stage, by default so that their costs are balanced.
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
     ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
     ``reduced`` are by default what communicates least of all that fits into the memory.
     """
 
+    pp: int = key(integer(1), 1)
+    schedule: str = key(choice(*plan.CHOICES["schedule"]), "1f1b")
+    stages_per_rank: int = key(integer(1))
+    stages: tuple[int, ...] | None = key(several(integer(1)))
     dp: int = key(integer(1))
     dp_replicate: int = key(integer(1), 1)
     zero: int = key(integer(0, most=3), 0)

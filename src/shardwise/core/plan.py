@@ -23,9 +23,7 @@ Offload = Literal["none", "optimizer", "activations", "all"]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
-    "schedule": (
-        "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "pipedream", "pipedream-2bw",
-    ),
+    "schedule": ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v"),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, step
 from shardwise.estimate.timeline import Made
 from shardwise.parallel.data import SHARDS, batch_axes, placement
 from shardwise.trace.casts import COMPUTE_DTYPE
+from shardwise.trace.ops import Env
 from shardwise.trace.profile import Profile, UnitMemory, Way
 from shardwise.trace.trace import Bucket, Trace
 
@@ -30,6 +32,7 @@ class Account:
 
     persistent: dict[Buffer, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
+    final: dict[int, int] = field(default_factory=dict)  # of each bucket's gradient, what the optimizer takes
 
     def hold(self, buffer: Buffer, nbytes: int) -> None:
         if nbytes:
@@ -38,15 +41,16 @@ class Account:
 
 def accounts(
     trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rows: int, rank: int = 0, device: str = HOST,
-    common: bool = False,
+    common: bool = False, buckets: Sequence[Bucket] | None = None,
 ) -> tuple[Account, Account]:  # fmt: skip
     """What ``rank`` holds from step to step on its device, and beside it on the host: nothing if that is the device.
 
-    ``rows`` is the number in a batch; ``common`` as in :func:`bucket_states`.  Of a bucket, masters are part of ``state``.
+    ``buckets`` are those that it has, by default all; ``rows`` is the number in a batch; ``common`` as in :func:`bucket_states`.  Of a bucket, masters are part of ``state``.
     """
     there = Account()
     here = there if device == HOST else Account()
-    _buckets(there, here, trace, plan, choice, plan.mesh.index(rank, SHARDS), device, common)
+    own = trace.buckets if buckets is None else buckets
+    _buckets(there, here, own, plan, choice, plan.mesh.index(rank, SHARDS), device, common, trace.opaque is not None)
     _pools(there, trace, plan, choice, program, common)
     here.hold(Buffer("unused"), trace.beside.unused)
     there.hold(Buffer("buffer"), trace.beside.buffers)
@@ -67,12 +71,12 @@ def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
 
 
 def _buckets(
-    there: Account, here: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, index: int, device: str,
-    common: bool,
+    there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, index: int, device: str,
+    common: bool, apart: bool,
 ) -> None:  # fmt: skip
     offload = plan.offloads_optimizer
-    for bucket in trace.buckets:
-        share = Share.of(bucket, plan, choice, index, trace.opaque is not None)
+    for bucket in buckets:
+        share = Share.of(bucket, plan, choice, index, apart)
         each = bucket_widths(choice, bucket)
         both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
         for account, states in zip((there, here), both, strict=True):
@@ -84,6 +88,7 @@ def _buckets(
         # torch rounds on the host what it copies to a GPU in another dtype.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
+        there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 
 def _pools(account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, common: bool) -> None:
@@ -123,6 +128,7 @@ class ProgramSizes:
         profiles: likewise, of each microbatch's own number of rows.
         account: what is there from step to step.
         parts: the number of ranks over the batch axes.
+        envs: this rank's place in each microbatch; only a rank of a pipeline needs it.
     """
 
     program: Sequence[Instruction]
@@ -130,6 +136,7 @@ class ProgramSizes:
     profiles: Sequence[Profile]
     account: Account = field(default_factory=Account)
     parts: int = 1
+    envs: Sequence[Env] = ()
 
     def __post_init__(self) -> None:
         self.recomputed = {
@@ -172,7 +179,16 @@ class ProgramSizes:
                 return self.gradients(one)
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
+            case Op.RECEIVE if one.bucket < 0:
+                return {one.writes[0]: {name: self.local(one, name) for name in one.tensors}}
+            case Op.RECEIVE if one.writes[0].kind == "received":
+                return {one.writes[0]: {"": self.account.final.get(one.bucket, 0)}}
         return {}
+
+    def local(self, one: Instruction, name: str) -> int:
+        """The bytes of a live tensor on this rank."""
+        shape, dtype = self.traces[one.microbatch].units[one.unit].local(name, self.envs[one.microbatch])
+        return math.prod(shape) * dtype.itemsize
 
     def forward(self, one: Instruction) -> Made:
         memory, unit = self.unit(one), self.traces[one.microbatch].units[one.unit]

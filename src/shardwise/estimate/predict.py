@@ -15,8 +15,11 @@ from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
 from shardwise.estimate.states import Share, bucket_states
 from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
+from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
 from shardwise.parallel.data import SHARDS, batch_axes
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.trace.ops import Env
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Bucket, Trace
 
@@ -25,7 +28,7 @@ DOES: Mapping[Op, str] = {
     Op.COUNT: "counting the targets", Op.FORWARD: "forward", Op.RECOMPUTE: "forward again", Op.BACKWARD: "backward",
     Op.BACKWARD_INPUT: "backward to the inputs", Op.BACKWARD_WEIGHT: "backward to the weights",
     Op.GATHER: "gathering the parameters", Op.ROUND: "rounding the gradient", Op.REDUCE: "summing", Op.ADD: "adding the summed gradient",
-    Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
+    Op.SEND: "sending", Op.RECEIVE: "receiving", Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
 }  # fmt: skip
 """Each instruction in words."""
 
@@ -77,6 +80,7 @@ def predict(
     rank: int | None = None,
     common: bool = False,
     profiled: Callable[..., Profile] = profile,
+    cut: Cut | None = None,
 ) -> Prediction:
     """What ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
 
@@ -85,6 +89,7 @@ def predict(
         device: "cpu" or "cuda", whichever is present here.
         common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once for all of them.
         profiled: :func:`shardwise.trace.profile.profile`, or one that remembers what it has found.
+        cut: the model's stages, by default as the plan has them.
 
     What the communicator takes for itself is not counted, nor what an allocator wastes.  :class:`ConfigError` on numbers that do not
     fit the plan or the trace.
@@ -100,13 +105,20 @@ def predict(
     general = by_size[sizes[0]]
     if general.precision != plan.precision:
         raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
-    rank = fullest(general, plan, choice, rows) if rank is None else rank
+    cut = Cut.of(general, plan) if cut is None else cut
+    if rank is None:
+        each = (predict(trace, plan, choice, rows=rows, device=device, rank=one, common=common, profiled=profiled, cut=cut)
+                for one in fullest(general, plan, choice, rows, cut))  # fmt: skip
+        return max(each, key=lambda one: (one.peak_bytes, -one.rank))
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
-    program = class_of(lower(general, plan), plan.mesh, rank)
+    program = class_of(lower(general, plan, cut=cut), plan.mesh, rank)
     kinds = goals(general, plan)
     profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()}
-    there, here = accounts(general, plan, choice, program, rows, rank, device, common)
-    walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
+    pipe = plan.mesh.index(rank, PIPELINE)
+    own = [b for b in general.buckets if pipe in cut.holders(b)]
+    there, here = accounts(general, plan, choice, program, rows, rank, device, common, own)
+    envs = [Env(parts=parts, index=index, rows=n) for n in sizes]
+    walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts, envs)
     found = timeline(program.instructions, walked)
     host = {} if here is there else _by_category(here.persistent)
     if host:
@@ -135,8 +147,9 @@ def bucket_name(trace: Trace, bucket: Bucket) -> str:
     return " and ".join(trace.units[u].name for u in bucket.units)
 
 
-def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int) -> int:
-    """The rank that needs most: of those with the most rows of a microbatch the one with the largest model states and batch."""
+def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: Cut) -> list[int]:
+    """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch the one with the largest model
+    states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
     apart = trace.opaque is not None
@@ -144,19 +157,28 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int) -> int
     for b in trace.buckets:
         names = [p.name for p in b.parameters]
         shapes = tuple((p.shape, choice.decays(p.name, p.shape)) for p in b.parameters)
-        alike.setdefault((shapes, b.dtype, b.learns, plan.rule(names[0])), []).append(b)
+        alike.setdefault((shapes, b.dtype, b.learns, plan.rule(names[0]), cut.holders(b)), []).append(b)
 
     @functools.cache
-    def states(index: int) -> int:
+    def states(index: int, pipe: int) -> int:
         total = 0
         for same in alike.values():
+            if pipe not in cut.holders(same[0]):
+                continue
             share = Share.of(same[0], plan, choice, index, apart)
             held = bucket_states(share, bucket_widths(choice, same[0]), learns=same[0].learns)
             total += len(same) * sum(s.total for s in held)
         return total
 
-    ranks = (rank for rank, n in enumerate(each) if max(n) == most)
-    return max(ranks, key=lambda r: (states(plan.mesh.index(r, SHARDS)) + trace.beside.row * sum(each[r]), -r))
+    def needs(rank: int) -> tuple[int, int]:
+        pipe = plan.mesh.index(rank, PIPELINE)
+        return states(plan.mesh.index(rank, SHARDS), pipe) + trace.beside.row * sum(each[rank]), -rank
+
+    found = []
+    for pipe in range(cut.ranks):
+        ranks = plan.mesh.members(((PIPELINE, pipe),) if cut.ranks > 1 else ())
+        found.append(max((r for r in ranks if max(each[r]) == most), key=needs))
+    return found
 
 
 def _by_category(sizes: Mapping[Buffer, int], categories: tuple[Category, ...] = tuple(Category)) -> dict[Category, int]:

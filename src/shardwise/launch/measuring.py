@@ -149,7 +149,9 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         *engine.unused.values(),
     ]
     yield from (("parameters", one) for one in parameters)
-    yield from (("gradients", one) for one in [*(b.grad for b in memory.buckets.values()), *memory.unreduced.slots] if one is not None)
+    yield from (
+        ("gradients", one) for one in [*(b.grad for b in memory.buckets.values()), *memory.unreduced.slots] if one is not None
+    )
     for bucket in memory.buckets.values():
         own = bucket.own_parameters
         if bucket.master.data_ptr() != own.data_ptr():

@@ -40,7 +40,9 @@ def lower(
     cut = Cut.of(trace, plan) if cut is None else cut
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
         raise ConfigError(f"pp: the loss counts its targets with {trace.targets.leaves[0]}, which one stage has; legal: pp = 1")
-    each = [_Lowering(trace, plan, trace.buckets if buckets is None else buckets, training, cut, rank) for rank in range(cut.ranks)]
+    each = [
+        _Lowering(trace, plan, trace.buckets if buckets is None else buckets, training, cut, rank) for rank in range(cut.ranks)
+    ]
     drafts = [one.draft() for one in each]
     messages(drafts, cut, plan.microbatches)
     return tuple(one.program(draft) for one, draft in zip(each, drafts, strict=True))
@@ -119,7 +121,9 @@ class _Lowering:
     def tasks(self) -> Sequence[Task]:
         if self.training:
             return self.cut.tasks(self.plan.microbatches)[self.rank]
-        stages = [s for s in range(self.cut.stages) if self.cut.ranks == 1 or rank_of(self.cut.schedule, s, self.cut.ranks) == self.rank]
+        stages = [
+            s for s in range(self.cut.stages) if self.cut.ranks == 1 or rank_of(self.cut.schedule, s, self.cut.ranks) == self.rank
+        ]
         return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
 
     def add(self, task: Task, out: list[Instruction]) -> None:

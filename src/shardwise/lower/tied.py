@@ -30,7 +30,9 @@ def tied(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
         for other, place in zip(others, inbox, strict=True):
             yield _message(Op.RECEIVE, bucket, other - rank, writes=(place,))
         for place in inbox:
-            yield Instruction(Op.ADD, bucket=bucket.index, version=place.version, reads=(place, grad), writes=(grad,), frees=(place,))
+            yield Instruction(
+                Op.ADD, bucket=bucket.index, version=place.version, reads=(place, grad), writes=(grad,), frees=(place,)
+            )
         for other in others:
             yield _message(Op.SEND, bucket, other - rank, reads=(grad,))
 

@@ -11,14 +11,20 @@ from itertools import accumulate
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
+from shardwise.parallel.schedule import check_schedule
 
 PIPELINE = "pp"
 
 
-def pipeline(plan: Plan, size: int, schedule: str = "1f1b", stages_per_rank: int = 1, stages: Sequence[int] = ()) -> Plan:
-    """``plan`` over a pipeline of ``size`` ranks, the outermost axis: its messages are the smallest."""
-    if not isinstance(size, int) or size < 1:
-        raise ConfigError(f"pp: {size!r} is not legal; legal: 1 or more.")
+def pipeline(
+    plan: Plan, size: int, schedule: str = "1f1b", stages_per_rank: int | None = None, stages: Sequence[int] = ()
+) -> Plan:
+    """``plan`` over a pipeline of ``size`` ranks, the outermost axis: its messages are the smallest.
+
+    ``stages_per_rank`` is by default the least that the schedule takes.
+    """
+    stages_per_rank = stages_per_rank or check_schedule(schedule, size, plan.microbatches).stages_per_rank
+    check_schedule(schedule, size, plan.microbatches, stages_per_rank)
     others = tuple(axis for axis in plan.mesh.axes if axis.name != PIPELINE)
     mesh = Mesh((Axis(PIPELINE, size), *others)) if size > 1 else Mesh(others)
     return plan.replace(mesh=mesh, schedule=schedule, stages_per_rank=stages_per_rank, stages=tuple(stages))

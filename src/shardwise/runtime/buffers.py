@@ -208,7 +208,12 @@ class RankMemory:
     """What a rank keeps between steps: its buckets by index, pools, the parameters that rest whole by name (leaves), the model's buffers."""
 
     def __init__(
-        self, buckets: dict[int, BucketMemory], buffers: dict[str, Tensor], comm: Communicator, plan: Plan, scale: ScaleChoice | None
+        self,
+        buckets: dict[int, BucketMemory],
+        buffers: dict[str, Tensor],
+        comm: Communicator,
+        plan: Plan,
+        scale: ScaleChoice | None,
     ) -> None:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers

@@ -183,7 +183,9 @@ class Engine:
         if at == never:
             return "none", "gradient norm"
         forward, unit = at < len(traces) * units, at % units
-        return traces[0].units[unit if forward else units - 1 - unit].name, "forward's output" if forward else "backward's gradient"
+        return traces[0].units[
+            unit if forward else units - 1 - unit
+        ].name, "forward's output" if forward else "backward's gradient"
 
     # ---- state -------------------------------------------------------------------------------------------------------
 

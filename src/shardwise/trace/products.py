@@ -120,7 +120,46 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
 
 
 _VIEWS = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "numpy_T", "mT", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "alias", "detach", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold", "diagonal", "view_as", "movedim", "swapaxes", "to", "dropout", "feature_dropout", "getitem", "replicate", "own", "partial", "gather", "shard", "scatter"]
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "t",
+        "numpy_T",
+        "mT",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "contiguous",
+        "alias",
+        "detach",
+        "select",
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "unfold",
+        "diagonal",
+        "view_as",
+        "movedim",
+        "swapaxes",
+        "to",
+        "dropout",
+        "feature_dropout",
+        "getitem",
+        "replicate",
+        "own",
+        "partial",
+        "gather",
+        "shard",
+        "scatter",
+    ]
 )
 """Ops whose result may share memory with their first operand."""
 
