@@ -125,11 +125,11 @@ def image_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(output, batch["label"])
 
 
-def _transformers(name: str, **changes: Any) -> nn.Module:
+def _transformers(name: str, layers: int = 2, **changes: Any) -> nn.Module:
     import transformers as t
 
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 32,
     }  # fmt: skip
     small = {"num_labels": 5, "image_size": 16, "patch_size": 4}
@@ -139,7 +139,7 @@ def _transformers(name: str, **changes: Any) -> nn.Module:
         "mixtral": (t.MixtralForCausalLM, t.MixtralConfig(**sizes, num_local_experts=4, **changes)),
         "bert": (t.BertForMaskedLM, t.BertConfig(**{k: v for k, v in sizes.items() if k != "num_key_value_heads"})),
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0)),
+            vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0)),
         "vit": (t.ViTForImageClassification, t.ViTConfig(
             hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, hidden_dropout_prob=0.1, **small)),
     }[name]  # fmt: skip
@@ -171,3 +171,10 @@ CASES: dict[str, Callable[[], Case]] = {
     "qwen3-ones": lambda: (_transformers("qwen3"), lambda rows: tokens(rows, "ones"), None),
     "vit": lambda: (_transformers("vit"), _vit_batch, None),
 }
+
+
+def deep(name: str, layers: int) -> tuple[nn.Module, Callable[[int], dict[str, Tensor]]]:
+    """A transformer of so many blocks, and what makes its batches: for pipelines."""
+    if name == "gpt":
+        return GPT(vocabulary=VOCABULARY, width=24, layers=layers, heads=3, context=SEQUENCE, dropout=0.1), tokens
+    return _transformers(name, layers), tokens

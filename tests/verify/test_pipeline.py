@@ -1,0 +1,222 @@
+"""Pipelines equal one device under every schedule, and schedules with the same order of sums equal each other."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import CASES, deep, tokens
+from shardwise.core.check import ProgramError
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.lower import messages as lowering_of_messages
+from shardwise.lower import step as lowering
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.schedule import SCHEDULES
+from shardwise.runtime.compiled import Compiled
+from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
+from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads, verify
+
+MODELS = ("gpt", "llama", "gpt2")
+PP, ZERO, DP, RECOMPUTE = (2, 3, 4), (0, 1, 2, 3), (1, 2), CHOICES["recompute"]
+SYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)
+ROWS = (19, 18, 11)  # of the batches; 9 microbatches over 2 ranks: some have nothing
+CLIP = 1.0
+
+Case = tuple[str, str, int, int, int, int, str]
+
+
+def times(schedule: str, pp: int) -> tuple[int, ...]:
+    return (1,) if SCHEDULES[schedule].most == 1 else (pp, 2 * pp, 2 * pp + 1)
+
+
+PRODUCT: list[Case] = [
+    (name, schedule, pp, m, zero, dp, recompute)
+    for name, schedule, pp, zero, dp, recompute in itertools.product(MODELS, SYNCHRONOUS, PP, ZERO, DP, RECOMPUTE)
+    for m in times(schedule, pp)
+    if dp > 1 or zero == 0
+]
+
+
+def covering() -> Iterator[Case]:
+    """Cases in which every pair of values of any two columns occurs: greedily, the case with most new pairs first."""
+    left = {pair for case in PRODUCT for pair in _pairs(case)}
+    while left:
+        best = max(PRODUCT, key=lambda case: len(left & _pairs(case)))
+        left -= _pairs(best)
+        yield best
+
+
+def _pairs(case: Case) -> set[tuple[Any, ...]]:
+    name, schedule, pp, m, *rest = case
+    columns = (name, schedule, pp, m - 2 * pp if m > 1 else "one", *rest)
+    return set(itertools.combinations(enumerate(columns), 2))
+
+
+@functools.cache
+def subject(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], Compiled]:
+    """A model of 8 units in training mode, its batches, and its capture in fp64, which serves all plans."""
+    torch.manual_seed(len(name))
+    module, make = deep(name, 6)
+    batches = [make(rows) for rows in ROWS]
+    return module.train(), batches, Compiled(module, Plan(precision="fp64"), batches[0])
+
+
+@functools.cache
+def truth(name: str, microbatches: int) -> list[OracleStep]:
+    module, batches, _ = subject(name)
+    oracle = Oracle(
+        module, None, plain_optimizer(OPTIMIZER), microbatches=microbatches, seed=0, clip_norm=CLIP, decays=OPTIMIZER.decays
+    )
+    return [oracle.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
+
+
+def plan_of(case: Case) -> Plan:
+    _, schedule, pp, m, zero, dp, recompute = case
+    base: Any = Plan(microbatches=m, recompute=recompute, precision="fp64")  # type: ignore[arg-type]
+    return pipeline(data_parallel(base, dp, zero), pp, schedule)
+
+
+def steps(name: str, plan: Plan) -> list[list[RankStep]]:
+    _, batches, compiled = subject(name)
+    mine = compiled.under(plan)
+    return run_threads(mine, lambda comm: run_steps(mine, comm, batches, OPTIMIZER, CLIP, 0))
+
+
+def check(case: Case) -> None:
+    ours = steps(case[0], plan_of(case))
+    found = compare(ours[0], truth(case[0], case[3]))
+    assert len(found.differences) > 100
+    assert found.passes(TOLERANCE), (found.largest, found.worst(3))
+    for rank in ours[1:]:
+        assert all(torch.equal(value, rank[-1].parameters[n]) for n, value in ours[0][-1].parameters.items())
+
+
+@pytest.mark.parametrize("case", list(covering()), ids=lambda case: "-".join(map(str, case)))
+def test_a_pipeline_equals_one_device(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", PRODUCT, ids=lambda case: "-".join(map(str, case)))
+def test_every_pipeline_equals_one_device(case: Case) -> None:
+    check(case)
+
+
+# ---- the same bits -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
+    """A stage adds the gradients of microbatches in their order, whatever lies between.
+
+    Where the first and the last stage are on one rank (a V), what both add to a tied weight takes turns as the schedule has it.
+    """
+    tied = name != "llama"
+    found = {}
+    for schedule in SYNCHRONOUS:
+        kind = SCHEDULES[schedule]
+        if kind.most == 1 or (tied and kind.place(3, 2) == 0):
+            continue
+        plan = Plan(microbatches=6, precision="fp64")
+        found[schedule] = steps(name, pipeline(plan, 4 // kind.stages_per_rank, schedule, stages=(2, 2, 2, 2)))[0]
+    assert len(found) >= 5
+    one = found.pop("gpipe")
+    for schedule, other in found.items():
+        for a, b in zip(one, other, strict=True):
+            assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm), schedule
+            assert all(torch.equal(a.gradients[n], b.gradients[n]) for n in a.gradients), schedule
+            assert all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters), schedule
+
+
+# ---- what crosses the cuts -----------------------------------------------------------------------------------------------
+
+
+class Skips(nn.Module):
+    """Several tensors cross each cut: one skips stages, one needs no gradient, one is an integer; one weight is used everywhere."""
+
+    def __init__(self, width: int = 10, layers: int = 5) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, width)
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(layers)])
+        self.shared = nn.Linear(width, width)
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        first = h = self.embedding(input_ids)
+        gate = (h.detach().sum(-1, keepdim=True) > 0).to(h.dtype)
+        length = (input_ids > 3).sum(1)
+        for block in self.blocks:
+            h = torch.tanh(block(h) + self.shared(h)) * (1 + gate)
+        h = self.frozen(h + first) / (1 + length)[:, None, None]
+        return nn.functional.cross_entropy(nn.functional.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "pp", "zero"), [("1f1b", 3, 0), ("zbv", 3, 3), ("interleaved", 2, 2), ("dualpipe-v", 2, 1), ("zb-h2", 5, 0)]
+)
+def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp: int, zero: int) -> None:
+    torch.manual_seed(0)
+    dp = 2 if zero else 1
+    plan = pipeline(data_parallel(Plan(microbatches=5), dp, zero), pp, schedule)
+    report = verify(
+        Skips(), [{k: v % 31 for k, v in tokens(rows).items() if k in ("input_ids", "labels")} for rows in (12, 11)], plan
+    )
+    assert report.passed, (report.largest, report.worst[:3])
+    assert report.ranks_agree
+
+
+@pytest.mark.parametrize("name", ["conv", "mixtral", "mlp", "bert", "vit", "llama-padded", "static"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_other_models(name: str, schedule: str) -> None:
+    torch.manual_seed(0)
+    module, make, loss = CASES[name]()
+    plan = pipeline(data_parallel(Plan(microbatches=3), 2, 1), 2, schedule)
+    report = verify(module.train(), [make(rows) for rows in (13, 12, 7)], plan, loss=loss)
+    assert report.passed, (report.largest, report.worst[:3])
+    assert report.ranks_agree
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    module, batches, _ = subject("gpt")
+    with pytest.raises(ConfigError, match=r"pp: 9 stages of 8 units are not legal; legal: at most 8 stages"):
+        Compiled(module, pipeline(Plan(), 9), batches[0])
+    with pytest.raises(ConfigError, match=r"stages: \[3, 4\] are 7 units; legal: 8 in all: head, blocks.0"):
+        Compiled(module, pipeline(Plan(), 2, stages=(3, 4)), batches[0])
+    with pytest.raises(ConfigError, match=r"stages: \[8\] are 1 stages; legal: 2"):
+        pipeline(Plan(), 2, stages=(8,))
+    with pytest.raises(ConfigError, match=r'stages_per_rank: 1 is not legal with schedule "zbv"; legal: 2'):
+        pipeline(Plan(), 2, "zbv", 1)
+    with pytest.raises(ConfigError, match=r'microbatches: 2 is not legal with schedule "naive"'):
+        pipeline(Plan(microbatches=2), 2, "naive")
+    torch.manual_seed(0)
+    opaque, make, loss = CASES["data-dependent"]()
+    with pytest.raises(ConfigError, match=r"pp: a model that could not be captured cannot be cut into stages"):
+        Compiled(opaque, pipeline(Plan(), 2), make(4), loss)
+
+
+# ---- controls ------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "tied", lambda *args: iter(()))
+    ours = steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
+    assert not compare(ours[0], truth("gpt", 3)).passes(TOLERANCE)
+
+
+def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = lowering_of_messages._receive
+    monkeypatch.setattr(lowering_of_messages, "_receive", lambda here, mine: original(here, mine[::-1]))
+    with pytest.raises(ProgramError, match="mismatched messages"):
+        steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
