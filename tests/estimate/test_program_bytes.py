@@ -14,6 +14,7 @@ from real import compiled, differences, measured, predicted
 from torch import Tensor
 
 import zoo
+from split import ORDERS, split
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.timeline import Category, total
@@ -143,3 +144,13 @@ def test_recomputation_microbatches_and_stages_show_in_the_peak() -> None:
     assert peaks["none", 2] < 0.7 * peaks["none", 1]
     states = [total(predicted(made("own gpt", {"ranks": 4, "zero": zero})[0], batch).states) for zero in range(3)]
     assert states[1] < 0.75 * states[0]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("number", "name"), enumerate(["own gpt", "own llama", "own mlp", "own convnet", "gpt2", "mixtral"]))
+def test_every_instruction_of_backwards_in_two_parts(name: str, number: int, order: str) -> None:
+    plans = [*ONE, *SEVERAL]
+    for one in (plans[(number + 3 * list(ORDERS).index(order)) % len(plans)], {"precision": "bf16", "microbatches": 3}):
+        with split(order):
+            subject, batch = made(name, one)
+            assert differences(subject, batch) == [], one
