@@ -104,9 +104,11 @@ def predict(
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
     program = class_of(lower(general, plan), plan.mesh, rank)
     kinds = goals(general, plan)
-    wanted: dict[str, Any] = {"microbatches": number, "index": index, "goals": kinds}
-    wanted["split"] = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
-    profiles = {n: profiled(one, n, parts, device, **wanted) for n, one in by_size.items()}
+    split = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
+    profiles = {
+        n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds, split=split)
+        for n, one in by_size.items()
+    }
     there, here = accounts(general, plan, choice, program, rows, rank, device, common)
     walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts)
     found = timeline(program.instructions, walked)

@@ -87,7 +87,8 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
             continue
         x, weight = node.args[rule.x], node.args[rule.weight]
         source, dims, alike = _source(weight)
-        form = rule.form(node, x, weight) if source in learning else None
+        real = source in learning and not weight.meta["val"].is_complex()  # of complex numbers a conjugate would be due
+        form = rule.form(node, x, weight) if real else None
         if form is not None:
             kind, *rest = form
             found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, tuple(rest), rule.forward)
@@ -120,7 +121,46 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
 
 
 _VIEWS = frozenset(
-    ["view", "reshape", "flatten", "unflatten", "transpose", "permute", "t", "numpy_T", "mT", "unsqueeze", "squeeze", "expand", "expand_as", "contiguous", "alias", "detach", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind", "unfold", "diagonal", "view_as", "movedim", "swapaxes", "to", "dropout", "feature_dropout", "getitem", "replicate", "own", "partial", "gather", "shard", "scatter"]
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "t",
+        "numpy_T",
+        "mT",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "contiguous",
+        "alias",
+        "detach",
+        "select",
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "unfold",
+        "diagonal",
+        "view_as",
+        "movedim",
+        "swapaxes",
+        "to",
+        "dropout",
+        "feature_dropout",
+        "getitem",
+        "replicate",
+        "own",
+        "partial",
+        "gather",
+        "shard",
+        "scatter",
+    ]
 )
 """Ops whose result may share memory with their first operand."""
 

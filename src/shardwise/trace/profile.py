@@ -236,7 +236,6 @@ class _Profiler:
         unknown = {*once.names_of_unknown(), *recalled.names_of_unknown()}
         return {"none": none, "selective": selective, "full": full, "unknown": tuple(sorted(unknown))}, grads
 
-
     def walk_parts(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
         order: Sequence[int], ways: Mapping[str, Any],
