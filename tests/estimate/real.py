@@ -24,7 +24,7 @@ from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trace.casts import cast_field
 from shardwise.trace.tracker import StorageTracker
 
-COMPUTING = (Op.COUNT, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+COMPUTING = (Op.COUNT, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 STILL = OptimizerChoice("adamw", lr=0.0)
 
 

@@ -23,6 +23,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace.profile import profile
+from split import ORDERS, split
 
 HALTED = 4  # bytes of the flag that is there before the first step
 KNOWN = [n for n in zoo.NAMES if n != "own tagger"]  # an LSTM is composed otherwise on meta, and said to be unknown
@@ -143,3 +144,19 @@ def test_recomputation_microbatches_and_stages_show_in_the_peak() -> None:
     assert peaks["none", 2] < 0.7 * peaks["none", 1]
     states = [total(predicted(made("own gpt", {"ranks": 4, "zero": zero})[0], batch).states) for zero in range(3)]
     assert states[1] < 0.75 * states[0]
+
+
+def cases_in_two_parts() -> Iterator[Any]:
+    """Every order of the parts with every model; without ``full`` each model in one order."""
+    names = ["own gpt", "own llama", "own mlp", "own convnet", "gpt2", "mixtral"]
+    for (i, name), (j, order) in itertools.product(enumerate(names), enumerate(ORDERS)):
+        plan = [*ONE, *SEVERAL][(i + 3 * j) % len([*ONE, *SEVERAL])]
+        yield pytest.param(name, order, plan, id=f"{name} {order}", marks=() if i % len(ORDERS) == j else pytest.mark.full)
+
+
+@pytest.mark.parametrize(("name", "order", "one"), cases_in_two_parts())
+def test_every_instruction_of_backwards_in_two_parts(name: str, order: str, one: dict[str, Any]) -> None:
+    for plan in (one, {"precision": "bf16", "microbatches": 3}):
+        with split(order):
+            subject, batch = made(name, plan)
+            assert differences(subject, batch) == [], plan

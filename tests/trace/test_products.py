@@ -101,6 +101,22 @@ def test_a_product_with_itself_stays_with_autograd() -> None:
     parity(subject(lambda x, w: x @ torch.mm(w, w), (3, 4), (4, 4)), dp=(1, 2))
 
 
+class Waves(nn.Module):
+    """A product of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (torch.complex(x, x.square()) @ self.weight).abs().mean()
+
+
+def test_a_product_of_complex_numbers_stays_with_autograd() -> None:
+    (unit,) = trace(Waves(), {"x": torch.randn(5, 4)}).units
+    assert unit.parameters == unit.inside == ("weight",) and not unit.products
+
+
 class Experts(nn.Module):
     """Rows in groups, each with a matrix of its own, one of them without rows."""
 

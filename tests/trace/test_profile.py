@@ -90,8 +90,9 @@ def test_a_gradient_that_two_wait_for_belongs_to_the_one_that_waits_longer() -> 
     maker = {n: u.index for u in found.units for n in u.outputs}
     assert {maker[n]: size for n, size in zip(found.units[2].inputs, third.gradients, strict=True)} == {0: 160, 1: 0}
     assert second.gradients == (160,)
-    # Two at a time: relu's gradient and the product's, that and its double, the double and the sum with what was pending.
-    assert second.none.backward == third.none.backward == 320
+    # Relu's gradient takes the place of the pending one, the product's that of the linear's input, which ends with the weight's
+    # gradient; then there is one more at a time: its double, and the sum with what was pending.
+    assert second.none.backward == third.none.backward == 160
 
 
 def test_illegal_arguments_are_refused() -> None:

@@ -176,7 +176,9 @@ class ProgramSizes:
             case Op.RECOMPUTE:
                 return {Buffer("saved", u, m): {"": self.way(one).saved}}
             case Op.BACKWARD:
-                return self.gradients(one)
+                return self.gradients(one, self.unit(one).gradients)
+            case Op.BACKWARD_INPUT:
+                return {**self.gradients(one, self.unit(one).passed), Buffer("putoff", u, m): {"": self.way(one).putoff}}
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
             case Op.RECEIVE if one.bucket < 0:
@@ -200,10 +202,10 @@ class ProgramSizes:
             made[Buffer("weight")] = {"shares": self.scalar * len(self.traces)}
         return made
 
-    def gradients(self, one: Instruction) -> Made:
-        memory, m = self.unit(one), one.microbatch
+    def gradients(self, one: Instruction, sizes: Sequence[int]) -> Made:
+        m = one.microbatch
         made: dict[Buffer, dict[str, int]] = {}
-        for name, size in zip(self.traces[m].units[one.unit].inputs, memory.gradients, strict=False):
+        for name, size in zip(self.traces[m].units[one.unit].inputs, sizes, strict=False):
             if size:
                 made.setdefault(Buffer("gradient", self.producers[m][name], m), {})[name] = size
         return made
@@ -220,6 +222,10 @@ class ProgramSizes:
                 return self.way(one).recompute
             case Op.BACKWARD:
                 return self.way(one).backward
+            case Op.BACKWARD_INPUT:
+                return self.way(one).inputs
+            case Op.BACKWARD_WEIGHT:
+                return self.way(one).weights
             case Op.NORM:  # norms one by one, their stack, and then those of all ranks
                 return self.norms + max(self.norms, self.norms * self.parts)
             case Op.STEP:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError
@@ -106,26 +106,46 @@ def predict(
     if general.precision != plan.precision:
         raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
     cut = Cut.of(general, plan) if cut is None else cut
-    if rank is None:
-        each = (predict(trace, plan, choice, rows=rows, device=device, rank=one, common=common, profiled=profiled, cut=cut)
-                for one in fullest(general, plan, choice, rows, cut))  # fmt: skip
-        return max(each, key=lambda one: (one.peak_bytes, -one.rank))
-    parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
-    program = class_of(lower(general, plan, cut=cut), plan.mesh, rank)
-    kinds = goals(general, plan)
-    profiles = {n: profiled(one, n, parts, device, microbatches=number, index=index, goals=kinds) for n, one in by_size.items()}
-    pipe = plan.mesh.index(rank, PIPELINE)
-    own = [b for b in general.buckets if pipe in cut.holders(b)]
-    there, here = accounts(general, plan, choice, program, rows, rank, device, common, own)
-    envs = [Env(parts=parts, index=index, rows=n) for n in sizes]
-    walked = ProgramSizes(program.instructions, [by_size[n] for n in sizes], [profiles[n] for n in sizes], there, parts, envs)
-    found = timeline(program.instructions, walked)
-    host = {} if here is there else _by_category(here.persistent)
-    if host:
-        host[Category.TEMPORARY] = max(here.steps.values(), default=0)
-    unknown = {u.name: u.unknown for u in profiles[sizes[0]].units if u.unknown}
-    at = describe(found.instructions[found.at], general)
-    return Prediction(rank, device, program, found, there.persistent, host, at, unknown)
+    programs = lower(general, plan, cut=cut)
+    traces = [by_size[n] for n in sizes]
+    subject = _Subject(traces, sizes, plan, choice, rows, device, common, profiled, cut)
+    ranks = fullest(general, plan, choice, rows, cut) if rank is None else [rank]
+    each = (subject.predict(one, class_of(programs, plan.mesh, one)) for one in ranks)
+    return max(each, key=lambda one: (one.peak_bytes, -one.rank))
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """What the predictions for the ranks of a plan have in common."""
+
+    traces: Sequence[Trace]
+    sizes: Sequence[int]
+    plan: Plan
+    choice: OptimizerChoice
+    rows: int
+    device: str
+    common: bool
+    profiled: Callable[..., Profile]
+    cut: Cut
+
+    def predict(self, rank: int, program: Program) -> Prediction:
+        plan, trace, mesh = self.plan, self.traces[0], self.plan.mesh
+        parts, index = mesh.axis_size(batch_axes(plan)), mesh.index(rank, batch_axes(plan))
+        split = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
+        options = {"microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split}
+        alike = dict(zip(self.sizes, self.traces, strict=True))
+        profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in alike.items()}
+        own = [b for b in trace.buckets if mesh.index(rank, PIPELINE) in self.cut.holders(b)]
+        there, here = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
+        envs = [Env(parts=parts, index=index, rows=n) for n in self.sizes]
+        walked = ProgramSizes(program.instructions, self.traces, [profiles[n] for n in self.sizes], there, parts, envs)
+        found = timeline(program.instructions, walked)
+        host = {} if here is there else _by_category(here.persistent)
+        if host:
+            host[Category.TEMPORARY] = max(here.steps.values(), default=0)
+        unknown = {u.name: u.unknown for u in profiles[self.sizes[0]].units if u.unknown}
+        at = describe(found.instructions[found.at], trace)
+        return Prediction(rank, self.device, program, found, there.persistent, host, at, unknown)
 
 
 def describe(one: Instruction, trace: Trace) -> str:

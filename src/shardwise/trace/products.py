@@ -87,7 +87,8 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
             continue
         x, weight = node.args[rule.x], node.args[rule.weight]
         source, dims, alike = _source(weight)
-        form = rule.form(node, x, weight) if source in learning else None
+        real = source in learning and not weight.meta["val"].is_complex()  # of complex numbers a conjugate would be due
+        form = rule.form(node, x, weight) if real else None
         if form is not None:
             kind, *rest = form
             found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, tuple(rest), rule.forward)

@@ -7,6 +7,7 @@ made from what the first one's looked like.  Parameters, buffers, constants and 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
-from shardwise.trace.meter import storage
+from shardwise.trace.meter import storage, tensors_in
 from shardwise.trace.products import Factors, Operand, accumulate, expose, find, watch
 from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
@@ -29,13 +30,17 @@ from shardwise.trace.walk import META, Run, Walk, check_walk, failed_op, largest
 @dataclass(frozen=True)
 class Way:
     """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and ``saved`` what
-    BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks."""
+    BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks.  Of a backward in two parts,
+    ``inputs`` and ``weights`` are the peaks, and ``putoff`` is what the first leaves for the second."""
 
     forward: int = 0
     kept: int = 0
     recompute: int = 0
     saved: int = 0
     backward: int = 0
+    inputs: int = 0
+    putoff: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,8 @@ class UnitMemory:
     """The bytes of one unit on one rank for one microbatch.
 
     Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
-    autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it.  Peaks are the
+    autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or to the weight
+    gradients that do, which come after all of these.  Peaks are the
     most that an instruction adds to what was alive before it, and include what it leaves.  There is a :class:`Way` for each
     choice of a plan's ``recompute``; a unit without backward goes the first part of ``full``, which keeps nothing.
     """
@@ -53,6 +59,7 @@ class UnitMemory:
     outputs: int = 0  # live outputs that the unit made itself
     updates: int = 0  # new values of buffers, kept until the step ends
     gradients: tuple[int, ...] = ()  # that BACKWARD leaves pending, by input of the unit
+    passed: tuple[int, ...] = ()  # that BACKWARD_INPUT does
     none: Way = Way()
     selective: Way = Way()
     full: Way = Way()
@@ -69,13 +76,13 @@ class Profile:
 
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
-    goals: Mapping[str, torch.dtype] = MappingProxyType({}),
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False,
 ) -> Profile:  # fmt: skip
     """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
 
     Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here;
     ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
-    where these are not the bucket's ``wide``.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
     check_walk("memory", trace, rows, parts, device)
     if index is not None and not 0 <= index < parts:
@@ -85,7 +92,7 @@ def profile(
     alone = microbatches == 1 and trace.precision != "fp16"
     walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=alone)
     with largest_sizes():
-        return Profile(tuple(_Profiler(trace, walk, microbatches, goals).run()), _count(trace, walk))
+        return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split).run()), _count(trace, walk))
 
 
 def _count(trace: Trace, walk: Walk) -> int:
@@ -147,8 +154,10 @@ def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
 class _Profiler:
     """All units forward, then all backward with the pending gradients that the later ones left."""
 
-    def __init__(self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype]) -> None:
-        self.trace, self.walk, self.microbatches = trace, walk, microbatches
+    def __init__(
+        self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype], split: bool = False
+    ) -> None:
+        self.trace, self.walk, self.microbatches, self.split = trace, walk, microbatches, split
         self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
@@ -199,7 +208,9 @@ class _Profiler:
         known = [*arguments, *given.values()]
         if key not in self.backwards:
             fields, grads = self.walk_backward(unit, arguments, given, before)
-            fields["gradients"] = _owned(unit, grads, order, arguments)
+            fields["gradients"] = _owned(unit, grads, order, storages(arguments))
+            if self.split:
+                fields |= self.walk_parts(unit, arguments, given, before, order, fields)
             reached = tuple(g is not None for g in grads)
             self.backwards[key] = fields, reached, _forms([g for g in grads if g is not None], known)
         fields, reached, forms = self.backwards[key]
@@ -225,10 +236,34 @@ class _Profiler:
         unknown = {*once.names_of_unknown(), *recalled.names_of_unknown()}
         return {"none": none, "selective": selective, "full": full, "unknown": tuple(sorted(unknown))}, grads
 
+    def walk_parts(
+        self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
+        order: Sequence[int], ways: Mapping[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        """The ways completed by what the two parts of a backward need, and the gradients that the first leaves pending."""
+        found: dict[str, Any] = {}
+        for name in ("none", "selective", "full"):
+            work, held = _Work(self, unit, arguments), deque[Factors]()
+            if name == "selective":
+                work.forward("record")
+            work.forward("save" if name == "none" else "again")
+            with work.tracker:  # the second part may end what the first was given
+                own = dict(zip(given, _made(_forms([*given.values()])), strict=True))
+            peak, grads = work.backward(own, before, held)
+            tensors = [t for one in held for t in tensors_in((one.dy, one.x, one.rest))]
+            elsewhere = storages([*arguments, *work.live])
+            putoff = without(storages(tensors), elsewhere)
+            found["passed"] = _owned(unit, grads, order, {**elsewhere, **putoff})
+            del tensors, grads, own
+            found[name] = replace(ways[name], inputs=peak, putoff=sum(putoff.values()), weights=work.backward_weight(held))
+        return found
 
-def _owned(unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], arguments: Sequence[Tensor]) -> tuple[int, ...]:
-    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last."""
-    seen = set(storages(arguments))
+
+def _owned(
+    unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], elsewhere: Mapping[int, int]
+) -> tuple[int, ...]:  # fmt: skip
+    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last, if not ``elsewhere``."""
+    seen = set(elsewhere)
     sizes = [0] * len(grads)
     for i in order:
         grad = grads[i]
@@ -312,8 +347,14 @@ class _Work:
                 self.live.append(detached.requires_grad_() if grad else detached)
         self.updates = [value.detach() for value in outputs[len(unit.outputs) :]]
 
-    def backward(self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None]) -> tuple[int, list[Tensor | None]]:
-        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those ``before``."""
+    def backward(
+        self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[Factors] | None = None
+    ) -> tuple[int, list[Tensor | None]]:
+        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those ``before``.
+
+        With ``held`` it is BACKWARD_INPUT, which leaves products there.
+        """
+        add = self.multiply if held is None else held.append
         unit = self.unit
         assert self.saved is not None
         parameters = [p for p in self.arguments[: len(unit.parameters)] if p.requires_grad]
@@ -329,7 +370,7 @@ class _Work:
                 for name, value in zip(names, outputs, strict=True)
                 if (seed := self.seed(name, value, pending)) is not None
             ]
-            later = watch(unit.products, operands, self.multiply)
+            later = watch(unit.products, operands, add)
             wanted = [*parameters, *live, *(p.y for _, p in later)]
             kept, given = zip(*seeds, strict=True)
             del operands
@@ -338,10 +379,18 @@ class _Work:
             rest = grads[len(parameters) :]
             for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
                 if dy is not None:
-                    self.multiply(operand.factors(name, dy))
+                    add(operand.factors(name, dy))
             both = zip(before, rest[: len(live)], strict=True)
             found = [old if new is None else new if old is None else old + new for old, new in both]
         return self.tracker.peak - start, found
+
+    def backward_weight(self, held: deque[Factors]) -> int:
+        """BACKWARD_WEIGHT: the peak."""
+        start = self.tracker.mark()
+        with self.run.meter, self.tracker:
+            while held:
+                self.multiply(held.popleft())
+        return self.tracker.peak - start
 
     def multiply(self, factors: Factors) -> None:
         accumulate(self.goals[factors.weight], factors, add=False)
