@@ -16,7 +16,23 @@ from shardwise.core.optim import OptimizerName, Schedule
 from shardwise.core.plan import Dropout, Gathered, Offload, Precision, Recompute, Reduced, ReduceDtype
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
-from .rules import LARGEST, Rule, choice, either, integer, key, number, pair, reference, switch, table, tables, text, texts
+from .rules import (
+    LARGEST,
+    Rule,
+    choice,
+    either,
+    integer,
+    integers,
+    key,
+    number,
+    pair,
+    reference,
+    switch,
+    table,
+    tables,
+    text,
+    texts,
+)  # fmt: skip
 
 Resume = Literal["auto", "never"]
 
@@ -117,7 +133,8 @@ class TrainConfig:
     only, is "dynamic" or a number that stays.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
-    ``memory_gib`` is what a rank may take on its device, by default what the device has.
+    ``memory_gib`` is what a rank may take on its device, by default what the device has.  Of the steps ``trace_steps`` it is recorded
+    what each rank did when, for ``shardwise draw``.
     """
 
     steps: int = key(integer(1), 600)
@@ -134,6 +151,7 @@ class TrainConfig:
     eval_batches: int = key(integer(1), 20)
     sample_every: int = key(integer(0), 0)
     max_restarts: int = key(integer(0), 3)
+    trace_steps: tuple[int, ...] = key(integers("a list of steps, counted from 0, from 1 on, such as [3]; [] for none", 1), (3,))
     tensorboard: bool = key(switch(), False)
     resume: Resume = key(choice("auto", "never"), "auto")
 

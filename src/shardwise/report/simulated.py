@@ -1,0 +1,39 @@
+"""A simulated step as a timetable."""
+
+from __future__ import annotations
+
+from shardwise.estimate.simulate import Costs, Simulation
+
+from .timetable import Box, Drawing
+
+
+def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", *, memory_is_bytes: bool = False) -> Drawing:
+    """What :func:`shardwise.estimate.simulate.simulate` found of ``costs`` and ``norm``, optimizer steps included.
+
+    The memory of a rank is that of its activations: in bytes if the costs have them, else how many microbatches are alive in it.
+    """
+    critical = set(simulation.critical)
+    boxes = [
+        Box(rank, float(start), float(stop), *task, critical=(rank, place) in critical)
+        for rank, tasks in enumerate(simulation.timetable)
+        for place, (task, start, stop) in enumerate(zip(tasks, simulation.start[rank], simulation.stop[rank], strict=True))
+    ]
+    memory = simulation.peak_bytes if memory_is_bytes else simulation.peak_activations
+    return Drawing(
+        title, (*boxes, *_updates(simulation, costs, norm)), len(simulation.timetable), simulation.seconds, simulation.bubble_of_total,
+        tuple(memory), "bytes" if memory_is_bytes else "activations",
+    )  # fmt: skip
+
+
+def _updates(simulation: Simulation, costs: Costs, norm: str) -> list[Box]:
+    """The reduction of the norm, which ends for all ranks at once, and their optimizer steps."""
+    ends = [float(times[-1]) for times in simulation.stop]
+    found = []
+    for rank, (tasks, end) in enumerate(zip(simulation.timetable, ends, strict=True)):
+        begin = end
+        if norm == "barrier":
+            begin = max(ends) + costs.norm
+            found += [Box(rank, max(ends), begin, "NORM")] if costs.norm else []
+        step = sum(costs.step[stage] for stage in {task.stage for task in tasks})
+        found += [Box(rank, begin, begin + step, "STEP")] if step else []
+    return found
