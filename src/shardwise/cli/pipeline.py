@@ -37,11 +37,6 @@ class Options:
     times: str = "1,1,1,0"
     norm: str = "barrier"
 
-    @property
-    def any(self) -> bool:
-        """Is there one that says what the pipeline is?"""
-        return (self.schedule, self.ranks, self.microbatches, self.stages_per_rank) != (None,) * 4
-
 
 def run_simulate(path: Path | None, overrides: Sequence[str], options: Options, json: bool) -> None:
     """Print what a step of the pipeline takes."""
@@ -82,16 +77,24 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
 
 def simulated(path: Path | None, overrides: Sequence[str], options: Options) -> tuple[str, Simulation, Costs]:
     """The pipeline in words, its simulation, and the costs of its stages."""
-    schedule, ranks, microbatches = options.schedule or "1f1b", options.ranks or 4, options.microbatches or 8
+    schedule, ranks, microbatches = "1f1b", 4, 8
     if path is not None or overrides:
-        config = load_anywhere(path, overrides)
-        ranks, microbatches = options.ranks or 1, options.microbatches or config.parallel.microbatches
-    per_rank = options.stages_per_rank or check_schedule(schedule, ranks, microbatches).stages_per_rank
+        ranks, microbatches = 1, load_anywhere(path, overrides).parallel.microbatches
+    schedule = schedule if options.schedule is None else options.schedule
+    ranks = ranks if options.ranks is None else options.ranks
+    microbatches = microbatches if options.microbatches is None else options.microbatches
+    found = check_schedule(schedule, ranks, microbatches, options.stages_per_rank)
+    per_rank = options.stages_per_rank or found.stages_per_rank
     tasks = timetable(schedule, ranks, microbatches, per_rank)
     forward, inputs, weights, transfer = _times(options.times)
     costs = Costs.uniform(ranks * per_rank, forward, inputs, weights, transfer)
     several = f" x {per_rank} stages" if per_rank > 1 else ""
-    return f"{schedule}, {ranks} ranks{several}, {microbatches} microbatches", simulate(tasks, costs, options.norm), costs
+    title = f"{schedule}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
+    return title, simulate(tasks, costs, options.norm), costs
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
 
 
 def _times(text: str) -> list[float]:
