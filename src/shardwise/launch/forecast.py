@@ -23,6 +23,7 @@ from shardwise.report.tables import count, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Trace
+
 OPEN = ("gathered", "reduced")
 """The fields of a plan that a config may leave open."""
 WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
