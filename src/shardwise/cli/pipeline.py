@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +40,10 @@ class Options:
 
 def run_simulate(path: Path | None, overrides: Sequence[str], options: Options, json: bool) -> None:
     """Print what a step of the pipeline takes."""
-    title, simulation, _ = simulated(path, overrides, options)
+    options = resolved(path, overrides, options)
+    title, simulation, _ = simulated(options)
     if json:
-        print_json({"title": title, "options": vars(options), **_plain(simulation)})
+        print_json({"title": title, **vars(options), **_plain(simulation)})
         return
     console = make_console()
     values = {
@@ -64,7 +65,7 @@ def run_draw(
     path: Path | None, overrides: Sequence[str], options: Options, out: Path | None, trace: Path | None, json: bool
 ) -> None:
     """Draw the simulation of the pipeline."""
-    title, simulation, costs = simulated(path, overrides, options)
+    title, simulation, costs = simulated(resolved(path, overrides, options))
     _deliver([drawing(title, simulation, costs, options.norm)], None, out, trace, json)
 
 
@@ -75,8 +76,8 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
     _deliver([of_recorded(folder, step), below], whole, out, trace, json)
 
 
-def simulated(path: Path | None, overrides: Sequence[str], options: Options) -> tuple[str, Simulation, Costs]:
-    """The pipeline in words, its simulation, and the costs of its stages."""
+def resolved(path: Path | None, overrides: Sequence[str], options: Options) -> Options:
+    """The options with what they leave open; :class:`ConfigError` where they are not legal."""
     schedule, ranks, microbatches = "1f1b", 4, 8
     if path is not None or overrides:
         ranks, microbatches = 1, load_anywhere(path, overrides).parallel.microbatches
@@ -84,12 +85,21 @@ def simulated(path: Path | None, overrides: Sequence[str], options: Options) -> 
     ranks = ranks if options.ranks is None else options.ranks
     microbatches = microbatches if options.microbatches is None else options.microbatches
     found = check_schedule(schedule, ranks, microbatches, options.stages_per_rank)
-    per_rank = options.stages_per_rank or found.stages_per_rank
-    tasks = timetable(schedule, ranks, microbatches, per_rank)
+    return replace(
+        options, schedule=schedule, ranks=ranks, microbatches=microbatches,
+        stages_per_rank=options.stages_per_rank or found.stages_per_rank,
+    )  # fmt: skip
+
+
+def simulated(options: Options) -> tuple[str, Simulation, Costs]:
+    """A pipeline, whose options are :func:`resolved`, in words, its simulation, and the costs of its stages."""
+    assert options.schedule is not None and options.ranks is not None and options.microbatches is not None
+    each = options.stages_per_rank or 1
+    tasks = timetable(options.schedule, options.ranks, options.microbatches, each)
     forward, inputs, weights, transfer = _times(options.times)
-    costs = Costs.uniform(ranks * per_rank, forward, inputs, weights, transfer)
-    several = f" x {per_rank} stages" if per_rank > 1 else ""
-    title = f"{schedule}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
+    costs = Costs.uniform(options.ranks * each, forward, inputs, weights, transfer)
+    several = f" x {each} stages" if each > 1 else ""
+    title = f"{options.schedule}, {_plural(options.ranks, 'rank')}{several}, {_plural(options.microbatches, 'microbatch')}"
     return title, simulate(tasks, costs, options.norm), costs
 
 
@@ -113,7 +123,7 @@ def _plain(simulation: Simulation) -> dict[str, Any]:
         "step_seconds": simulation.seconds,
         "bubble_of_total": simulation.bubble_of_total,
         "bubble_of_ideal": simulation.bubble_of_ideal,
-        "ranks": [
+        "by_rank": [
             {"rank": rank, "work_seconds": float(work), "bubble_of_total": float(total), "bubble_of_ideal": float(ideal),
              "peak_activations": int(peak)}
             for rank, (work, total, ideal, peak) in enumerate(zip(
@@ -125,9 +135,7 @@ def _plain(simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deliver(
-    drawings: list[Drawing], traced: list[Drawing] | None, out: Path | None, trace: Path | None, json: bool
-) -> None:
+def _deliver(drawings: list[Drawing], traced: list[Drawing] | None, out: Path | None, trace: Path | None, json: bool) -> None:
     """Into files, and to the terminal."""
     if out is not None:
         picture(drawings).write(out, "--out")

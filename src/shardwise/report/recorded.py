@@ -38,7 +38,7 @@ def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) ->
         boxes = [box for one in ranks for box in _merged([b for b in boxes if b.rank == one.rank], SEEN * seconds)]
     notes = ("what communicates is drawn until it was waited for",) if any(box.lane != COMPUTE for box in boxes) else ()
     return Drawing(
-        f"{folder}: step {ranks[0].step} of {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, recorded", mark_critical(boxes),
+        f"{folder}: step {ranks[0].step} of {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, recorded", mark_critical(boxes, [one.pipeline for one in ranks]),
         len(ranks), seconds, 1 - busy / (seconds * len(ranks)), tuple(one.memory for one in ranks), notes=notes,
     )  # fmt: skip
 
@@ -54,7 +54,8 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
     for first in sorted({one.pipeline for one in ranks}):
         group = [one for one in ranks if one.pipeline == first]
         found = _simulated(group)
-        boxes += [replace(box, rank=group[box.rank].rank) for box in found.boxes]
+        boxes += [replace(box, rank=group[box.rank].rank, critical=False) for box in found.boxes]
+    boxes = list(mark_critical(boxes, [one.pipeline for one in ranks]))
     seconds = max(box.stop for box in boxes)
     busy = sum(box.stop - box.start for box in boxes)
     return Drawing(

@@ -28,12 +28,15 @@ def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barri
 def _updates(simulation: Simulation, costs: Costs, norm: str) -> list[Box]:
     """The reduction of the norm, which ends for all ranks at once, and their optimizer steps."""
     ends = [float(times[-1]) for times in simulation.stop]
-    found = []
-    for rank, (tasks, end) in enumerate(zip(simulation.timetable, ends, strict=True)):
-        begin = end
-        if norm == "barrier":
-            begin = max(ends) + costs.norm
-            found += [Box(rank, max(ends), begin, "NORM")] if costs.norm else []
-        step = sum(costs.step[stage] for stage in {task.stage for task in tasks})
-        found += [Box(rank, begin, begin + step, "STEP")] if step else []
-    return found
+    steps = [sum(costs.step[stage] for stage in {task.stage for task in tasks}) for tasks in simulation.timetable]
+    last = simulation.critical[-1][0]
+    if norm != "barrier":
+        return [
+            Box(r, end, end + step, "STEP", critical=r == last)
+            for r, (end, step) in enumerate(zip(ends, steps, strict=True))
+            if step
+        ]
+    begin, end = max(ends), max(ends) + costs.norm
+    norms = [Box(rank, begin, end, "NORM", critical=rank == last) for rank in range(len(ends)) if costs.norm]
+    longest = steps.index(max(steps))
+    return norms + [Box(rank, end, end + step, "STEP", critical=rank == longest) for rank, step in enumerate(steps) if step]

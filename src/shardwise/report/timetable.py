@@ -46,7 +46,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The boxes of all ranks in a step of ``step`` seconds.  Those of a rank and lane overlap only if they begin and end together.
+    """The boxes of all ranks in a step of ``step`` seconds.  Those of a rank and lane do not overlap.
 
     Boxes may lie behind ``step`` where steps follow each other at once, each rank as soon as it can.  ``bubble`` is the share of the ranks' time in the step in which they compute nothing.  ``memory`` is the most that each rank holds:
     bytes, or the number of microbatches whose activations it keeps if ``memory_unit`` says so.
@@ -66,7 +66,7 @@ class Drawing:
             raise ShardwiseError(f"a drawing of {self.ranks} ranks has the memory of {len(self.memory)}")
         for row in self.rows().values():
             for before, after in zip(row, row[1:], strict=False):
-                if after.start < before.stop - 1e-9 * self.step and not together(before, after):
+                if after.start < before.stop - 1e-9 * self.step:
                     raise ShardwiseError(f"rank {after.rank}, {after.lane}: {after.title} begins before {before.title} has ended")
         for box in self.boxes:
             if not 0 <= box.rank < self.ranks or not 0 <= box.start <= box.stop:
@@ -125,11 +125,6 @@ class Drawing:
         }  # fmt: skip
 
 
-def together(one: Box, other: Box) -> bool:
-    """Are two boxes one piece of work, such as a forward beside a backward of which each hides the other's communication?"""
-    return (one.start, one.stop) == (other.start, other.stop) and one.stop > one.start
-
-
 def milliseconds(seconds: float) -> str:
     """A time in ms, in four digits where it has so many."""
     value = seconds * 1e3
@@ -139,15 +134,17 @@ def milliseconds(seconds: float) -> str:
 # ---- the critical path -----------------------------------------------------------------------------------------------------
 
 
-def mark_critical(boxes: Iterable[Box]) -> tuple[Box, ...]:
+def mark_critical(boxes: Iterable[Box], pipelines: Sequence[int] | None = None) -> tuple[Box, ...]:
     """The boxes with those marked that, from the last one to end back to the begin, each waited for the one before.
 
     What a box waited for is the latest to end of: the box before it on its rank, and what its own microbatch needs of other
-    stages.  What belongs to no microbatch (a norm, a step) may have waited for any rank.
+    stages.  What belongs to no microbatch (a norm, a step) may have waited for any rank.  ``pipelines`` says of each rank which replica
+    of the model it belongs to, by default all to one.
     """
     all_boxes = tuple(boxes)
     computed = sorted((b for b in all_boxes if b.lane == COMPUTE), key=lambda b: b.stop)
-    ends = {(b.kind, b.stage, b.microbatch): b for b in computed}
+    home = pipelines or defaultdict(int)
+    ends = {(home[b.rank], b.kind, b.stage, b.microbatch): b for b in computed}
     before: dict[Box, Box] = {}
     last: dict[int, Box] = {}
     for box in sorted(computed, key=lambda b: (b.start, b.stop)):
@@ -159,7 +156,7 @@ def mark_critical(boxes: Iterable[Box]) -> tuple[Box, ...]:
     while at is not None and at not in path:
         path.add(at)
         needed = [before[at]] if at in before else []  # first: with what is as late, the path stays on its rank
-        needed += [ends[key] for key in _needs(at) if key in ends]
+        needed += [ends[home[at.rank], *key] for key in _needs(at) if (home[at.rank], *key) in ends]
         if at.microbatch < 0 and (other := _latest(computed, at)) is not None:
             needed.append(other)
         late = max((b.stop for b in needed), default=0.0)

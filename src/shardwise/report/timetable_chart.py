@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import groupby
 
 from rich.text import Text
 
@@ -48,9 +46,7 @@ def chart(drawing: Drawing, width: int, colours: bool, seconds: float | None = N
 
 
 def _spans(row: list[Box], columns: int, seconds: float) -> Iterator[tuple[Box | None, int]]:
-    """What follows what in a row: a box, or None where it is idle, and over how many columns.  Boxes that are one piece of work are
-    shown one after the other."""
-    row = [replace(b, start=a, stop=z) for b, a, z in _apart(row)]
+    """What follows what in a row: a box, or None where it is idle, and over how many columns."""
     starts = [box.start for box in row]
     before: tuple[Box | None, int] | None = None
     for column in range(columns):
@@ -65,13 +61,6 @@ def _spans(row: list[Box], columns: int, seconds: float) -> Iterator[tuple[Box |
             before = box, 1
     if before is not None:
         yield before
-
-
-def _apart(row: list[Box]) -> Iterator[tuple[Box, float, float]]:
-    for (start, stop), boxes in groupby(row, key=lambda b: (b.start, b.stop)):
-        piece = list(boxes)
-        length = (stop - start) / len(piece)
-        yield from ((box, start + at * length, start + (at + 1) * length) for at, box in enumerate(piece))
 
 
 def _number(box: Box, length: int) -> str:

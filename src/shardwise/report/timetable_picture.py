@@ -6,7 +6,6 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 from .kinds import ink, lighter, look
 from .sheet import Line, Rectangle, Sheet, Words, width_of
@@ -32,11 +31,6 @@ class _Scale:
 
     def x(self, time: float) -> float:
         return LEFT + (time / self.seconds if self.seconds else 0.0) * self.width
-
-    @property
-    def number(self) -> float:
-        """The size of the numbers in boxes."""
-        return min(11.0, self.row * 0.62)
 
 
 def picture(drawings: Sequence[Drawing]) -> Sheet:
@@ -75,10 +69,10 @@ def _draw(sheet: Sheet, drawing: Drawing, scale: _Scale, y: float) -> float:
         for lane in lanes:
             height = scale.row if lane == COMPUTE else STRIP
             sheet.items.append(Rectangle(LEFT, y, scale.x(drawing.end) - LEFT, height, IDLE))
-            row = list(_stacked(rows.get((rank, lane), []), y, height))
-            sheet.items += _boxes(row, chunks.get(rank, {}), scale)
+            row = rows.get((rank, lane), [])
+            sheet.items += _boxes(row, chunks.get(rank, {}), scale, y, height)
             if lane == COMPUTE:
-                sheet.items += _numbers(row, chunks.get(rank, {}), scale, digits)
+                sheet.items += _numbers(row, chunks.get(rank, {}), scale, y, digits)
             y += height + (1 if lane != lanes[-1] else max(2, scale.row / 6))
     return y
 
@@ -89,16 +83,9 @@ def fill(box: Box, chunks: dict[int, int]) -> str:
     return lighter(look(box.kind).colour, shade * chunks.get(box.stage, 0))
 
 
-def _stacked(row: Sequence[Box], y: float, height: float) -> Iterable[tuple[Box, float, float]]:
-    """The boxes with their y and height: those that are one piece of work share the row's height."""
-    for _, boxes in groupby(row, key=lambda b: (b.start, b.stop)):
-        piece = list(boxes)
-        yield from ((box, y + at * height / len(piece), height / len(piece)) for at, box in enumerate(piece))
-
-
-def _boxes(row: Sequence[tuple[Box, float, float]], chunks: dict[int, int], scale: _Scale) -> Iterable[Rectangle]:
+def _boxes(row: Sequence[Box], chunks: dict[int, int], scale: _Scale, y: float, height: float) -> Iterable[Rectangle]:
     """White lines part boxes that are wide enough; an outline lies inside of its box."""
-    for box, y, height in row:
+    for box in row:
         x, width = scale.x(box.start), scale.x(box.stop) - scale.x(box.start)
         tip = f"{box.title}, rank {box.rank}: {milliseconds(box.start)} to {milliseconds(box.stop)}"
         if box.critical:
@@ -109,15 +96,15 @@ def _boxes(row: Sequence[tuple[Box, float, float]], chunks: dict[int, int], scal
             yield Rectangle(x + line / 2, y, width - line, height, fill(box, chunks), tip=tip)
 
 
-def _numbers(row: Sequence[tuple[Box, float, float]], chunks: dict[int, int], scale: _Scale, digits: int) -> Iterable[Words]:
+def _numbers(row: Sequence[Box], chunks: dict[int, int], scale: _Scale, y: float, digits: int) -> Iterable[Words]:
     """The microbatches, in boxes that have room for so many digits, and the words of what has none."""
-    for box, y, height in row:
+    for box in row:
         text = str(box.microbatch) if box.microbatch >= 0 else look(box.kind).words
         room = (scale.x(box.stop) - scale.x(box.start) - 2) / width_of("0" * max(digits, len(text)), 1)
-        size = min(scale.number, 0.85 * height, room)
+        size = min(11, 0.62 * scale.row, room)
         if size >= SMALLEST:
             middle = scale.x((box.start + box.stop) / 2)
-            yield Words(middle, y + height / 2 + 0.36 * size, text, round(size, 1), ink(fill(box, chunks)), "middle")
+            yield Words(middle, y + scale.row / 2 + 0.36 * size, text, round(size, 1), ink(fill(box, chunks)), "middle")
 
 
 def _axis(sheet: Sheet, scale: _Scale, y: float) -> float:
