@@ -22,8 +22,8 @@ class Box:
     """A rank's work on a microbatch of a stage, from ``start`` to ``stop`` seconds after the step's begin.
 
     ``kind`` is F (forward), B (backward), its parts I (gradients of inputs) and W (of weights), or the word of an instruction.
-    ``stage`` and ``microbatch`` are -1 where there is none.  Boxes of one ``flow`` are a message on its way.  ``name`` is what the
-    box is called where there is room; by default what the other fields say.
+    ``stage`` and ``microbatch`` are -1 where there is none.  A SEND and a RECEIVE of one ``flow`` are the two ends of a message.
+    ``name`` is what the box is called where there is room; by default what the other fields say.
     """
 
     rank: int
@@ -143,7 +143,7 @@ def mark_critical(boxes: Iterable[Box], pipelines: Sequence[int] | None = None) 
     """
     all_boxes = tuple(boxes)
     computed = sorted((b for b in all_boxes if b.lane == COMPUTE), key=lambda b: b.stop)
-    home = pipelines or defaultdict(int)
+    home: Sequence[int] | dict[int, int] = pipelines or defaultdict(int)
     ends = {(home[b.rank], b.kind, b.stage, b.microbatch): b for b in computed}
     before: dict[Box, Box] = {}
     last: dict[int, Box] = {}
@@ -188,26 +188,31 @@ def perfetto(drawings: Sequence[Drawing]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     first = 0
     for drawing in drawings:
-        flows: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        flows: dict[str, dict[str, Box]] = defaultdict(dict)
         for rank, lanes in enumerate(drawing.lanes()):
             name = f"{drawing.title}: rank {rank}" if len(drawings) > 1 else f"rank {rank}"
             events += _named("process", first + rank, 0, name, first + rank)
             for lane in lanes:
                 events += _named("thread", first + rank, LANES.index(lane), lane, LANES.index(lane))
         for box in sorted(drawing.boxes, key=lambda b: b.start):
-            place = {"pid": first + box.rank, "tid": LANES.index(box.lane), "ts": box.start * 1e6}
             events.append({
-                "name": box.title, "cat": box.kind, "ph": "X", **place, "dur": (box.stop - box.start) * 1e6,
+                "name": box.title, "cat": box.kind, "ph": "X", **_place(box, first, box.start), "dur": (box.stop - box.start) * 1e6,
                 "args": {"stage": box.stage, "microbatch": box.microbatch, "critical": box.critical},
             })  # fmt: skip
             if box.flow:
-                flows[box.flow].append(place)
-        for flow, places in flows.items():
-            for at, place in enumerate(places if len(places) > 1 else ()):
-                phase = "s" if at == 0 else "f" if at == len(places) - 1 else "t"
-                events.append({"name": "message", "cat": "flow", "ph": phase, "id": f"{first} {flow}", "bp": "e", **place})
+                flows[box.flow][box.kind] = box
+        for flow, ends in flows.items():
+            if (sent := ends.get("SEND")) is not None and (received := ends.get("RECEIVE")) is not None:
+                about = {"name": "message", "cat": "flow", "id": f"{first} {flow}"}
+                arrival = min(max(sent.start, received.start), received.stop)  # a receive may be posted before its send
+                events.append({**about, "ph": "s", **_place(sent, first, sent.start)})
+                events.append({**about, "ph": "f", "bp": "e", **_place(received, first, arrival)})
         first += drawing.ranks
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"drawings": [d.title for d in drawings]}}
+
+
+def _place(box: Box, first: int, time: float) -> dict[str, Any]:
+    return {"pid": first + box.rank, "tid": LANES.index(box.lane), "ts": time * 1e6}
 
 
 def _named(what: str, pid: int, tid: int, name: str, order: int) -> list[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 from bisect import bisect_right
 from collections.abc import Iterator
+from itertools import groupby
 
 from rich.text import Text
 
@@ -11,11 +13,14 @@ from .kinds import look
 from .timetable import COMPUTE, Box, Drawing, milliseconds
 from .timetable_picture import kinds
 
+GOLDEN = 0.618034  # the multiples of the golden ratio are spread evenly
+
 
 def chart(drawing: Drawing, width: int, colours: bool, seconds: float | None = None) -> Text:
     """The step from left to right in lines of at most ``width`` columns, ``seconds`` (by default all of it) being the whole width.
 
-    A column shows what is computed in its middle.  With ``colours`` a box holds its microbatch's number, without a letter for its kind
+    A column shows what is computed in its middle; where boxes are narrower than columns, at places that change from column to column, so
+    that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number, without a letter for its kind
     (small for the later stages of a rank) and the number after it, where there is room; blanks are idle.
     """
     memory = drawing.memory_words or [""] * drawing.ranks
@@ -31,13 +36,19 @@ def chart(drawing: Drawing, width: int, colours: bool, seconds: float | None = N
     chunks, rows = drawing.chunks(), drawing.rows()
     for rank in range(drawing.ranks):
         text.append(f"\n{names[rank]:>{left}} |")
-        for box, length in _spans(rows.get((rank, COMPUTE), []), columns, whole):
+        stages, row = chunks.get(rank, {}), rows.get((rank, COMPUTE), [])
+        for box, length in _spans(row, columns, whole):
             if box is None:
                 text.append(" " * length)
-            elif colours:
-                text.append(_number(box, length), _style(box, chunks.get(rank, {})))
+                continue
+            letter = look(box.kind).letter.lower() if stages.get(box.stage, 0) else look(box.kind).letter
+            wide = box.microbatch >= 0 and box.stop - box.start > 0.99 * whole / columns
+            number = str(box.microbatch) if wide else ""
+            if colours:
+                shown = letter if box.microbatch < 0 else number
+                text.append(f"{shown if len(shown) <= length else '':<{length}}", _style(box, stages))
             else:
-                text.append(_letters(box, length, chunks.get(rank, {})))
+                text.append(f"{letter + number if len(letter + number) <= length else letter:-<{length}}")
         text.append(f"| {memory[rank]:>{right}}".rstrip())
     end = milliseconds(whole)
     text.append(f"\n{'':>{left}} 0{end:>{columns}}\n")
@@ -48,24 +59,16 @@ def chart(drawing: Drawing, width: int, colours: bool, seconds: float | None = N
 def _spans(row: list[Box], columns: int, seconds: float) -> Iterator[tuple[Box | None, int]]:
     """What follows what in a row: a box, or None where it is idle, and over how many columns."""
     starts = [box.start for box in row]
-    before: tuple[Box | None, int] | None = None
-    for column in range(columns):
-        middle = (column + 0.5) * seconds / columns
-        at = bisect_right(starts, middle) - 1
-        box = row[at] if at >= 0 and middle < row[at].stop else None
-        if before is not None and before[0] is box:
-            before = box, before[1] + 1
-        else:
-            if before is not None:
-                yield before
-            before = box, 1
-    if before is not None:
-        yield before
+    narrow = bool(row) and statistics.median(b.stop - b.start for b in row) * columns < seconds
 
+    def shown(column: int) -> Box | None:
+        place = (column + ((column * GOLDEN) % 1 if narrow else 0.5)) * seconds / columns
+        at = bisect_right(starts, place) - 1
+        return row[at] if at >= 0 and place < row[at].stop else None
 
-def _number(box: Box, length: int) -> str:
-    text = str(box.microbatch) if box.microbatch >= 0 else look(box.kind).letter
-    return f"{text if len(text) <= length else '':<{length}}"
+    for _, same in groupby(map(shown, range(columns)), key=id):
+        boxes = list(same)
+        yield boxes[0], len(boxes)
 
 
 def _style(box: Box, chunks: dict[int, int]) -> str:
@@ -73,13 +76,6 @@ def _style(box: Box, chunks: dict[int, int]) -> str:
     later = chunks.get(box.stage, 0) > 0 and not ground.startswith("bright_")
     words = f"black on bright_{ground}" if later else f"{ink} on {ground}"
     return f"underline {words}" if box.critical else words
-
-
-def _letters(box: Box, length: int, chunks: dict[int, int]) -> str:
-    letter = look(box.kind).letter
-    letter = letter.lower() if chunks.get(box.stage, 0) else letter
-    text = f"{letter}{box.microbatch}" if box.microbatch >= 0 else letter
-    return f"{text if len(text) <= length else letter:-<{length}}"
 
 
 def _legend(drawing: Drawing, colours: bool) -> Text:
