@@ -24,7 +24,15 @@ from shardwise.report.timetable import LANES, Box, Drawing, mark_critical, perfe
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import CRITICAL, IDLE, LEFT, fill, picture, round_step
 
-PIPELINES = [("1f1b", 4, 8), ("zb-h1", 4, 8), ("interleaved", 3, 7), ("zbv", 4, 9), ("dualpipe-v", 2, 5), ("gpipe", 1, 3), ("1f1b", 16, 64)]
+PIPELINES = [
+    ("1f1b", 4, 8),
+    ("zb-h1", 4, 8),
+    ("interleaved", 3, 7),
+    ("zbv", 4, 9),
+    ("dualpipe-v", 2, 5),
+    ("gpipe", 1, 3),
+    ("1f1b", 16, 64),
+]
 
 
 def simulated(name: str, ranks: int, microbatches: int, step: float = 0.0, norm: str = "barrier") -> Drawing:
@@ -88,7 +96,9 @@ def test_every_box_is_drawn_where_its_times_are_and_none_overlaps(name: tuple[st
 def test_microbatches_are_written_into_boxes_that_have_room() -> None:
     small, large = simulated("1f1b", 4, 8), simulated("1f1b", 16, 64)
     for one, kinds in ((small, {"F", "B"}), (large, {"B"})):
-        words = [e for e in ET.fromstring(picture([one]).svg()).iter() if e.tag.endswith("text") and e.get("text-anchor") == "middle"]
+        words = [
+            e for e in ET.fromstring(picture([one]).svg()).iter() if e.tag.endswith("text") and e.get("text-anchor") == "middle"
+        ]
         rows = sorted({float(w.attrib["y"]) for w in words if float(w.attrib["y"]) < max(float(v.attrib["y"]) for v in words)})
         numbers = Counter(w.text for w in words if float(w.attrib["y"]) in rows)
         wanted = Counter(str(box.microbatch) for box in one.boxes if box.kind in kinds)
@@ -102,7 +112,14 @@ def test_stages_of_a_rank_have_shades_and_the_legend_all_kinds() -> None:
     assert len({fill(b, one.chunks()[b.rank]) for b in one.boxes if b.kind == "F"}) == 2
     for kind in "FIW":
         assert f">{LOOKS[kind].words}</text>" in svg
-    for words in ("idle", "critical path", "lighter: the later stages of a rank", "zbv &lt;4&gt;", "peak activations", f"{one.bubble:.1%}"):
+    for words in (
+        "idle",
+        "critical path",
+        "lighter: the later stages of a rank",
+        "zbv &lt;4&gt;",
+        "peak activations",
+        f"{one.bubble:.1%}",
+    ):
         assert words in svg
     assert "lighter" not in picture([simulated("1f1b", 2, 3)]).svg()
 
@@ -216,7 +233,9 @@ def test_a_shared_axis_in_the_terminal() -> None:
 @pytest.mark.parametrize("name", PIPELINES[:5], ids=str)
 def test_simulated_boxes_are_the_simulators_times(name: tuple[str, int, int], norm: str) -> None:
     one = simulated(*name, step=2e-3, norm=norm)
-    tasks = [[(b.kind, b.stage, b.microbatch) for b in one.rows()[rank, "compute"] if b.microbatch >= 0] for rank in range(one.ranks)]
+    tasks = [
+        [(b.kind, b.stage, b.microbatch) for b in one.rows()[rank, "compute"] if b.microbatch >= 0] for rank in range(one.ranks)
+    ]
     assert tasks == [[tuple(task) for task in row] for row in timetable(*name)]
     last = max(b.stop for b in one.boxes)
     assert one.end == pytest.approx(last) and (norm == "post-validate" or one.step == pytest.approx(last))
@@ -246,7 +265,9 @@ def test_the_path_stays_in_its_replica_and_passes_through_a_norm() -> None:
     boxes = [Box(0, 0, 1, "F", 0, 0), Box(0, 1, 4, "B", 0, 0), Box(1, 0, 2, "F", 0, 0), Box(1, 2, 3, "B", 0, 0)]
     boxes += [Box(1, 4.1, 4.2, "NORM"), Box(0, 4.1, 4.15, "NORM")]
     marked = [b for b in mark_critical(boxes, [0, 1]) if b.critical]
-    assert marked == [Box(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch, critical=True) for b in (boxes[0], boxes[1], boxes[4])]
+    assert marked == [
+        Box(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch, critical=True) for b in (boxes[0], boxes[1], boxes[4])
+    ]
 
 
 def test_perfetto_has_every_box(tmp_path: Path) -> None:
@@ -255,7 +276,15 @@ def test_perfetto_has_every_box(tmp_path: Path) -> None:
     events = values["traceEvents"]
     complete = [e for e in events if e["ph"] == "X"]
     wanted = {
-        (first + b.rank, LANES.index(b.lane), round(b.start * 1e9), round((b.stop - b.start) * 1e9), b.title, b.stage, b.microbatch)
+        (
+            first + b.rank,
+            LANES.index(b.lane),
+            round(b.start * 1e9),
+            round((b.stop - b.start) * 1e9),
+            b.title,
+            b.stage,
+            b.microbatch,
+        )
         for first, one in ((0, drawings[0]), (2, drawings[1]))
         for b in one.boxes
     }
