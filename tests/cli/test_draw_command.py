@@ -25,7 +25,7 @@ def call(*arguments: str) -> Result:
 def test_simulate_has_the_closed_form_of_1f1b(ranks: int, microbatches: int) -> None:
     """(p - 1) / m of ideal time (GPipe, section 2.3; PipeDream-Flush has the same)."""
     given = ("simulate", "--schedule", "1f1b", "--ranks", str(ranks), "--microbatches", str(microbatches))
-    values = json.loads(call(*given, "--json").stdout)
+    (values,) = json.loads(call(*given, "--json").stdout)["simulations"]
     assert values["step_seconds"] == pytest.approx(3e-3 * (microbatches + ranks - 1))
     assert values["bubble_of_ideal"] == pytest.approx((ranks - 1) / microbatches)
     assert values["bubble_of_total"] == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
@@ -47,24 +47,30 @@ def test_simulate_has_the_closed_form_of_1f1b(ranks: int, microbatches: int) -> 
     assert found == [(str(r), str(min(ranks - r, microbatches))) for r in range(ranks)]
 
 
-def test_times_and_stages(tmp_path: Path) -> None:
-    values = json.loads(
-        call("simulate", "--schedule", "zbv", "--ranks", "3", "--microbatches", "6", "--times", "2,3,1,0.5", "--json").stdout
-    )
-    truth = simulate(timetable("zbv", 3, 6), Costs.uniform(6, 2e-3, 3e-3, 1e-3, 0.5e-3))
-    assert values["step_seconds"] == pytest.approx(truth.seconds) and values["stages_per_rank"] == 2
-    assert values["critical"] == [[rank, *truth.timetable[rank][at]] for rank, at in truth.critical]
+def test_stages_share_the_times_of_their_rank() -> None:
+    """So schedules of one model can be compared: v stages a rank divide the bubble of 1F1B by v (Megatron-LM, section 2.2.2)."""
+    given = ("--ranks", "3", "--microbatches", "6", "--times", "2,3,1,0.5", "--schedule", "zbv", "--schedule", "1f1b")
+    values = json.loads(call("simulate", *given, "--json").stdout)["simulations"]
+    for one, name, each in zip(values, ("zbv", "1f1b"), (2, 1), strict=True):
+        costs = Costs.uniform(3 * each, 2e-3 / each, 3e-3 / each, 1e-3 / each, 0.5e-3)
+        truth = simulate(timetable(name, 3, 6), costs)
+        assert one["step_seconds"] == pytest.approx(truth.seconds) and one["stages_per_rank"] == each
+        assert one["critical"] == [[rank, *truth.timetable[rank][at]] for rank, at in truth.critical]
+        assert [r["peak_activations"] for r in one["by_rank"]] == pytest.approx([n / each for n in truth.peak_activations])
+    for each in (2, 3):
+        given = ("--schedule", "interleaved", "--stages-per-rank", str(each), "--ranks", "4", "--microbatches", "8", "--json")
+        (one,) = json.loads(call("simulate", *given).stdout)["simulations"]
+        assert one["bubble_of_ideal"] == pytest.approx(3 / 8 / each)
 
 
 def test_a_config_gives_what_options_leave_open(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("[parallel]\nmicrobatches = 4\n")
-    values = json.loads(call("simulate", str(config), "--json").stdout)
-    assert (values["ranks"], values["microbatches"], values["bubble_of_total"]) == (1, 4, pytest.approx(0.0))
-    values = json.loads(
-        call("simulate", str(config), "parallel.microbatches=8", "data.batch_size=16", "--ranks", "2", "--json").stdout
-    )
-    assert (values["ranks"], values["microbatches"]) == (2, 8)
+    (one,) = json.loads(call("simulate", str(config), "--json").stdout)["simulations"]
+    assert (one["ranks"], one["microbatches"], one["bubble_of_total"]) == (1, 4, pytest.approx(0.0))
+    given = ("parallel.microbatches=8", "data.batch_size=16", "--ranks", "2", "--json")
+    (one,) = json.loads(call("simulate", str(config), *given).stdout)["simulations"]
+    assert (one["ranks"], one["microbatches"]) == (2, 8)
 
 
 def test_draw_writes_what_it_prints(tmp_path: Path) -> None:
@@ -77,7 +83,8 @@ def test_draw_writes_what_it_prints(tmp_path: Path) -> None:
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]
     truth = simulate(timetable("zb-h1", 4, 8), Costs.uniform(4, 1e-3, 1e-3, 1e-3))
     assert len(events) == 4 * 8 * 3 and max(e["ts"] + e["dur"] for e in events) == pytest.approx(1e6 * truth.seconds)
-    values = json.loads(call("draw", "--schedule", "zb-h1", "--json").stdout)
+    values = json.loads(call("draw", "--schedule", "zb-h1", "--schedule", "gpipe", "--json").stdout)
+    assert [one["title"].split(",")[0] for one in values["drawings"]] == ["zb-h1", "gpipe"]
     assert values["drawings"][0]["bubble"] == pytest.approx(truth.bubble_of_total) and len(values["drawings"][0]["boxes"]) == 96
 
 

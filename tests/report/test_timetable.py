@@ -54,9 +54,9 @@ def recorded() -> Drawing:
     return Drawing("recorded", tuple(boxes), 2, 0.15, 0.6, (3 << 30, 5 << 20))
 
 
-def text(one: Drawing, width: int = 80, colours: bool = False, seconds: float | None = None) -> list[str]:
+def text(one: Drawing, width: int = 80, colours: bool = False, *others: Drawing) -> list[str]:
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(chart(one, width, colours, seconds))
+    console.print(chart([one, *others], width, colours))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined, no-any-return]
 
 
@@ -215,15 +215,18 @@ def test_narrow_boxes_get_their_share_of_columns_without_numbers() -> None:
 def test_later_stages_are_small_letters_or_bright() -> None:
     one = simulated("zbv", 2, 4)
     assert "small letters" in "\n".join(text(one)) and "f0" in "\n".join(text(one))
-    coloured = chart(one, 120, True)
+    coloured = chart([one], 120, True)
     assert "bright" in coloured.plain and any("on bright_blue" in str(span.style) for span in coloured.spans)
     assert any("underline" in str(span.style) for span in coloured.spans)
 
 
 def test_a_shared_axis_in_the_terminal() -> None:
-    one = simulated("1f1b", 2, 4)
-    rows = [line.split("|")[1] for line in text(one, seconds=2 * one.end) if "rank " in line]
-    assert all(not row[len(row) // 2 + 1 :].strip() for row in rows) and rows[0].strip()
+    first, second = simulated("1f1b", 2, 4), simulated("1f1b", 2, 12)
+    lines = text(first, 80, False, second)
+    rows = [line.split("|")[1] for line in lines if re.match(r"rank \d+ \|", line)]
+    assert len(rows) == 4 and len({len(row) for row in rows}) == 1
+    ends = [max(len(row.rstrip()) for row in rows[:2]), max(len(row.rstrip()) for row in rows[2:])]
+    assert ends[1] == len(rows[0]) and ends[0] / ends[1] == pytest.approx(first.end / second.end, abs=1 / len(rows[0]))
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------

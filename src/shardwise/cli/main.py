@@ -119,18 +119,21 @@ def memory(
         run(path, overrides, json, device, picture)
 
 
-Schedule = Annotated[str | None, typer.Option(metavar="NAME", help="Such as 1f1b or zb-h1.  [default: the config's, or 1f1b]")]
+Schedules = Annotated[
+    list[str] | None,
+    typer.Option("--schedule", metavar="NAME", help="Such as 1f1b or zb-h1; several: each.  [default: the config's, or 1f1b]"),
+]
 Ranks = Annotated[int | None, typer.Option(help="Of the pipeline.  [default: the config's, or 4]")]
 Microbatches = Annotated[int | None, typer.Option(help="Of a step.  [default: the config's, or 8]")]
 StagesPerRank = Annotated[int | None, typer.Option(help="[default: the least that the schedule takes]")]
-Times = Annotated[str, typer.Option(metavar="F,I,W,TRANSFER", help="Of a stage and microbatch, in ms; B is I + W.")]
+Times = Annotated[str, typer.Option(metavar="F,I,W,TRANSFER", help="Of a rank and microbatch, in ms; B is I + W.")]
 Norm = Annotated[str, typer.Option(help="barrier or post-validate: when ranks take their optimizer step.")]
 
 
 @app.command()
 def simulate(
     arguments: Arguments = None,
-    schedule: Schedule = None,
+    schedules: Schedules = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
@@ -143,7 +146,8 @@ def simulate(
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .pipeline import Options, run_simulate
 
-        run_simulate(path, overrides, Options(schedule, ranks, microbatches, stages_per_rank, times, norm), json)
+        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm) for schedule in schedules or (None,)]
+        run_simulate(path, overrides, each, json)
 
 
 @app.command()
@@ -152,7 +156,7 @@ def draw(
         list[str] | None,
         typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
     ] = None,
-    schedule: Schedule = None,
+    schedules: Schedules = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
@@ -169,9 +173,10 @@ def draw(
     with reported(json):
         from .pipeline import Options
 
-        options, given = Options(schedule, ranks, microbatches, stages_per_rank, times, norm), arguments or []
+        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm) for schedule in schedules or (None,)]
+        given = arguments or []
         if len(given) == 1 and Path(given[0]).is_dir():
-            if options != Options():
+            if each != [Options()]:
                 raise ConfigError(f"a schedule or times for {given[0]}; legal: none, for it is the folder of a run")
             from .pipeline import run_folder
 
@@ -182,7 +187,7 @@ def draw(
         path, overrides = split_arguments(given)
         from .pipeline import run_draw
 
-        run_draw(path, overrides, options, out, perfetto, json)
+        run_draw(path, overrides, each, out, perfetto, json)
 
 
 @app.command()

@@ -23,7 +23,10 @@ from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import picture
 
 WIDEST = 160  # columns of a chart
-TIMES = "four numbers of at least 0 in ms, of one microbatch on one stage: forward, the backward's parts for inputs and for weights, transfer"
+TIMES = (
+    "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's parts for inputs "
+    "and for weights, and the transfer between two ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -38,35 +41,33 @@ class Options:
     norm: str = "barrier"
 
 
-def run_simulate(path: Path | None, overrides: Sequence[str], options: Options, json: bool) -> None:
-    """Print what a step of the pipeline takes."""
-    options = resolved(path, overrides, options)
-    title, simulation, _ = simulated(options)
+def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
+    """Print what a step of each pipeline takes."""
+    found = [(options, *simulated(options)[:2]) for options in resolved(path, overrides, pipelines)]
     if json:
-        print_json({"title": title, **vars(options), **_plain(simulation)})
+        print_json({"simulations": [{"title": title, **vars(options), **_plain(one)} for options, title, one in found]})
         return
-    console = make_console()
-    values = {
-        "step": milliseconds(simulation.seconds),
-        "bubble": f"{simulation.bubble_of_total:.2%} of the total time of all ranks",
-        "": f"{simulation.bubble_of_ideal:.2%} of the ideal time, in which no rank waits",
-        "critical": f"{len(simulation.critical)} of {sum(map(len, simulation.timetable))} tasks",
-    }
-    rows = [
-        (rank, milliseconds(float(work)), f"{bubble:.2%}", peak)
-        for rank, (work, bubble, peak) in enumerate(
-            zip(simulation.work, simulation.rank_bubbles_of_total, simulation.peak_activations, strict=True)
-        )
-    ]
-    show(console, pairs(title, values), grid("", ("rank", ">computes", ">bubble of total", ">peak activations"), rows))
+    for _, title, simulation in found:
+        values = {
+            "step": milliseconds(simulation.seconds),
+            "bubble": f"{simulation.bubble_of_total:.2%} of the total time of all ranks",
+            "": f"{simulation.bubble_of_ideal:.2%} of the ideal time, in which no rank waits",
+            "critical": f"{len(simulation.critical)} of {sum(map(len, simulation.timetable))} tasks",
+        }
+        columns = zip(simulation.work, simulation.rank_bubbles_of_total, simulation.peak_bytes, strict=True)
+        rows = [
+            (rank, milliseconds(float(work)), f"{bubble:.2%}", f"{peak:.4g}") for rank, (work, bubble, peak) in enumerate(columns)
+        ]
+        table = grid("", ("rank", ">computes", ">bubble of total", ">peak activations"), rows)
+        show(make_console(), pairs(title, values), table)
 
 
 def run_draw(
-    path: Path | None, overrides: Sequence[str], options: Options, out: Path | None, trace: Path | None, json: bool
+    path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], out: Path | None, trace: Path | None, json: bool
 ) -> None:
-    """Draw the simulation of the pipeline."""
-    title, simulation, costs = simulated(resolved(path, overrides, options))
-    _deliver([drawing(title, simulation, costs, options.norm)], None, out, trace, json)
+    """Draw the simulations of the pipelines, one above the other."""
+    drawings = [drawing(*simulated(options), options.norm) for options in resolved(path, overrides, pipelines)]
+    _deliver(drawings, None, out, trace, json)
 
 
 def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | None, json: bool) -> None:
@@ -76,31 +77,35 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
     _deliver([of_recorded(folder, step), below], whole, out, trace, json)
 
 
-def resolved(path: Path | None, overrides: Sequence[str], options: Options) -> Options:
+def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
     """The options with what they leave open; :class:`ConfigError` where they are not legal."""
     schedule, ranks, microbatches = "1f1b", 4, 8
     if path is not None or overrides:
         ranks, microbatches = 1, load_anywhere(path, overrides).parallel.microbatches
-    schedule = schedule if options.schedule is None else options.schedule
-    ranks = ranks if options.ranks is None else options.ranks
-    microbatches = microbatches if options.microbatches is None else options.microbatches
-    found = check_schedule(schedule, ranks, microbatches, options.stages_per_rank)
-    return replace(
-        options, schedule=schedule, ranks=ranks, microbatches=microbatches,
-        stages_per_rank=options.stages_per_rank or found.stages_per_rank,
-    )  # fmt: skip
+    found = []
+    for one in pipelines:
+        name = schedule if one.schedule is None else one.schedule
+        p = ranks if one.ranks is None else one.ranks
+        m = microbatches if one.microbatches is None else one.microbatches
+        legal = check_schedule(name, p, m, one.stages_per_rank)
+        each = legal.stages_per_rank if one.stages_per_rank is None else one.stages_per_rank
+        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each))
+    return found
 
 
 def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     """A pipeline, whose options are :func:`resolved`, in words, its simulation, and the costs of its stages."""
-    assert options.schedule is not None and options.ranks is not None and options.microbatches is not None
-    each = options.stages_per_rank or 1
-    tasks = timetable(options.schedule, options.ranks, options.microbatches, each)
+    schedule, ranks, microbatches, each = options.schedule, options.ranks, options.microbatches, options.stages_per_rank
+    assert schedule is not None and ranks is not None and microbatches is not None and each is not None
+    stages = ranks * each
     forward, inputs, weights, transfer = _times(options.times)
-    costs = Costs.uniform(options.ranks * each, forward, inputs, weights, transfer)
+    costs = Costs(
+        [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages, transfer=[transfer] * (stages - 1),
+        activations=[1 / each] * stages,
+    )  # fmt: skip
     several = f" x {each} stages" if each > 1 else ""
-    title = f"{options.schedule}, {_plural(options.ranks, 'rank')}{several}, {_plural(options.microbatches, 'microbatch')}"
-    return title, simulate(tasks, costs, options.norm), costs
+    title = f"{schedule}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
+    return title, simulate(timetable(schedule, ranks, microbatches, each), costs, options.norm), costs
 
 
 def _plural(number: int, word: str) -> str:
@@ -125,9 +130,9 @@ def _plain(simulation: Simulation) -> dict[str, Any]:
         "bubble_of_ideal": simulation.bubble_of_ideal,
         "by_rank": [
             {"rank": rank, "work_seconds": float(work), "bubble_of_total": float(total), "bubble_of_ideal": float(ideal),
-             "peak_activations": int(peak)}
+             "peak_activations": peak}
             for rank, (work, total, ideal, peak) in enumerate(zip(
-                simulation.work, simulation.rank_bubbles_of_total, simulation.rank_bubbles_of_ideal, simulation.peak_activations,
+                simulation.work, simulation.rank_bubbles_of_total, simulation.rank_bubbles_of_ideal, simulation.peak_bytes,
                 strict=True,
             ))
         ],
@@ -150,9 +155,7 @@ def _deliver(drawings: list[Drawing], traced: list[Drawing] | None, out: Path | 
         print_json({"drawings": [one.to_dict() for one in drawings]})
         return
     console = make_console()
-    seconds = max(one.end for one in drawings)
-    for one in drawings:
-        console.print(chart(one, min(console.width, WIDEST), _has_colours(console), seconds), Text(), sep="\n")
+    console.print(chart(drawings, min(console.width, WIDEST), _has_colours(console)), Text(), sep="\n")
     for file in (out, trace):
         if file is not None:
             print(file)

@@ -56,7 +56,9 @@ def _colour(op: Op) -> str:
 def _labels(one: Instruction, span: tuple[float, float], y: float) -> Iterable[Words]:
     x, y, width = _place(span, y)
     middle, colour = x + width / 2, ink(_colour(one.op))
-    label = f"u{one.unit}" if one.unit >= 0 else f"b{one.bucket}" if one.bucket >= 0 else "loss" if one.op is Op.REDUCE else ""
+    label = f"u{one.unit}" if one.unit >= 0 else f"b{one.bucket}" if one.bucket >= 0 else ""
+    if not label and one.op is Op.REDUCE:
+        label = one.writes[0].kind  # the loss, or the norms
     if label:
         yield Words(middle, y + 15, label, 11, colour, "middle")
     if one.microbatch >= 0:

@@ -7,10 +7,10 @@ from shardwise.estimate.simulate import Costs, Simulation
 from .timetable import Box, Drawing
 
 
-def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", *, memory_is_bytes: bool = False) -> Drawing:
+def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", memory_unit: str = "activations") -> Drawing:
     """What :func:`shardwise.estimate.simulate.simulate` found of ``costs`` and ``norm``, optimizer steps included.
 
-    The memory of a rank is that of its activations: in bytes if the costs have them, else how many microbatches are alive in it.
+    The memory of a rank is that of its activations, in the unit that the costs have them in: bytes, or microbatches of a rank.
     """
     critical = set(simulation.critical)
     boxes = [
@@ -18,10 +18,9 @@ def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barri
         for rank, tasks in enumerate(simulation.timetable)
         for place, (task, start, stop) in enumerate(zip(tasks, simulation.start[rank], simulation.stop[rank], strict=True))
     ]
-    memory = simulation.peak_bytes if memory_is_bytes else simulation.peak_activations
     return Drawing(
         title, (*boxes, *_updates(simulation, costs, norm)), len(simulation.timetable), simulation.seconds, simulation.bubble_of_total,
-        tuple(memory), "bytes" if memory_is_bytes else "activations",
+        simulation.peak_bytes, memory_unit,
     )  # fmt: skip
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.text import Text
@@ -16,26 +16,35 @@ from .timetable_picture import kinds
 GOLDEN = 0.618034  # the multiples of the golden ratio are spread evenly
 
 
-def chart(drawing: Drawing, width: int, colours: bool, seconds: float | None = None) -> Text:
-    """The step from left to right in lines of at most ``width`` columns, ``seconds`` (by default all of it) being the whole width.
+def chart(drawings: Sequence[Drawing], width: int, colours: bool) -> Text:
+    """The steps from left to right on a common axis, one below the other, in lines of at most ``width`` columns.
 
     A column shows what is computed in its middle; where boxes are narrower than columns, at places that change from column to column, so
-    that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number, without a letter for its kind
-    (small for the later stages of a rank) and the number after it, where there is room; blanks are idle.
+    that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number, without a letter for its kind (small for
+    the later stages of a rank) and the number after it, where there is room; blanks are idle.
     """
+    left = max(len(_name(drawing.ranks - 1)) for drawing in drawings)
+    right = max(len(words) for drawing in drawings for words in ("", *drawing.memory_words))
+    columns, seconds = max(width - left - right - 4, 10), max(drawing.end for drawing in drawings)
+    return Text("\n\n").join(_chart(drawing, colours, (left, columns, right), seconds) for drawing in drawings)
+
+
+def _name(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _chart(drawing: Drawing, colours: bool, widths: tuple[int, int, int], whole: float) -> Text:
+    left, columns, right = widths
     memory = drawing.memory_words or [""] * drawing.ranks
-    names = [f"rank {rank}" for rank in range(drawing.ranks)]
-    left, right = max(map(len, names)), max(map(len, memory))
-    columns = max(width - left - right - 4, 10)
-    whole = seconds if seconds is not None else drawing.end
     text = Text()
     text.append(drawing.title, "bold")
     for line in drawing.notes:
         text.append(f"\n{line}")
-    text.append(f"\n{drawing.summary}{drawing.memory_title:>{max(0, width - len(drawing.summary))}}".rstrip())
+    room = left + columns + right + 4 - len(drawing.summary)
+    text.append(f"\n{drawing.summary}{drawing.memory_title:>{max(0, room)}}".rstrip())
     chunks, rows = drawing.chunks(), drawing.rows()
     for rank in range(drawing.ranks):
-        text.append(f"\n{names[rank]:>{left}} |")
+        text.append(f"\n{_name(rank):>{left}} |")
         stages, row = chunks.get(rank, {}), rows.get((rank, COMPUTE), [])
         for box, length in _spans(row, columns, whole):
             if box is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -130,12 +131,14 @@ def round_step(least: float) -> float:
 
 def _legend(sheet: Sheet, drawings: Sequence[Drawing], y: float) -> float:
     """The kinds that are there, each in the shades of a rank's stages, in as many lines as they need."""
-    chunks = max((len(one) for d in drawings for one in d.chunks().values()), default=1)
-    shades = {at: at for at in range(chunks)}
-    entries: list[tuple[list[str], str | None, str]] = []
-    for kind in kinds(drawings):
-        stages = shades if kind in "FBIW" else [0]
-        entries.append(([fill(Box(0, 0, 0, kind, stage), shades) for stage in stages], None, look(kind).words))
+    shades: dict[str, set[str]] = defaultdict(set)
+    for drawing in drawings:
+        chunks = drawing.chunks()
+        for box in drawing.boxes:
+            shades[box.kind].add(fill(box, chunks.get(box.rank, {})))
+    entries: list[tuple[list[str], str | None, str]] = [
+        (sorted(shades[kind]), None, look(kind).words) for kind in kinds(drawings)
+    ]
     entries.append(([IDLE], None, "idle"))
     if any(box.critical for d in drawings for box in d.boxes):
         entries.append((["white"], CRITICAL, "critical path"))
@@ -148,7 +151,7 @@ def _legend(sheet: Sheet, drawings: Sequence[Drawing], y: float) -> float:
             sheet.items.append(Rectangle(x + 13 * at, y, 12, 12, colour, line, 1.6 if line else 0))
         sheet.items.append(Words(x + 13 * len(colours) + 5, y + 10.5, words, 12))
         x += width
-    if chunks > 1:
+    if any(len(colours) > 1 for colours in shades.values()):
         sheet.items.append(Words(LEFT, y + 30, "lighter: the later stages of a rank", 11, GREY))
         y += 20
     return y + 12
