@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.instruction import Lane
+from shardwise.core.instruction import Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -86,9 +86,33 @@ def test_every_instruction_is_recorded_and_the_numbers_are_the_same(dp: int, zer
         assert all(0 <= e.start <= e.stop <= found.seconds for e in found.events)
         computed = [e for e in found.events if e.lane == Lane.COMPUTE]
         assert all(before.stop <= after.start for before, after in itertools.pairwise(computed))
-        for event, instruction in zip(found.events, program, strict=True):  # what it waited for had arrived
-            assert all(found.events[at].stop <= event.start for at in instruction.waits)
+        waited: set[int] = set()
+        for at, instruction in enumerate(program):
+            for before in instruction.waits:  # it had arrived by then, and was looked after only now
+                assert found.events[before].stop <= found.events[at].start
+                if dp > 1 and before not in waited:
+                    between = [
+                        e.stop for e, i in zip(found.events[before:at], program[before:at], strict=True) if i.lane is Lane.COMPUTE
+                    ]
+                    assert found.events[before].stop >= max(between, default=0.0)
+                waited |= {b for b in range(before + 1) if program[b].lane is program[before].lane}
+        assert waited or dp == 1
         assert RankStep.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_the_other_side_of_a_message_is_a_rank() -> None:
+    one = compiled(3, 0, 1)
+
+    def rank(comm: Communicator) -> list[int]:
+        engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
+        with Recorder(engine.interpreter, stage=lambda _: 5) as recorder:
+            for at, offset in enumerate((1, -1)):
+                recorder.run(at, Instruction(Op.SEND, microbatch=at, peer=("dp", offset), lane=Lane.SEND), lambda _: None)
+        found = recorder.found(0, 0)
+        assert [event.stage for event in found.events] == [5, 5]
+        return [event.peer for event in found.events]
+
+    assert run_ranks(one.plan.mesh, rank, timeout=60) == [[1, 2], [2, 0], [0, 1]]
 
 
 def test_stamps_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
