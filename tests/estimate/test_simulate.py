@@ -265,13 +265,14 @@ def test_memory(name: str) -> None:
             ("F00 I00", "F10"),
             "I of stage 0 and microbatch 0 on rank 0 waits for B of stage 1 and microbatch 0, which no rank computes",
         ),
+        (("F00 B00", "F00 B00 F10 B10"), "a stage is on two ranks, of (stage, rank) [(0, 0), (0, 1), (1, 1)]"),
         (("F00 B00 I00",), "I of stage 0 and microbatch 0 is in it twice"),
     ],
 )
 def test_timetables_that_cannot_run(ranks: tuple[str, ...], words: str) -> None:
     table = tuple(tuple(Task(word[0], int(word[1]), int(word[2])) for word in rank.split()) for rank in ranks)
     with pytest.raises(ShardwiseError) as found:
-        simulate(table, Costs.uniform(len(table)))
+        simulate(table, Costs.uniform(len({task.stage for tasks in table for task in tasks})))
     assert words in str(found.value), str(found.value)
 
 

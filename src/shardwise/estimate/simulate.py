@@ -130,7 +130,10 @@ def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simul
     tasks that wait for each other.
     """
     check_choice("norm", norm, NORMS)
-    home = {task.stage: rank for rank, tasks in enumerate(timetable) for task in tasks}
+    places = {(task.stage, rank) for rank, tasks in enumerate(timetable) for task in tasks}
+    home = dict(sorted(places))
+    if len(home) < len(places):
+        raise ShardwiseError(f"The timetable cannot run: a stage is on two ranks, of (stage, rank) {sorted(places)}.")
     if sorted(home) != list(range(costs.stages)):
         raise ConfigError(f"costs: those of {costs.stages} stages do not fit a timetable of stages {sorted(home)}.")
     events = _Events(timetable, costs, home)

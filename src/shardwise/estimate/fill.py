@@ -1,0 +1,135 @@
+"""Drafts of timetables, which say nothing of W, and where W goes in them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from shardwise.estimate.simulate import Costs
+from shardwise.parallel.schedule import Task, Timetable
+
+
+@dataclass(frozen=True)
+class Draft:
+    """By rank: the forwards in order, the backwards in order (B, or I with a W to follow), and before each backward the number of
+    forwards, which is at least ``least`` as it needs its own."""
+
+    forwards: tuple[tuple[Task, ...], ...]
+    backwards: tuple[tuple[Task, ...], ...]
+    ahead: tuple[tuple[int, ...], ...]
+    least: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, timetable: Timetable, kind: str) -> Draft:
+        """The draft of a timetable, its backwards being of this kind."""
+        parts = []
+        for tasks in timetable:
+            forwards = tuple(task for task in tasks if task.kind == "F")
+            backwards = tuple(Task(kind, *task[1:]) for task in tasks if task.kind in "BI")
+            done = accumulate(task.kind == "F" for task in tasks)
+            place = {task[1:]: at for at, task in enumerate(forwards, 1)}
+            ahead = tuple(n for task, n in zip(tasks, done, strict=True) if task.kind in "BI")
+            parts.append((forwards, backwards, ahead, tuple(accumulate((place[task[1:]] for task in backwards), max))))
+        return cls(*zip(*parts, strict=True))
+
+
+class _Rank:
+    """What a rank has done of a draft, and has still to do."""
+
+    __slots__ = ("ahead", "backwards", "begin", "done", "due", "forwards", "now", "tasks", "used")
+
+    def __init__(
+        self, forwards: Sequence[Task], backwards: Sequence[Task], ahead: Iterable[int], least: Iterable[int], shift: int
+    ) -> None:
+        self.forwards, self.backwards = deque(forwards), deque(backwards)
+        self.ahead = deque(min(max(n + shift, low), len(forwards)) for n, low in zip(ahead, least, strict=True))
+        self.due: deque[Task] = deque()
+        self.tasks: list[Task] = []
+        self.done = 0  # forwards
+        self.used = self.now = 0.0
+        self.begin = -1.0
+
+
+class Filler:
+    """Makes timetables of drafts, for these costs and at most ``limit`` bytes of activations a rank."""
+
+    def __init__(self, costs: Costs, home: Mapping[int, int], microbatches: int, limit: float) -> None:
+        self.costs, self.limit, n, m = costs, limit * (1 + 1e-12), costs.stages, microbatches
+        # A task's number: F by stage and microbatch, then all backwards.  By kind and stage: seconds, bytes that it takes, the number of its
+        # task of microbatch 0 and of the one that needs this, and the seconds until it arrives there.
+        self.lanes: dict[tuple[str, int], tuple[float, float, int, int, float]] = {}
+        self.numbers = 2 * n * m
+        moved = [costs.transfer[edge] if home[edge] != home[edge + 1] else 0.0 for edge in range(n - 1)]
+        for s, (held, kept) in enumerate(zip(costs.activations, costs.weight_activations, strict=True)):
+            after, delay = (s + 1, moved[s]) if s < n - 1 else (n + s, 0.0)
+            self.lanes["F", s] = (costs.forward[s], held, s * m, after * m, delay)
+            after, delay = (n + s - 1, moved[s - 1]) if s else (2 * n, 0.0)
+            self.lanes["I", s] = (costs.input[s], kept - held, (n + s) * m, after * m, delay)
+            self.lanes["B", s] = (costs.backward[s], -held, (n + s) * m, after * m, delay)
+        self.microbatches = m
+
+    def fill(self, draft: Draft, fit: float, shifts: Sequence[int]) -> tuple[Timetable, list[float], list[float]] | None:
+        """The timetable, and the seconds at which each rank begins and ends; None if these orders allow none in this memory.
+
+        A W is put before a task that arrives later than the rank is free, if at least ``fit`` of it is over by then.  Rank r runs ahead by
+        ``shifts[r]`` more forwards than in the draft, if there are any; one for which there is no memory waits for the next backward.
+        """
+        ranks = [
+            _Rank(*parts) for parts in zip(draft.forwards, draft.backwards, draft.ahead, draft.least, shifts, strict=True)
+        ]  # fmt: skip
+        # The last numbers are nobody's: what the backward of the first stage hands on.
+        arrived: list[float | None] = [0.0] * self.microbatches + [None] * self.numbers
+        waits: dict[int, int] = {}
+        ready = list(range(len(ranks)))
+        while ready:
+            rank = ready.pop()
+            number = self._run(ranks[rank], fit, arrived, waits, ready)
+            if number >= 0:
+                waits[number] = rank
+        if any(one.backwards for one in ranks):
+            return None
+        for one in ranks:
+            one.tasks.extend(one.due)
+            one.now += sum(self.costs.weight[task.stage] for task in one.due)
+        return tuple(tuple(one.tasks) for one in ranks), [one.begin for one in ranks], [one.now for one in ranks]
+
+    def _run(self, one: _Rank, fit: float, arrived: list[float | None], waits: dict[int, int], ready: list[int]) -> int:
+        """Let a rank run until the next task's need has not been computed: its number.  -1: it ends, or no memory is left for it."""
+        lanes, due, weight, kept = self.lanes, one.due, self.costs.weight, self.costs.weight_activations
+        while one.backwards:
+            forward = one.done < one.ahead[0]
+            task = (one.forwards if forward else one.backwards)[0]
+            kind, stage, microbatch = task
+            seconds, taken, first, after, delay = lanes[kind, stage]
+            begin = arrived[first + microbatch]
+            if begin is None:
+                return first + microbatch
+            while due and (one.used + taken > self.limit or one.now + fit * weight[due[0].stage] <= begin):
+                filler = due.popleft()
+                one.tasks.append(filler)
+                one.now += weight[filler.stage]
+                one.used -= kept[filler.stage]
+            if one.used + taken > self.limit:
+                if not forward:
+                    return -1
+                one.ahead[0] = one.done
+                continue
+            if one.begin < 0:
+                one.begin = begin
+            one.now = max(one.now, begin) + seconds
+            one.used += taken
+            one.tasks.append(task)
+            if forward:
+                one.forwards.popleft()
+                one.done += 1
+            else:
+                one.backwards.popleft()
+                one.ahead.popleft()
+                if kind == "I":
+                    due.append(Task("W", stage, microbatch))
+            arrived[after + microbatch] = one.now + delay
+            if after + microbatch in waits:
+                ready.append(waits.pop(after + microbatch))
+        return -1
