@@ -1,70 +1,37 @@
-"""Programs whose every BACKWARD is in two parts, the second at any legal place: made by hand, as pipelines will have them."""
+"""Programs of one rank whose every backward is in two parts, the second at any legal place."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
-from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.lower import step
+from shardwise.parallel.schedule import Task
 
-Key = Callable[[int, int, int], tuple[float, ...]]
-"""(position of the first part, microbatch, number of microbatches) → where the second part comes, as a position of its own; ties
-are broken by the first part's."""
+Key = Callable[[int, int], tuple[int, ...]]
+"""(microbatch, number of microbatches) → after which microbatch the second part comes; ties are broken by what follows."""
 
 ORDERS: dict[str, Key] = {
-    "at once": lambda at, m, last: (at,),
-    "after its microbatch": lambda at, m, last: (m, 1, at),
-    "a microbatch later": lambda at, m, last: (m + 1, 1, at),
-    "at the end": lambda at, m, last: (last, 1, m, at),
-    "at the end, backwards": lambda at, m, last: (last, 1, -m, -at),
+    "at once": lambda m, number: (m,),
+    "a microbatch later": lambda m, number: (m + 1,),
+    "two microbatches later": lambda m, number: (m + 2,),
+    "at the end": lambda m, number: (number, m),
+    "at the end, backwards": lambda m, number: (number, -m),
 }
 
 
-def parts(lowering: step._Lowering, one: Instruction) -> tuple[Instruction, Instruction]:
-    """BACKWARD_INPUT and BACKWARD_WEIGHT in place of a BACKWARD, without ``first``."""
-    u, m, unit = one.unit, one.microbatch, lowering.trace.units[one.unit]
-    bucket = {p.name: b.index for b in lowering.buckets for p in b.parameters}
-    putoff = Buffer("putoff", u, m)
-
-    def grads(names: Sequence[str]) -> tuple[Buffer, ...]:
-        return tuple(Buffer("grad", b) for b in sorted({bucket[n] for n in names}))
-
-    others = tuple(b for b in one.writes if b.kind != "grad")
-    first = replace(one, op=Op.BACKWARD_INPUT, writes=(*grads(unit.inside), *others, putoff), first=())
-    made = [p for p in (*lowering.producers(u), u) if set(lowering.trace.units[p].outputs) & set(unit.held)]
-    reads = (putoff, *(Buffer("activation", p, m) for p in made))
-    second = Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=grads(unit.products))
-    return first, second
-
-
-def ordered(lowering: step._Lowering, compute: Sequence[Instruction], order: str) -> list[Instruction]:
-    """``compute`` with every BACKWARD in two parts; only the first of a microbatch's instructions stay where they are."""
-    last = max(one.microbatch for one in compute)
-    keyed: list[tuple[tuple[float, ...], Instruction]] = []
-    for at, one in enumerate(compute):
-        if one.op is not Op.BACKWARD:
-            keyed.append(((at,) if order == "at once" else (one.microbatch, 0, at), one))
-            continue
-        first, second = parts(lowering, one)
-        keyed.append(((at,) if order == "at once" else (one.microbatch, 0, at), first))
-        keyed.append((ORDERS[order](at, one.microbatch, last), second))
-    written: set[int] = set()
-    out = []
-    for _, one in sorted(keyed, key=lambda pair: pair[0]):
-        grads = [b.index for b in one.writes if b.kind == "grad"]
-        out.append(replace(one, first=tuple(b for b in grads if b not in written)))
-        written |= set(grads)
-    return out
+def ordered(microbatches: int, order: str) -> list[Task]:
+    """1F1B of one stage, with W where ``order`` has it."""
+    keyed = [((m, -microbatches - 2, at), Task(kind, 0, m)) for m in range(microbatches) for at, kind in enumerate("FI")]
+    keyed += [((*ORDERS[order](m, microbatches), 0)[:3], Task("W", 0, m)) for m in range(microbatches)]
+    return [task for _, task in sorted(keyed)]
 
 
 @contextmanager
 def split(order: str) -> Iterator[None]:
     """Programs that are lowered meanwhile have their backwards in two parts."""
-    original = step._Lowering.compute
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step._Lowering, "compute", lambda self: ordered(self, original(self), order))
+        patch.setattr(step._Lowering, "tasks", lambda self: ordered(self.plan.microbatches, order))
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,17 @@ def test_show() -> None:
     ):
         assert words in shown.stdout, words
     assert max(len(line) for line in shown.stdout.split("all ranks:")[0].splitlines()) <= 80
+
+
+def test_show_draws_each_instruction(tmp_path: Path) -> None:
+    out = tmp_path / "program.svg"
+    shown = call("show", *TINY, "train.devices=2", "--picture", str(out))
+    assert shown.exit_code == 0, shown.output
+    count = re.search(r"(\d+) instructions drawn in", " ".join(shown.stdout.split()))
+    assert count is not None and out.read_text().count("<title>") == int(count[1]) > 10
+    assert call("show", *TINY, "--picture", str(tmp_path / "p.png")).exit_code == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+    assert call("show", *TINY, "--picture", "p.gif").exit_code == 2
 
 
 def test_show_as_json_counts_what_there_is() -> None:

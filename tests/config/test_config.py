@@ -256,6 +256,8 @@ REFUSED = [
     ("train.sample_every=x", ["train.sample_every", "an integer"]),
     ("train.max_restarts=-1", ["train.max_restarts", "at least 0"]),
     ("train.tensorboard=1", ["train.tensorboard", "true or false"]),
+    ("train.trace_steps=3", ["train.trace_steps", "a list of steps", "[] for none"]),
+    ("train.trace_steps=[3, 0]", ["train.trace_steps", "a list of steps", "[] for none"]),
     ("train.resume=yes", ["train.resume", '"auto", "never"']),
     ("checkpoint.every=-1", ["checkpoint.every", "at least 0"]),
     ("checkpoint.keep_last=0", ["checkpoint.keep_last", "at least 1"]),
@@ -390,7 +392,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
         "parallel": "pp schedule stages_per_rank stages dp dp_replicate zero gathered prefetch reduced reduce offload microbatches recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
-        "max_restarts tensorboard resume memory_gib",
+        "max_restarts trace_steps tensorboard resume memory_gib",
         "checkpoint": "every keep_last keep_every staging_mib",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
@@ -414,7 +416,10 @@ def test_defaults_of_evaluation_and_checkpoints() -> None:
     assert (config.data.validation, config.train.eval_every, config.checkpoint.every) == (0.01, 60, 120)
     assert (config.checkpoint.keep_last, config.checkpoint.keep_every, config.checkpoint.staging_mib) == (2, None, None)
     assert (config.train.eval_batches, config.train.sample_every, config.train.max_restarts) == (20, 0, 3)
-    assert (config.train.tensorboard, config.train.resume) == (False, "auto")
+    assert (config.train.tensorboard, config.train.resume, config.train.trace_steps) == (False, "auto", (3,))
+    assert (
+        load("train.trace_steps=[9, 2, 9]").train.trace_steps == (2, 9) and load("train.trace_steps=[]").train.trace_steps == ()
+    )
     config = load("train.steps=3")
     assert (config.train.eval_every, config.checkpoint.every) == (1, 1)
     assert load("data.validation=0").train.eval_every == 0

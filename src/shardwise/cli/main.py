@@ -80,7 +80,7 @@ def show(
     arguments: Arguments = None,
     json: Json = False,
     picture: Annotated[
-        Path | None, typer.Option(metavar="FILE.svg", help="Draw the program of a step instead of printing it.")
+        Path | None, typer.Option(metavar="FILE.svg", help="Draw the program of a step instead: .svg, .png or .pdf.")
     ] = None,
 ) -> None:
     """The plan, the model's units with their costs, and the program of a step."""
@@ -117,6 +117,77 @@ def memory(
         from .memory import run
 
         run(path, overrides, json, device, picture)
+
+
+Schedules = Annotated[
+    list[str] | None,
+    typer.Option("--schedule", metavar="NAME", help="Such as 1f1b or zb-h1; several: each.  [default: the config's, or 1f1b]"),
+]
+Ranks = Annotated[int | None, typer.Option(help="Of the pipeline.  [default: the config's, or 4]")]
+Microbatches = Annotated[int | None, typer.Option(help="Of a step.  [default: the config's, or 8]")]
+StagesPerRank = Annotated[int | None, typer.Option(help="[default: the least that the schedule takes]")]
+Times = Annotated[str, typer.Option(metavar="F,I,W,TRANSFER", help="Of a rank and microbatch, in ms; B is I + W.")]
+Norm = Annotated[str, typer.Option(help="barrier or post-validate: when ranks take their optimizer step.")]
+
+
+@app.command()
+def simulate(
+    arguments: Arguments = None,
+    schedules: Schedules = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    times: Times = "1,1,1,0",
+    norm: Norm = "barrier",
+    json: Json = False,
+) -> None:
+    """What a pipeline's schedule takes: step time, bubble, activations of each rank."""
+    with reported(json):
+        path, overrides = split_arguments(arguments or [])  # before torch is imported
+        from .pipeline import Options, run_simulate
+
+        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm) for schedule in schedules or (None,)]
+        run_simulate(path, overrides, each, json)
+
+
+@app.command()
+def draw(
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
+    ] = None,
+    schedules: Schedules = None,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    stages_per_rank: StagesPerRank = None,
+    times: Times = "1,1,1,0",
+    norm: Norm = "barrier",
+    step: Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps.  [default: the last]")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw a picture: .svg, .png or .pdf.")] = None,
+    perfetto: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Who computes what when in a step: simulated from a schedule, or as a run has recorded it beside what the simulator predicts."""
+    with reported(json):
+        from .pipeline import Options
+
+        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm) for schedule in schedules or (None,)]
+        given = arguments or []
+        if len(given) == 1 and Path(given[0]).is_dir():
+            if each != [Options()]:
+                raise ConfigError(f"a schedule or times for {given[0]}; legal: none, for it is the folder of a run")
+            from .pipeline import run_folder
+
+            run_folder(Path(given[0]), step, out, perfetto, json)
+            return
+        if step is not None:
+            raise ConfigError(f"--step {step}: legal: with the folder of a run")
+        path, overrides = split_arguments(given)
+        from .pipeline import run_draw
+
+        run_draw(path, overrides, each, out, perfetto, json)
 
 
 @app.command()

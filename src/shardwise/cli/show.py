@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from shardwise.config import Config
-from shardwise.core.errors import ConfigError
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.parallel.data import batch_axes
-from shardwise.report.picture import svg
+from shardwise.report.picture import picture as draw
+from shardwise.report.plot import check_format
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.cost import UnitCost, cost
@@ -26,9 +26,9 @@ from shardwise.trace.trace import Trace
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None) -> None:
-    """Capture the model and print what a step of the plan does, or draw it as SVG to ``picture``; nothing is trained."""
-    if picture is not None and picture.suffix != ".svg":
-        raise ConfigError(f"--picture {picture}: legal: the name of an .svg file")
+    """Capture the model and print what a step of the plan does, or draw it into ``picture``; nothing is trained."""
+    if picture is not None:
+        check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
     compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
@@ -37,8 +37,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), "cuda" if torch.cuda.is_available() else "cpu")
     programs = compiled.programs(trace, plan.microbatches)
     if picture is not None:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-        picture.write_text(svg(programs[0], f"A step of {plan.mesh.size} ranks, {plan.microbatches} microbatches"))
+        title = f"A step of {plan.mesh.size} ranks, {plan.microbatches} microbatches"
+        draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
     elif json:
         print_json(_plain(plan, trace, costs, programs))

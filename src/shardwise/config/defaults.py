@@ -191,18 +191,12 @@ def _pipeline(draft: Draft) -> None:
         return
     pp, name, microbatches = (draft[f"parallel.{key}"] for key in ("pp", "schedule", "microbatches"))
     draft.default("parallel.stages_per_rank", SCHEDULES[name].stages_per_rank)
-    for key, check in (
-        ("stages_per_rank", lambda: check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])),
-        ("microbatches", lambda: check_schedule(name, pp, microbatches)),
-    ):
-        try:
-            check()
-        except ConfigError as error:
-            if str(error).startswith(key):
-                draft.refuse(
-                    f"parallel.{key}", str(error).partition("legal: ")[2].rstrip("."), f'With schedule "{name}" over {pp} ranks'
-                )
-                return
+    try:
+        check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])
+    except ConfigError as error:
+        key, _, rest = str(error).partition(":")
+        draft.refuse(f"parallel.{key}", rest.partition("legal: ")[2].rstrip("."), f'With schedule "{name}" over {pp} ranks')
+        return
     stages = draft["parallel.stages"]
     wanted = pp * draft["parallel.stages_per_rank"]
     if stages is not None and len(stages) != wanted:
@@ -232,7 +226,7 @@ def _fitting_devices(draft: Draft, hardware: Hardware) -> int:
     """The largest number of devices for each rank of a pipeline that divides the rows of a microbatch."""
     keys = ("data.batch_size", "parallel.microbatches")
     batch, microbatches = (draft[key] for key in keys)
-    most = max(1, hardware.devices // draft["parallel.pp"])
+    most: int = max(1, hardware.devices // draft["parallel.pp"])
     if not draft.sound(*keys) or batch % microbatches:
         return most
     count = next(n for n in range(most, 0, -1) if batch // microbatches % n == 0)

@@ -42,6 +42,19 @@ def integer(least: int, most: int = 2**31 - 1) -> Rule:
     return Rule(f"an integer of at least {least}", read)
 
 
+def integers(legal: str, least: int) -> Rule:
+    """A list of integers of at least ``least``; it becomes a tuple, the smallest first."""
+    one = integer(least)
+
+    def read(value: Any) -> tuple[int, ...]:
+        if not isinstance(value, list | tuple):
+            raise Illegal
+        found = {one.read(item) for item in value}
+        return tuple(sorted(found))
+
+    return Rule(legal, read)
+
+
 def number(least: float = 0.0, below: float = math.inf, *, open_: bool = False) -> Rule:
     """A finite number: at least ``least`` (or above it, if ``open_``), and below ``below``."""
 

@@ -22,6 +22,7 @@ from .rules import (
     choice,
     either,
     integer,
+    integers,
     key,
     number,
     pair,
@@ -32,7 +33,7 @@ from .rules import (
     tables,
     text,
     texts,
-)
+)  # fmt: skip
 
 Resume = Literal["auto", "never"]
 
@@ -139,7 +140,8 @@ class TrainConfig:
     only, is "dynamic" or a number that stays.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
-    ``memory_gib`` is what a rank may take on its device, by default what the device has.
+    ``memory_gib`` is what a rank may take on its device, by default what the device has.  Of the steps ``trace_steps`` it is recorded
+    what each rank did when, for ``shardwise draw``.
     """
 
     steps: int = key(integer(1), 600)
@@ -156,6 +158,7 @@ class TrainConfig:
     eval_batches: int = key(integer(1), 20)
     sample_every: int = key(integer(0), 0)
     max_restarts: int = key(integer(0), 3)
+    trace_steps: tuple[int, ...] = key(integers("a list of steps, counted from 0, from 1 on, such as [3]; [] for none", 1), (3,))
     tensorboard: bool = key(switch(), False)
     resume: Resume = key(choice("auto", "never"), "auto")
 

@@ -7,9 +7,10 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import StepResult
 from shardwise.runtime.progress import Progress
+from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
 from .evaluation import evaluate
@@ -33,7 +35,17 @@ from .forecast import Forecast
 from .matmul import MatmulChoice
 from .measuring import MEMORY, StepMemory, write_memory
 from .peak import mfu, model_flops, peak_flops
-from .results import Metrics, MetricsWriter, OnStep, append_line, sample_text, save_weights, tokens_per_row, write_json
+from .results import (
+    Metrics,
+    MetricsWriter,
+    OnStep,
+    append_line,
+    peak_memory,
+    sample_text,
+    save_weights,
+    tokens_per_row,
+    write_json,
+)
 
 log = logging.getLogger("shardwise")
 
@@ -96,13 +108,14 @@ class Run:
     def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
         """A step that is not finite ends the run; the weights before it are saved."""
         trainer, metrics = self.trainer, self.metrics
+        measured = next(step for step in count(first + 1) if step not in self.config.train.trace_steps)
         try:
             for step in range(first, self.config.train.steps):
                 self.side.progress.begin(step)
                 batch = next(loader)
                 if self.side.stop:
                     trainer.request_stop()
-                result = self._measured(batch) if step == first + 1 and metrics is not None else trainer.step(batch)
+                result = self._step(step, batch, measured)
                 if metrics is not None:
                     metrics.add(step, batch.rows, result)
                 if self._after(step + 1, checkpoints, loader) and metrics is not None:
@@ -115,6 +128,22 @@ class Run:
             if trainer.comm.rank == 0:
                 save_weights(state, self.module, self.folder / "weights.safetensors")
             raise
+
+    def _step(self, step: int, batch: Batch, measured: int) -> StepResult:
+        if step in self.config.train.trace_steps:
+            return self._recorded(step, batch)
+        return self._measured(batch) if step == measured and self.metrics is not None else self.trainer.step(batch)
+
+    def _recorded(self, step: int, batch: Batch) -> StepResult:
+        """A step of which every rank writes down what it did when."""
+        trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
+        with Recorder(trainer.engine.interpreter) as recorder:
+            result = trainer.step(batch)
+        found = recorder.found(step, peak_memory(trainer.comm.device))
+        with suppress(OSError):  # then the next line says so
+            path.parent.mkdir(exist_ok=True)
+        append_line(path, found.to_dict(), self.side.tell)
+        return result
 
     def _measured(self, batch: Batch) -> StepResult:
         """A step of rank 0 whose memory is measured and put beside what was predicted; the first has made what stays."""

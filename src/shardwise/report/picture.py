@@ -1,17 +1,15 @@
-"""A program as a picture: its lanes from top to bottom, its instructions from left to right, and who waits for whom (SVG)."""
+"""A program as a picture: its lanes from top to bottom, its instructions from left to right, and who waits for whom."""
 
 from __future__ import annotations
 
-from html import escape
+from collections.abc import Iterable
 
 from shardwise.core.instruction import Instruction, Lane, Op
 from shardwise.core.program import Program
 
-FILL = {
-    Op.FORWARD: "#4c78a8", Op.RECOMPUTE: "#9ecae9", Op.BACKWARD: "#54a24b", Op.BACKWARD_INPUT: "#54a24b",
-    Op.BACKWARD_WEIGHT: "#88d27a", Op.COUNT: "#bab0ac", Op.REDUCE: "#f58518",
-    Op.NORM: "#e45756", Op.STEP: "#b279a2", Op.SEND: "#eeca3b", Op.RECEIVE: "#eeca3b",
-}  # fmt: skip
+from .kinds import OF_OP, ink, look
+from .sheet import Line, Rectangle, Sheet, Words
+
 WEIGHT = {Op.FORWARD: 2, Op.BACKWARD: 4, Op.RECOMPUTE: 2}  # widths of boxes: a backward is two forwards
 UNIT, HEIGHT, GAP, LEFT = 17, 34, 22, 74
 
@@ -29,59 +27,56 @@ def place(program: Program) -> list[tuple[float, float]]:
     return spans
 
 
-def svg(program: Program, title: str = "") -> str:
-    """The picture as SVG text; pairs of lanes are joined where one waits for the other."""
+def picture(program: Program, title: str = "") -> Sheet:
+    """The program; pairs of lanes are joined where one waits for the other."""
     lanes = [lane for lane in Lane if any(one.lane is lane for one in program.instructions)]
     spans = place(program)
     top = {lane: 44 + i * (HEIGHT + GAP) for i, lane in enumerate(lanes)}
-    width = LEFT + UNIT * max((stop for _, stop in spans), default=0) + 12
-    height = 44 + len(lanes) * (HEIGHT + GAP) + 26
-    out = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height}" viewBox="0 0 {width:.0f} {height}" '
-        'font-family="Helvetica,Arial,sans-serif">',
-        f'<rect width="{width:.0f}" height="{height}" fill="white"/>',
-        f'<text x="12" y="24" font-size="15" font-weight="bold">{escape(title or program.name)}</text>',
-    ]
-    for lane in lanes:
-        out.append(f'<text x="12" y="{top[lane] + HEIGHT / 2 + 5:.0f}" font-size="13">{lane}</text>')
+    sheet = Sheet(LEFT + UNIT * max((stop for _, stop in spans), default=0) + 12, 44 + len(lanes) * (HEIGHT + GAP) + 26)
+    sheet.items.append(Words(12, 24, title or program.name, 15, bold=True))
+    sheet.items += [Words(12, top[lane] + HEIGHT / 2 + 5, str(lane), 13) for lane in lanes]
     for at, one in enumerate(program.instructions):
-        out += _arrows(one, at, spans, top, program)
+        sheet.items += _lines(one, at, spans, top, program)
     for one, span in zip(program.instructions, spans, strict=True):
-        out += _box(one, span, top[one.lane])
-    return "\n".join([*out, *_legend(program, height), "</svg>"]) + "\n"
+        sheet.items.append(Rectangle(*_place(span, top[one.lane]), HEIGHT, _colour(one.op), tip=str(one)))
+    for one, span in zip(program.instructions, spans, strict=True):
+        sheet.items += _labels(one, span, top[one.lane])
+    sheet.items += _legend(program, sheet.height)
+    return sheet
 
 
-def _box(one: Instruction, span: tuple[float, float], y: float) -> list[str]:
-    x, w = LEFT + UNIT * span[0], UNIT * (span[1] - span[0]) - 1.5
-    label = f"u{one.unit}" if one.unit >= 0 else f"b{one.bucket}" if one.bucket >= 0 else "loss" if one.op is Op.REDUCE else ""
-    text = [
-        f'<rect x="{x:.1f}" y="{y}" width="{w:.1f}" height="{HEIGHT}" rx="3" fill="{FILL[one.op]}"><title>{escape(str(one))}</title></rect>'
-    ]
+def _place(span: tuple[float, float], y: float) -> tuple[float, float, float]:
+    return LEFT + UNIT * span[0], y, UNIT * (span[1] - span[0]) - 1.5
+
+
+def _colour(op: Op) -> str:
+    return look(OF_OP.get(str(op), str(op))).colour
+
+
+def _labels(one: Instruction, span: tuple[float, float], y: float) -> Iterable[Words]:
+    x, y, width = _place(span, y)
+    middle, colour = x + width / 2, ink(_colour(one.op))
+    label = f"u{one.unit}" if one.unit >= 0 else f"b{one.bucket}" if one.bucket >= 0 else ""
+    if not label and one.op is Op.REDUCE:
+        label = one.writes[0].kind  # the loss, or the norms
     if label:
-        text.append(f'<text x="{x + w / 2:.1f}" y="{y + 15}" font-size="11" fill="white" text-anchor="middle">{label}</text>')
+        yield Words(middle, y + 15, label, 11, colour, "middle")
     if one.microbatch >= 0:
-        text.append(
-            f'<text x="{x + w / 2:.1f}" y="{y + 28}" font-size="10" fill="white" text-anchor="middle">m{one.microbatch}</text>'
-        )
-    return text
+        yield Words(middle, y + 28, f"m{one.microbatch}", 10, colour, "middle")
 
 
-def _arrows(one: Instruction, at: int, spans: list[tuple[float, float]], top: dict[Lane, int], program: Program) -> list[str]:
-    out = []
+def _lines(one: Instruction, at: int, spans: list[tuple[float, float]], top: dict[Lane, int], program: Program) -> Iterable[Line]:
     for wait in one.waits:
         source = program.instructions[wait]
         down = top[one.lane] > top[source.lane]
         y1 = top[source.lane] + (HEIGHT if down else 0)
         y2 = top[one.lane] + (0 if down else HEIGHT)
-        x1, x2 = LEFT + UNIT * spans[wait][1] - 4, LEFT + UNIT * spans[at][0] + 4
-        out.append(f'<line x1="{x1:.1f}" y1="{y1}" x2="{x2:.1f}" y2="{y2}" stroke="#777" stroke-width="1.2"/>')
-    return out
+        yield Line(LEFT + UNIT * spans[wait][1] - 4, y1, LEFT + UNIT * spans[at][0] + 4, y2, "#777777", 1.2)
 
 
-def _legend(program: Program, height: int) -> list[str]:
-    out, x = [], LEFT
+def _legend(program: Program, height: float) -> Iterable[Rectangle | Words]:
+    x = LEFT
     for op in dict.fromkeys(one.op for one in program.instructions):
-        out.append(f'<rect x="{x}" y="{height - 24}" width="12" height="12" rx="2" fill="{FILL[op]}"/>')
-        out.append(f'<text x="{x + 16}" y="{height - 14}" font-size="11">{op}</text>')
+        yield Rectangle(x, height - 24, 12, 12, _colour(op))
+        yield Words(x + 16, height - 14, str(op), 11)
         x += 34 + 8 * len(op)
-    return out

@@ -106,7 +106,8 @@ class Gradients:
     def norm(self, bucket: int) -> Tensor:
         """The norm of this rank's shard of a bucket's gradient, in at least fp32."""
         self._complete(bucket, -1)
-        return torch.linalg.vector_norm(self._memory.buckets[bucket].own_gradient)
+        found: Tensor = torch.linalg.vector_norm(self._memory.buckets[bucket].own_gradient)
+        return found
 
     def final(self, bucket: int) -> Tensor:
         """What this rank has of a bucket's gradient once all ranks of the batch axes have added theirs."""

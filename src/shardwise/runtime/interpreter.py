@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from shardwise.trace.products import Factors, Operand, watch
 from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Parameter, Trace
 from shardwise.trace.units import Unit
+
+if TYPE_CHECKING:
+    from shardwise.runtime.recorder import Recorder
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Interpreter:
     apart: bool = False
     strict: bool = False
     offload: bool = False  # of activations
+    recorder: Recorder | None = None
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
         """Execute ``program`` on one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
@@ -166,7 +170,10 @@ class _Step:
             for at in one.waits:
                 self.wait(at, program)
             self.position = position
-            run_op[one.op](one)
+            if owner.recorder is None:
+                run_op[one.op](one)
+            else:
+                owner.recorder.run(position, one, run_op[one.op])
             if position not in self.handles:
                 self.free(one)
             if advance is not None and self.handles:
@@ -190,6 +197,8 @@ class _Step:
         for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.queue == queue]:
             one, handle = self.handles.pop(earlier)
             handle.wait()
+            if self.owner.recorder is not None:
+                self.owner.recorder.arrived(earlier)
             self.free(one)
 
     def free(self, one: Instruction) -> None:

@@ -1,0 +1,165 @@
+"""``shardwise simulate`` and ``shardwise draw``: the timetable of a pipeline in numbers, and as a picture."""
+
+from __future__ import annotations
+
+import json as jsonlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.core.errors import ConfigError
+from shardwise.estimate.simulate import Costs, Simulation, simulate
+from shardwise.launch.subject import load_anywhere
+from shardwise.parallel.schedule import check_schedule, timetable
+from shardwise.report.recorded import of_recorded, predicted
+from shardwise.report.simulated import drawing
+from shardwise.report.tables import grid, make_console, pairs, print_json, show
+from shardwise.report.timetable import Drawing, milliseconds, perfetto
+from shardwise.report.timetable_chart import chart
+from shardwise.report.timetable_picture import picture
+
+WIDEST = 160  # columns of a chart
+TIMES = (
+    "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's parts for inputs "
+    "and for weights, and the transfer between two ranks"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks."""
+
+    schedule: str | None = None
+    ranks: int | None = None
+    microbatches: int | None = None
+    stages_per_rank: int | None = None
+    times: str = "1,1,1,0"
+    norm: str = "barrier"
+
+
+def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
+    """Print what a step of each pipeline takes."""
+    found = [(options, *simulated(options)[:2]) for options in resolved(path, overrides, pipelines)]
+    if json:
+        print_json({"simulations": [{"title": title, **vars(options), **_plain(one)} for options, title, one in found]})
+        return
+    for _, title, simulation in found:
+        values = {
+            "step": milliseconds(simulation.seconds),
+            "bubble": f"{simulation.bubble_of_total:.2%} of the total time of all ranks",
+            "": f"{simulation.bubble_of_ideal:.2%} of the ideal time, in which no rank waits",
+            "critical": f"{len(simulation.critical)} of {sum(map(len, simulation.timetable))} tasks",
+        }
+        columns = zip(simulation.work, simulation.rank_bubbles_of_total, simulation.peak_bytes, strict=True)
+        rows = [
+            (rank, milliseconds(float(work)), f"{bubble:.2%}", f"{peak:.4g}") for rank, (work, bubble, peak) in enumerate(columns)
+        ]
+        table = grid("", ("rank", ">computes", ">bubble of total", ">peak activations"), rows)
+        show(make_console(), pairs(title, values), table)
+
+
+def run_draw(
+    path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], out: Path | None, trace: Path | None, json: bool
+) -> None:
+    """Draw the simulations of the pipelines, one above the other."""
+    drawings = [drawing(*simulated(options), options.norm) for options in resolved(path, overrides, pipelines)]
+    _deliver(drawings, None, out, trace, json)
+
+
+def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | None, json: bool) -> None:
+    """Draw a step that a run has recorded, and below it what the simulator makes of the times of its tasks."""
+    below = predicted(folder, step)
+    whole = [of_recorded(folder, step, whole=False), below] if trace is not None else None
+    _deliver([of_recorded(folder, step), below], whole, out, trace, json)
+
+
+def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
+    """The options with what they leave open; :class:`ConfigError` where they are not legal."""
+    schedule, ranks, microbatches = "1f1b", 4, 8
+    if path is not None or overrides:
+        ranks, microbatches = 1, load_anywhere(path, overrides).parallel.microbatches
+    found = []
+    for one in pipelines:
+        name = schedule if one.schedule is None else one.schedule
+        p = ranks if one.ranks is None else one.ranks
+        m = microbatches if one.microbatches is None else one.microbatches
+        legal = check_schedule(name, p, m, one.stages_per_rank)
+        each = legal.stages_per_rank if one.stages_per_rank is None else one.stages_per_rank
+        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each))
+    return found
+
+
+def simulated(options: Options) -> tuple[str, Simulation, Costs]:
+    """A pipeline, whose options are :func:`resolved`, in words, its simulation, and the costs of its stages."""
+    schedule, ranks, microbatches, each = options.schedule, options.ranks, options.microbatches, options.stages_per_rank
+    assert schedule is not None and ranks is not None and microbatches is not None and each is not None
+    stages = ranks * each
+    forward, inputs, weights, transfer = _times(options.times)
+    costs = Costs(
+        [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages, transfer=[transfer] * (stages - 1),
+        activations=[1 / each] * stages,
+    )  # fmt: skip
+    several = f" x {each} stages" if each > 1 else ""
+    title = f"{schedule}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
+    return title, simulate(timetable(schedule, ranks, microbatches, each), costs, options.norm), costs
+
+
+def _plural(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
+
+
+def _times(text: str) -> list[float]:
+    """Seconds."""
+    try:
+        found = [float(part) / 1e3 for part in text.split(",")]
+    except ValueError:
+        found = []
+    if len(found) != 4 or not all(0 <= one < float("inf") for one in found) or not sum(found[:3]):
+        raise ConfigError(f"--times {text}: legal: {TIMES}, such as 1,1,1,0")
+    return found
+
+
+def _plain(simulation: Simulation) -> dict[str, Any]:
+    return {
+        "step_seconds": simulation.seconds,
+        "bubble_of_total": simulation.bubble_of_total,
+        "bubble_of_ideal": simulation.bubble_of_ideal,
+        "by_rank": [
+            {"rank": rank, "work_seconds": float(work), "bubble_of_total": float(total), "bubble_of_ideal": float(ideal),
+             "peak_activations": peak}
+            for rank, (work, total, ideal, peak) in enumerate(zip(
+                simulation.work, simulation.rank_bubbles_of_total, simulation.rank_bubbles_of_ideal, simulation.peak_bytes,
+                strict=True,
+            ))
+        ],
+        "critical": [[rank, *simulation.timetable[rank][place]] for rank, place in simulation.critical],
+    }  # fmt: skip
+
+
+def _deliver(drawings: list[Drawing], traced: list[Drawing] | None, out: Path | None, trace: Path | None, json: bool) -> None:
+    """Into files, and to the terminal."""
+    if out is not None:
+        picture(drawings).write(out, "--out")
+    if trace is not None:
+        try:
+            trace.parent.mkdir(parents=True, exist_ok=True)
+            trace.write_text(jsonlib.dumps(perfetto(traced or drawings)) + "\n", encoding="utf-8")
+        except OSError as error:
+            words = f"cannot be written: {error.strerror or error}"
+            raise ConfigError(f"--perfetto {trace}: {words}; legal: a file in a writable folder") from None
+    if json:
+        print_json({"drawings": [one.to_dict() for one in drawings]})
+        return
+    console = make_console()
+    console.print(chart(drawings, min(console.width, WIDEST), _has_colours(console)), Text(), sep="\n")
+    for file in (out, trace):
+        if file is not None:
+            print(file)
+
+
+def _has_colours(console: Console) -> bool:
+    return console.color_system is not None and not console.no_color

@@ -1,0 +1,55 @@
+"""What a box of a timetable is: words, a letter, and colours, the same in every picture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a kind of work is shown: ``letter`` where there are no colours, ``style`` of rich."""
+
+    words: str
+    letter: str
+    colour: str
+    style: str
+
+
+OTHER = Look("other", "o", "#9a948f", "white on bright_black")
+LOOKS = {
+    "F": Look("forward", "F", "#4c78a8", "white on blue"),
+    "B": Look("backward", "B", "#54a24b", "white on green"),
+    "I": Look("backward: inputs", "I", "#2fa39a", "black on cyan"),
+    "W": Look("backward: weights", "W", "#e3b23c", "black on yellow"),
+    "RECOMPUTE": Look("recompute", "R", "#9ecae9", "black on bright_blue"),
+    "STEP": Look("step", "S", "#b279a2", "white on magenta"),
+    "NORM": Look("norm", "N", "#e45756", "white on red"),
+    "DECIDE": Look("decide", "D", "#c23b3b", "white on red"),
+    "COUNT": Look("count", "C", "#bab0ac", "black on white"),
+    "ROUND": Look("round", "O", "#d8b5a5", "black on white"),
+    "ADD": Look("add", "A", "#d8a48f", "black on white"),
+    "GATHER": Look("gather", "G", "#7f6aa8", "white on magenta"),
+    "REDUCE": Look("reduce", "E", "#f58518", "black on bright_yellow"),
+    "SEND": Look("send", "<", "#8c8c8c", "white on bright_black"),
+    "RECEIVE": Look("receive", ">", "#b5b5b5", "white on bright_black"),
+}
+
+OF_OP = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+"""The kinds of instructions that are not called by their own word."""
+
+
+def look(kind: str) -> Look:
+    """How ``kind`` is shown; one that is not known as :data:`OTHER`."""
+    return LOOKS.get(kind, OTHER)
+
+
+def lighter(colour: str, share: float) -> str:
+    """``#rrggbb`` mixed with so much white."""
+    parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
+
+
+def ink(colour: str) -> str:
+    """Black or white, whichever can be read on a ``#rrggbb``."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "black"

@@ -1,0 +1,157 @@
+"""A step that a run has recorded, as a timetable: the files of its ranks on one axis of time."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.core.errors import ConfigError
+from shardwise.estimate.simulate import Costs, simulate
+from shardwise.parallel.schedule import Task
+from shardwise.runtime.recorder import TRACE, RankStep, trace_name
+
+from .kinds import OF_OP
+from .lines import parsed_line
+from .simulated import drawing
+from .timetable import COMPUTE, Box, Drawing, mark_critical
+
+SEEN = 1 / 500  # of a step: a gap that is shorter is less than two pixels wide
+LEGAL = "legal: the folder of a run (train.run_dir) that has come to one of its train.trace_steps"
+
+
+def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) -> Drawing:
+    """What the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have recorded.
+
+    ``whole``: instructions of a kind, stage and microbatch that follow each other are one box.  Raises :class:`ConfigError` where there
+    is no such step.
+    """
+    ranks = read_step(folder, step)
+    hosts = {one.host: min(r.wall for r in ranks if r.host == one.host) for one in ranks}
+    begins = [one.wall - hosts[one.host] for one in ranks]
+    seconds = max(begin + one.seconds for begin, one in zip(begins, ranks, strict=True))
+    boxes = [box for begin, one in zip(begins, ranks, strict=True) for box in _boxes(one, begin)]
+    busy = sum(box.stop - box.start for box in boxes if box.lane == COMPUTE)
+    if whole:
+        boxes = [box for one in ranks for box in _merged([b for b in boxes if b.rank == one.rank], SEEN * seconds)]
+    notes = ("what communicates is drawn until it was waited for",) if any(box.lane != COMPUTE for box in boxes) else ()
+    return Drawing(
+        f"{folder}: step {ranks[0].step} of {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, recorded", mark_critical(boxes, [one.pipeline for one in ranks]),
+        len(ranks), seconds, 1 - busy / (seconds * len(ranks)), tuple(one.memory for one in ranks), notes=notes,
+    )  # fmt: skip
+
+
+def predicted(folder: Path, step: int | None = None) -> Drawing:
+    """The recorded step simulated: each rank's tasks in its order, each in the median time of its kind on its stage; what communicates
+    takes none.  So beside :func:`of_recorded` it shows what communication and uneven times cost.
+
+    Pipelines that are replicas of each other are simulated each for itself.
+    """
+    ranks = read_step(folder, step)
+    boxes: list[Box] = []
+    for first in sorted({one.pipeline for one in ranks}):
+        group = [one for one in ranks if one.pipeline == first]
+        found = _simulated(group)
+        boxes += [replace(box, rank=group[box.rank].rank, critical=False) for box in found.boxes]
+    boxes = list(mark_critical(boxes, [one.pipeline for one in ranks]))
+    seconds = max(box.stop for box in boxes)
+    busy = sum(box.stop - box.start for box in boxes)
+    return Drawing(
+        f"step {ranks[0].step}, simulated from the medians of its tasks", tuple(boxes), len(ranks), seconds, 1 - busy / (seconds * len(ranks)),
+        notes=("without communication",),
+    )  # fmt: skip
+
+
+def _simulated(group: Sequence[RankStep]) -> Drawing:
+    """The ranks of one pipeline."""
+    seconds = [_tasks(one) for one in group]
+    stages = 1 + max(task.stage for tasks in seconds for task in tasks)
+    like: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for tasks in seconds:
+        for task, length in tasks.items():
+            like[task.kind, task.stage].append(length)
+    medians = {kind: [statistics.median(like[kind, s]) if (kind, s) in like else 0.0 for s in range(stages)] for kind in "FBIW"}
+    updates = [0.0] * stages
+    for one, tasks in zip(group, seconds, strict=True):
+        updates[next(iter(tasks)).stage] += sum(event.stop - event.start for event in one.events if event.op == "STEP")
+    costs = Costs(medians["F"], medians["I"], medians["W"], medians["B"], step=updates)
+    return drawing("", simulate(tuple(map(tuple, seconds)), costs), costs)
+
+
+def _tasks(one: RankStep) -> dict[Task, float]:
+    """The tasks of a rank in its order, and how long their instructions took; recomputing is a part of backward."""
+    found: dict[Task, float] = {}
+    for event in one.events:
+        kind = "B" if event.op == "RECOMPUTE" else OF_OP.get(event.op)
+        if kind is not None and event.microbatch >= 0:
+            task = Task(kind, event.stage, event.microbatch)
+            found[task] = found.get(task, 0.0) + event.stop - event.start
+    return found
+
+
+def read_step(folder: Path, step: int | None = None) -> list[RankStep]:
+    """What each rank has recorded of ``step``, by default the last that all have."""
+    first = _read(folder / TRACE / trace_name(0))
+    files = [first, *(_read(folder / TRACE / trace_name(rank)) for rank in range(1, next(iter(first.values())).ranks))]
+    common = sorted(set.intersection(*map(set, files)))
+    if not common:
+        raise ConfigError(f"{folder / TRACE}: no step that all {len(files)} ranks have recorded; {LEGAL}")
+    if step is not None and step not in common:
+        raise ConfigError(f"--step {step}: not recorded in {folder / TRACE}; legal: {', '.join(map(str, common))}")
+    return [steps[common[-1] if step is None else step] for steps in files]
+
+
+def _read(path: Path) -> dict[int, RankStep]:
+    """The steps of a rank; of one that was taken twice, after a restart, the later."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}; {LEGAL}") from None
+    values = [found for line in lines if (found := parsed_line(line)) is not None]  # the disk may be full, the run at it
+    try:
+        steps = [RankStep.from_dict(one) for one in values]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; {LEGAL}") from None
+    if not steps:
+        raise ConfigError(f"{path}: no step is recorded; {LEGAL}")
+    return {one.step: one for one in steps if one.ranks == steps[-1].ranks}
+
+
+def _boxes(one: RankStep, begin: float) -> Iterator[Box]:
+    """A box for each instruction.  A lane runs in order, so what is posted there begins when the one before is done.  Messages between
+    two ranks are matched in order too."""
+    free: dict[str, float] = {}
+    sent: Counter[tuple[int, int]] = Counter()
+    for event in one.events:
+        start = max(begin + event.start, free.get(event.lane, 0.0))
+        stop = free[event.lane] = max(start, begin + event.stop)
+        flow = ""
+        if event.peer >= 0:
+            ends = (one.rank, event.peer) if event.op == "SEND" else (event.peer, one.rank)
+            flow = f"{ends[0]} to {ends[1]}: {sent[ends]}"
+            sent[ends] += 1
+        kind = OF_OP.get(event.op, event.op)
+        yield Box(one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text)
+
+
+def _merged(boxes: Sequence[Box], gap: float) -> Iterator[Box]:
+    """One box for those that compute one after the other, with no more than ``gap`` in between, and are of one kind, stage and
+    microbatch."""
+    last: Box | None = None
+    for box in boxes:
+        if box.lane != COMPUTE:
+            yield box
+        elif last is not None and _alike(last, box) and box.start - last.stop <= gap:
+            last = replace(last, stop=box.stop, name="")
+        else:
+            if last is not None:
+                yield last
+            last = box
+    if last is not None:
+        yield last
+
+
+def _alike(one: Box, other: Box) -> bool:
+    return (one.kind, one.stage, one.microbatch) == (other.kind, other.stage, other.microbatch)
