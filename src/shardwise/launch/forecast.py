@@ -50,7 +50,12 @@ class Forecast:
 
     @staticmethod
     def of(
-        config: Config, compiled: Compiled, device: Device, budget: int | None = None, common: bool = False, before: int | None = None
+        config: Config,
+        compiled: Compiled,
+        device: Device,
+        budget: int | None = None,
+        common: bool = False,
+        before: int | None = None,
     ) -> Forecast:
         """Of a model that was compiled for ``build_plan(config)``; the budget is by default what config or device say.
 
