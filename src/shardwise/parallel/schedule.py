@@ -105,8 +105,8 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int, stages_pe
 
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
     """1F1B over several stages a rank: microbatches go in groups through one stage after the other (Megatron-LM, arXiv 2104.04473,
-    section 2.2.2).  A group has ``ranks`` microbatches; if that leaves a remainder, groups are the least that is more, and so is the
-    number of activations that live.
+    section 2.2.2).  A group has ``ranks`` microbatches, or a few more where that leaves a remainder (Megatron-LM refuses that): the bubble
+    stays, and a rank holds those more for each of its stages but one.
 
     ::
 
