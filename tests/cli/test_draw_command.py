@@ -12,6 +12,7 @@ from test_memory_command import RUN, shardwise, text  # noqa: F401 - the fixture
 from typer.testing import CliRunner, Result
 
 from shardwise.cli.main import app
+from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, simulate
 from shardwise.parallel.schedule import timetable
 from shardwise.report.recorded import of_recorded, read_step
@@ -63,6 +64,17 @@ def test_stages_share_the_times_of_their_rank() -> None:
         assert one["bubble_of_ideal"] == pytest.approx(3 / 8 / each)
 
 
+@pytest.mark.parametrize("memory", [2.0, 3.0, None])
+def test_auto_is_the_search_within_its_limit(memory: float | None) -> None:
+    given = ["--schedule", "auto", "--ranks", "3", "--microbatches", "5", "--times", "1,1.2,0.8,0.1", "--json"]
+    (one,) = json.loads(call("simulate", *given, *([] if memory is None else ["--memory", str(memory)])).stdout)["simulations"]
+    costs = Costs.uniform(3, 1e-3, 1.2e-3, 0.8e-3, 1e-4)
+    truth = auto(3, 5, costs, float("inf") if memory is None else memory)
+    assert one["step_seconds"] == pytest.approx(truth.simulation.seconds) and truth.name.removeprefix("auto ") in one["title"]
+    assert [r["peak_activations"] for r in one["by_rank"]] == list(truth.simulation.peak_bytes)
+    assert memory is None or max(truth.simulation.peak_bytes) <= memory
+
+
 def test_a_config_gives_what_options_leave_open(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_text("[parallel]\nmicrobatches = 4\n")
@@ -101,6 +113,9 @@ def test_draw_writes_what_it_prints(tmp_path: Path) -> None:
         (["draw", "--norm", "none"], "norm: 'none' is not legal"),
         (["draw", "--out", "t.gif"], r"--out t.gif: .gif is not legal; legal: .png, .svg, .pdf"),
         (["draw", "--perfetto", "/dev/null/t.json"], "--perfetto /dev/null/t.json: cannot be written"),
+        (["draw", "--memory", "3"], "--memory 3: legal: a number of at least 1, with --schedule auto"),
+        (["draw", "--schedule", "auto", "--memory", "0.5"], "--memory 0.5: legal: a number of at least 1"),
+        (["draw", "--schedule", "auto", "--ranks", "-1"], "ranks: -1 is not legal; legal: an integer of at least 1"),
         (["draw", "--step", "3"], "--step 3: legal: with the folder of a run"),
         (["draw", "/nowhere"], "/nowhere: neither a config file nor section.key=value"),
         (["draw", ".", "--ranks", "3"], "legal: none, for it is the folder of a run"),

@@ -121,12 +121,19 @@ def memory(
 
 Schedules = Annotated[
     list[str] | None,
-    typer.Option("--schedule", metavar="NAME", help="Such as 1f1b or zb-h1; several: each.  [default: the config's, or 1f1b]"),
+    typer.Option(
+        "--schedule", metavar="NAME", help="Such as 1f1b, zb-h1 or auto; several: each (default: the config's, or 1f1b)."
+    ),
 ]
-Ranks = Annotated[int | None, typer.Option(help="Of the pipeline.  [default: the config's, or 4]")]
-Microbatches = Annotated[int | None, typer.Option(help="Of a step.  [default: the config's, or 8]")]
-StagesPerRank = Annotated[int | None, typer.Option(help="[default: the least that the schedule takes]")]
+Ranks = Annotated[int | None, typer.Option(help="Of the pipeline (default: the config's, or 4).")]
+Microbatches = Annotated[int | None, typer.Option(help="Of a step (default: the config's, or 8).")]
+StagesPerRank = Annotated[
+    int | None, typer.Option(help="Parts of the model on a rank (default: the fewest that the schedule takes).")
+]
 Times = Annotated[str, typer.Option(metavar="F,I,W,TRANSFER", help="Of a rank and microbatch, in ms; B is I + W.")]
+Memory = Annotated[
+    float | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold; of schedule auto.")
+]
 Norm = Annotated[str, typer.Option(help="barrier or post-validate: when ranks take their optimizer step.")]
 
 
@@ -139,6 +146,7 @@ def simulate(
     stages_per_rank: StagesPerRank = None,
     times: Times = "1,1,1,0",
     norm: Norm = "barrier",
+    memory: Memory = None,
     json: Json = False,
 ) -> None:
     """What a pipeline's schedule takes: step time, bubble, activations of each rank."""
@@ -146,7 +154,7 @@ def simulate(
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .pipeline import Options, run_simulate
 
-        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm) for schedule in schedules or (None,)]
+        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm, memory) for schedule in schedules or (None,)]
         run_simulate(path, overrides, each, json)
 
 
@@ -162,7 +170,8 @@ def draw(
     stages_per_rank: StagesPerRank = None,
     times: Times = "1,1,1,0",
     norm: Norm = "barrier",
-    step: Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps.  [default: the last]")] = None,
+    memory: Memory = None,
+    step: Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw a picture: .svg, .png or .pdf.")] = None,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
@@ -173,7 +182,7 @@ def draw(
     with reported(json):
         from .pipeline import Options
 
-        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm) for schedule in schedules or (None,)]
+        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm, memory) for schedule in schedules or (None,)]
         given = arguments or []
         if len(given) == 1 and Path(given[0]).is_dir():
             if each != [Options()]:

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, check_count
+from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
 from shardwise.launch.subject import load_anywhere
 from shardwise.parallel.schedule import check_schedule, timetable
@@ -22,6 +23,7 @@ from shardwise.report.timetable import Drawing, milliseconds, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import picture
 
+AUTO = "auto"
 WIDEST = 160  # columns of a chart
 TIMES = (
     "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's parts for inputs "
@@ -31,7 +33,10 @@ TIMES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks."""
+    """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks.
+
+    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank.
+    """
 
     schedule: str | None = None
     ranks: int | None = None
@@ -39,6 +44,7 @@ class Options:
     stages_per_rank: int | None = None
     times: str = "1,1,1,0"
     norm: str = "barrier"
+    memory: float | None = None
 
 
 def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
@@ -87,8 +93,12 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         name = schedule if one.schedule is None else one.schedule
         p = ranks if one.ranks is None else one.ranks
         m = microbatches if one.microbatches is None else one.microbatches
-        legal = check_schedule(name, p, m, one.stages_per_rank)
-        each = legal.stages_per_rank if one.stages_per_rank is None else one.stages_per_rank
+        if one.memory is not None and (name != AUTO or not one.memory >= 1):
+            raise ConfigError(f"--memory {one.memory:g}: legal: a number of at least 1, with --schedule {AUTO}")
+        least = 1 if name == AUTO else check_schedule(name, p, m, one.stages_per_rank).stages_per_rank
+        each = least if one.stages_per_rank is None else one.stages_per_rank
+        for field, value in (("ranks", p), ("microbatches", m), ("stages_per_rank", each)):
+            check_count(field, value)
         found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each))
     return found
 
@@ -103,9 +113,15 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
         [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages, transfer=[transfer] * (stages - 1),
         activations=[1 / each] * stages,
     )  # fmt: skip
+    if schedule == AUTO:
+        limit = float("inf") if options.memory is None else options.memory * (1 + 1e-9)
+        chosen = auto(ranks, microbatches, costs, limit, options.norm)
+        name, simulation = f"{AUTO}: {chosen.name.removeprefix(f'{AUTO} ')}", chosen.simulation
+    else:
+        name, simulation = schedule, simulate(timetable(schedule, ranks, microbatches, each), costs, options.norm)
     several = f" x {each} stages" if each > 1 else ""
-    title = f"{schedule}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
-    return title, simulate(timetable(schedule, ranks, microbatches, each), costs, options.norm), costs
+    title = f"{name}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
+    return title, simulation, costs
 
 
 def _plural(number: int, word: str) -> str:
