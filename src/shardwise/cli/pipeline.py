@@ -85,9 +85,10 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
 
 def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
     """The options with what they leave open; :class:`ConfigError` where they are not legal."""
-    schedule, ranks, microbatches = "1f1b", 4, 8
+    schedule, ranks, microbatches, stages = "1f1b", 4, 8, None
     if path is not None or overrides:
-        ranks, microbatches = 1, load_anywhere(path, overrides).parallel.microbatches
+        given = load_anywhere(path, overrides).parallel
+        schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
     found = []
     for one in pipelines:
         name = schedule if one.schedule is None else one.schedule
@@ -96,7 +97,8 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         if one.memory is not None and (name != AUTO or not one.memory >= 1):
             raise ConfigError(f"--memory {one.memory:g}: legal: a number of at least 1, with --schedule {AUTO}")
         least = 1 if name == AUTO else check_schedule(name, p, m, one.stages_per_rank).stages_per_rank
-        each = least if one.stages_per_rank is None else one.stages_per_rank
+        own = stages if name == schedule and one.stages_per_rank is None else one.stages_per_rank
+        each = least if own is None else own
         for field, value in (("ranks", p), ("microbatches", m), ("stages_per_rank", each)):
             check_count(field, value)
         found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each))

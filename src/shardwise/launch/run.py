@@ -137,7 +137,8 @@ class Run:
     def _recorded(self, step: int, batch: Batch) -> StepResult:
         """A step of which every rank writes down what it did when."""
         trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
-        with Recorder(trainer.engine.interpreter) as recorder:
+        stages = trainer.engine.cut.stage
+        with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
             result = trainer.step(batch)
         found = recorder.found(step, peak_memory(trainer.comm.device))
         with suppress(OSError):  # then the next line says so
