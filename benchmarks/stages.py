@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,14 +90,6 @@ class Pipeline:
 
         return min(map(ranges, itertools.combinations(range(1, task.layers), stages - 1)), key=weight)
 
-    def stages_of(self, name: str) -> set[int]:
-        """The stages that read a parameter, or run a unit: both first and last have the embedding, which is the head's weight too."""
-        outermost, _, rest = name.partition(".")
-        if outermost == "blocks":
-            at = int(rest.partition(".")[0])
-            return {stage for stage, blocks in enumerate(self.cut()) if at in blocks}
-        return {"wte": {0, self.last}, "wpe": {0}, "norm": {self.last}, "lm_head": {self.last}}[outermost]
-
 
 def pipelined(rank: int, ranks: int, *, pipeline: Pipeline) -> Step:
     """Under shardwise."""
@@ -104,7 +98,7 @@ def pipelined(rank: int, ranks: int, *, pipeline: Pipeline) -> Step:
 
 
 def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
-    """A Trainer, and the batch: every rank has all rows.  ``ValueError`` if the rank's stages are not those of the others."""
+    """A Trainer, and the batch: every rank has all rows."""
     from shardwise import OptimizerChoice, Plan, Trainer
     from shardwise.data.loader import Batch, rank_rows
     from shardwise.parallel.pipeline import pipeline as planned
@@ -114,18 +108,18 @@ def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
     batch = task.batch(range(ranks))
     plan = Plan(precision=task.precision, microbatches=pipeline.microbatches)
     plan = planned(plan, ranks, schedule=kind.name, stages_per_rank=kind.stages_per_rank)
+    plan = plan.replace(stages=tuple(len(blocks) for blocks in pipeline.cut()))
     choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
     trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
-    held = {p.name for memory in trainer.engine.memory.buckets for p in memory.bucket.parameters}
-    names = dict(task.model().named_parameters())
-    if held != (mine := {name for name in names if pipeline.stages_of(name) & set(kind.stages(rank, ranks))}):
-        raise ValueError(f"rank {rank} has {sorted(held - mine)} and lacks {sorted(mine - held)}: other stages than its peer's")
     spans = rank_rows(pipeline.rows, pipeline.microbatches, 1, 0)
     return trainer, Batch(batch, pipeline.rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
-KINDS_OF_TASKS = {"FORWARD": "F", "RECOMPUTE": "B", "BACKWARD": "B"}
-"""What an instruction does for a schedule's task."""
+TASKS = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+"""Instructions, and the tasks of a schedule that they are part of."""
+
+
+REST = "rest"
 
 
 @dataclass
@@ -137,42 +131,43 @@ class Alone:
 
     trainer: Any
     given: Any
-    pipeline: Pipeline
     began: float = 0.0
-    doing: str = ""
-    spent: dict[str, float] = field(default_factory=dict)
-    steps: list[dict[str, float]] = field(default_factory=list)
+    doing: str = REST
+    spent: Counter[str] = field(default_factory=Counter)  # seconds of the step, by task
+    tasks: set[tuple[str, int]] = field(default_factory=set)  # those of each microbatch
+    steps: list[Counter[str]] = field(default_factory=list)
 
     def __call__(self) -> float:
-        self.began, self.doing, self.spent = time.perf_counter(), "rest", {}
+        self.began, self.doing, self.spent = time.perf_counter(), REST, Counter()
         self.trainer.engine.step(self.given.fields, self.given.rows)  # the Trainer would look whether numbers are finite
-        self._now("rest")
+        self._now(REST)
         self.steps.append(self.spent)
         return 0.0
 
     def before(self, position: int, instruction: Any) -> None:
         """Called before each instruction."""
-        kind = KINDS_OF_TASKS.get(instruction.op.name)
-        self._now("rest" if kind is None else f"{kind}{self._stage(instruction.unit)}")
+        task = TASKS.get(instruction.op.name)
+        stage = -1 if task is None else self.trainer.engine.cut.stage[instruction.unit]  # -1: of no stage
+        if stage < 0:
+            self._now(REST)
+        else:
+            self._now(f"{task}{stage}")
+            self.tasks.add((f"{task}{stage}", instruction.microbatch))
 
     def _now(self, doing: str) -> None:
         now = time.perf_counter()
-        self.spent[self.doing] = self.spent.get(self.doing, 0.0) + now - self.began
+        self.spent[self.doing] += now - self.began
         self.began, self.doing = now, doing
 
-    def _stage(self, unit: int) -> int:
-        (stage,) = self.pipeline.stages_of(self.trainer.compiled.general.units[unit].name)
-        return stage
-
     def measured(self) -> dict[str, float]:
-        """Seconds of tasks ``F0``, ``B0``, …, a letter and a stage, for a microbatch; ``rest``: of all else in a step."""
-        each = {what: statistics.median(step[what] for step in self.steps) for what in self.steps[-1]}
-        return {what: seconds if what == "rest" else seconds / self.pipeline.microbatches for what, seconds in each.items()}
+        """Seconds of tasks ``F0``, ``B0``, …, a letter and a stage, for a microbatch; :data:`REST`: of all else in a step."""
+        microbatches = Counter(task for task, _ in self.tasks)
+        return {what: statistics.median(step[what] for step in self.steps) / microbatches.get(what, 1) for what in self.steps[-1]}
 
 
 def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:
     """A rank by itself."""
-    one = Alone(None, None, pipeline)
+    one = Alone(None, None)
     one.trainer, one.given = _trainer(rank, pipeline, comm=silent(rank, ranks), progress=one.before)
     return one
 
@@ -196,3 +191,18 @@ def silent(rank: int, ranks: int) -> Any:
         _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _broadcast = _send = _done
 
     return Silent(Mesh.of(pp=ranks), rank, torch.device("cpu"))
+
+
+def simulated(pipeline: Pipeline, measured: Sequence[Mapping[str, float]]) -> float:
+    """Seconds of a step without communication, from what the ranks by themselves have measured."""
+    from shardwise.estimate.simulate import Costs, simulate
+    from shardwise.parallel.schedule import timetable
+
+    kind, ranks, stages = pipeline.kind, pipeline.ranks, range(pipeline.last + 1)
+    seconds = {what: each for rank in measured for what, each in rank.items() if what != REST}
+    forward, backward, inputs, weight = ([seconds.get(f"{task}{stage}", 0.0) for stage in stages] for task in "FBIW")
+    step = [0.0 for _ in stages]
+    for rank, one in enumerate(measured):
+        step[kind.stages(rank, ranks)[0]] = one[REST]  # the simulator adds up those of a rank
+    costs = Costs(forward, inputs, weight, backward=backward, step=step)
+    return simulate(timetable(kind.name, ranks, pipeline.microbatches, kind.stages_per_rank), costs).seconds

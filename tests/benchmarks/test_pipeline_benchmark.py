@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
-import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,9 @@ HERE = Path(__file__).parent
 BENCHMARKS = HERE.parents[1] / "benchmarks"
 sys.path[:0] = [str(BENCHMARKS), str(HERE)]
 
-from alternate import Contender, alternate  # noqa: E402
 from beside import beside  # noqa: E402
+
+from alternate import Contender, alternate  # noqa: E402
 from stages import KINDS, Kind, Pipeline  # noqa: E402
 from task import Task  # noqa: E402
 
