@@ -32,7 +32,7 @@ import torch
 
 from alternate import Contender, StepMaker, alternate
 from shardwise.launch.local import ALLOCATOR
-from stages import KINDS, Kind, Pipeline, alone, pipelined, simulated
+from stages import KINDS, Kind, Pipeline, alone, costs, pipelined, simulated
 from task import Task
 from torch_pipelines import TorchPipeline
 from zero import CHECKED, LIMIT, STEPS, WARMUP, figures, reference, wrong
@@ -65,18 +65,18 @@ def run(pipeline: Pipeline, only: Sequence[str], rounds: int, expected: Sequence
     """A row for each contender of a schedule, the limit first, where it has run."""
     every = contenders(pipeline, only)
     alternate(every, rounds=rounds, steps=STEPS, warmup=WARMUP)
-    costs = next((one.measured for one in every if one.name == LIMIT), None)
-    ideal = next((one.median for one in every if one.name == LIMIT), None)
-    model = None if costs is None else simulated(pipeline, costs)
+    limit = next((one for one in every if one.name == LIMIT), None)
+    each = costs(limit.measured) if limit else None
+    ideal, model = (limit.median, simulated(pipeline, each)) if limit and each else (None, None)
     return [
         {
             **figures(one, pipeline.task, expected),
             "schedule": pipeline.kind.name,
             "microbatches": pipeline.microbatches,
-            "stages": [len(blocks) for blocks in pipeline.cut()],
+            "stages": [len(units) for units in pipeline.cut()],
             "of_ideal": None if ideal is None else ideal / one.median,
             "of_simulated": None if model is None else model / one.median,
-            "costs": one.measured if one.name == LIMIT else None,
+            "costs": each if one is limit else None,
         }
         for one in every
     ]
@@ -87,20 +87,18 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
     first = rows[0]
     title = f"{first['precision']}, {first['ranks']} ranks"
     columns = "of ideal  of simulated  peak RSS   PSS  data MB"
-    print(f"\n{title:19} microbatches  ms/step  tokens/s  {columns}  loss of step {CHECKED}  off by  clean")
+    print(f"\n{title:21} microbatches  ms/step  tokens/s  {columns}  loss of step {CHECKED}  off by  clean")
     for row in rows:
-        at = min(CHECKED, len(row["losses"])) - 1
-        shares = [f"{row[share]:.3f}" if row[share] is not None and row["name"] != LIMIT else "–" for share in SHARES]
-        name = f"{LIMIT} of {row['schedule']}" if row["name"] == LIMIT else row["name"]
+        limit = row["name"] == LIMIT
+        name = f"{LIMIT} of {row['schedule']}" if limit else row["name"]
+        shares = ["–" if limit or row[share] is None else f"{row[share]:.3f}" for share in ("of_ideal", "of_simulated")]
+        losses = row["losses"][:CHECKED]
+        loss, off = ("–", "–") if limit else (f"{losses[-1]:.4f}", f"{row['off']:.0e}")
         print(
-            f"{name:19} {row['microbatches']:12}  {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
-            f"  {shares[0]:>8}  {shares[1]:>12}"
-            f"  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}  {row['losses'][at]:14.4f}"
-            f"  {row['off']:.0e}  {row['clean_steps']}/{row['steps']}"
+            f"{name:21} {row['microbatches']:12}  {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
+            f"  {shares[0]:>8}  {shares[1]:>12}  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}"
+            f"  {loss:>14}  {off:>6}  {row['clean_steps']}/{row['steps']}"
         )
-
-
-SHARES = ("of_ideal", "of_simulated")
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

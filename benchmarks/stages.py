@@ -68,27 +68,30 @@ class Pipeline:
         """The last stage."""
         return self.ranks * self.kind.stages_per_rank - 1
 
+    @property
+    def units(self) -> int:
+        """The parts that a stage has one or more of: embedding, blocks, and norm with head and loss."""
+        return self.task.layers + 2
+
     def cut(self) -> tuple[range, ...]:
-        """The blocks of each stage.
+        """The units of each stage.
 
         The slowest stage is as fast as can be, then the next; where that leaves a choice earlier stages get fewer, as they keep most
-        microbatches.  A block's cost is its multiplications for a token; the last has the head's too.
+        microbatches.  A unit's cost is its multiplications for a token.
         """
-        task, stages = self.task, self.last + 1
+        task = self.task
         hidden = task.hidden or 4 * task.width
         # of attention's two products causality leaves half
-        costs = [4 * task.width**2 + 2 * task.width * hidden + task.sequence * task.width] * task.layers
-        costs[-1] += task.vocabulary * task.width
-        if stages > task.layers:
-            raise ValueError(f"{stages} stages of {task.layers} blocks: each needs one")
+        block = 4 * task.width**2 + 2 * task.width * hidden + task.sequence * task.width
+        costs = [0, *[block] * task.layers, task.vocabulary * task.width]
 
         def ranges(starts: tuple[int, ...]) -> tuple[range, ...]:
-            return tuple(itertools.starmap(range, itertools.pairwise((0, *starts, task.layers))))
+            return tuple(itertools.starmap(range, itertools.pairwise((0, *starts, self.units))))
 
         def weight(parts: tuple[range, ...]) -> tuple[list[int], list[int]]:
             return sorted((sum(costs[i] for i in part) for part in parts), reverse=True), [len(part) for part in parts]
 
-        return min(map(ranges, itertools.combinations(range(1, task.layers), stages - 1)), key=weight)
+        return min(map(ranges, itertools.combinations(range(1, self.units), self.last)), key=weight)
 
 
 def pipelined(rank: int, ranks: int, *, pipeline: Pipeline) -> Step:
@@ -108,7 +111,7 @@ def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
     batch = task.batch(range(ranks))
     plan = Plan(precision=task.precision, microbatches=pipeline.microbatches)
     plan = planned(plan, ranks, schedule=kind.name, stages_per_rank=kind.stages_per_rank)
-    plan = plan.replace(stages=tuple(len(blocks) for blocks in pipeline.cut()))
+    plan = plan.replace(stages=tuple(map(len, pipeline.cut())))
     choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
     trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
     spans = rank_rows(pipeline.rows, pipeline.microbatches, 1, 0)
@@ -120,28 +123,31 @@ TASKS = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGH
 
 
 REST = "rest"
+"""What is no task."""
 
 
 @dataclass
 class Alone:
     """The same program, of a rank that nobody talks to: what it sends is lost, what it receives is zeros.
 
-    :meth:`measured` says how long its stages' tasks take: medians over steps, of a microbatch.
+    ``measured``: for every step the seconds of tasks ``F0``, ``B0``, …, a letter and a stage, on average over microbatches, and of
+    all else in the step (:data:`REST`).
     """
 
     trainer: Any
     given: Any
     began: float = 0.0
     doing: str = REST
-    spent: Counter[str] = field(default_factory=Counter)  # seconds of the step, by task
+    spent: Counter[str] = field(default_factory=Counter)
     tasks: set[tuple[str, int]] = field(default_factory=set)  # those of each microbatch
-    steps: list[Counter[str]] = field(default_factory=list)
+    measured: list[dict[str, float]] = field(default_factory=list)
 
     def __call__(self) -> float:
-        self.began, self.doing, self.spent = time.perf_counter(), REST, Counter()
+        self.began, self.doing, self.spent, self.tasks = time.perf_counter(), REST, Counter(), set()
         self.trainer.engine.step(self.given.fields, self.given.rows)  # the Trainer would look whether numbers are finite
         self._now(REST)
-        self.steps.append(self.spent)
+        times = Counter(task for task, _ in self.tasks)
+        self.measured.append({what: seconds / times.get(what, 1) for what, seconds in self.spent.items()})
         return 0.0
 
     def before(self, position: int, instruction: Any) -> None:
@@ -158,11 +164,6 @@ class Alone:
         now = time.perf_counter()
         self.spent[self.doing] += now - self.began
         self.began, self.doing = now, doing
-
-    def measured(self) -> dict[str, float]:
-        """Seconds of tasks ``F0``, ``B0``, …, a letter and a stage, for a microbatch; :data:`REST`: of all else in a step."""
-        microbatches = Counter(task for task, _ in self.tasks)
-        return {what: statistics.median(step[what] for step in self.steps) / microbatches.get(what, 1) for what in self.steps[-1]}
 
 
 def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:
@@ -193,16 +194,21 @@ def silent(rank: int, ranks: int) -> Any:
     return Silent(Mesh.of(pp=ranks), rank, torch.device("cpu"))
 
 
-def simulated(pipeline: Pipeline, measured: Sequence[Mapping[str, float]]) -> float:
-    """Seconds of a step without communication, from what the ranks by themselves have measured."""
+def costs(measured: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """By rank the median seconds over the steps in which they were measured."""
+    return [{what: statistics.median(step[what] for step in steps) for what in steps[0]} for steps in measured]
+
+
+def simulated(pipeline: Pipeline, each: Sequence[Mapping[str, float]]) -> float:
+    """Seconds of a step without communication, from the :func:`costs` of the ranks by themselves."""
     from shardwise.estimate.simulate import Costs, simulate
     from shardwise.parallel.schedule import timetable
 
     kind, ranks, stages = pipeline.kind, pipeline.ranks, range(pipeline.last + 1)
-    seconds = {what: each for rank in measured for what, each in rank.items() if what != REST}
+    seconds = {what: spent for rank in each for what, spent in rank.items() if what != REST}
     forward, backward, inputs, weight = ([seconds.get(f"{task}{stage}", 0.0) for stage in stages] for task in "FBIW")
     step = [0.0 for _ in stages]
-    for rank, one in enumerate(measured):
+    for rank, one in enumerate(each):
         step[kind.stages(rank, ranks)[0]] = one[REST]  # the simulator adds up those of a rank
-    costs = Costs(forward, inputs, weight, backward=backward, step=step)
-    return simulate(timetable(kind.name, ranks, pipeline.microbatches, kind.stages_per_rank), costs).seconds
+    found = Costs(forward, inputs, weight, backward=backward, step=step)
+    return simulate(timetable(kind.name, ranks, pipeline.microbatches, kind.stages_per_rank), found).seconds

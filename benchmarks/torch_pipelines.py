@@ -20,15 +20,16 @@ from task import fused_adamw
 
 
 class Stage(nn.Module):
-    """Some blocks of a GPT, under the names that it has for them: tokens or hidden states in, hidden states or logits out."""
+    """Some units of a GPT, under the names that it has for their parts: tokens or hidden states in, hidden states or logits out."""
 
-    def __init__(self, model: nn.Module, blocks: range, first: bool, last: bool) -> None:
+    def __init__(self, model: nn.Module, units: range) -> None:
         super().__init__()
-        self.first, self.last = first, last
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in blocks})
-        if first:
+        blocks = len(model.blocks)
+        self.first, self.last = 0 in units, blocks + 1 in units
+        self.blocks = nn.ModuleDict({str(unit - 1): model.blocks[unit - 1] for unit in units if 1 <= unit <= blocks})
+        if self.first:
             self.wte, self.wpe = model.wte, model.wpe
-        if last:
+        if self.last:
             self.norm, self.lm_head = model.norm, model.lm_head
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ class TorchPipeline:
         self.pipeline, self.ranks, mine = pipeline, ranks, kind.stages(rank, ranks)
         self.first, self.last = 0 in mine, last in mine
         model, cut = task.model(), pipeline.cut()
-        self.stages = [Stage(model, cut[at], at == 0, at == last) for at in mine]
+        self.stages = [Stage(model, cut[at]) for at in mine]
         modules = [
             pipelining.PipelineStage(stage, at, last + 1, torch.device(task.device))
             for stage, at in zip(self.stages, mine, strict=True)
