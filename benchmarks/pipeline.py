@@ -82,12 +82,14 @@ def run(pipeline: Pipeline, only: Sequence[str], rounds: int, expected: Sequence
     ]
 
 
+def head(precision: str, ranks: int) -> None:
+    columns = "of ideal  of simulated  peak RSS   PSS  data MB"
+    title = f"{precision}, {ranks} ranks"
+    print(f"\n{title:21} microbatches  ms/step  tokens/s  {columns}  loss of step {CHECKED}  off by  clean", flush=True)
+
+
 def table(rows: Sequence[dict[str, Any]]) -> None:
     """A line for each contender."""
-    first = rows[0]
-    title = f"{first['precision']}, {first['ranks']} ranks"
-    columns = "of ideal  of simulated  peak RSS   PSS  data MB"
-    print(f"\n{title:21} microbatches  ms/step  tokens/s  {columns}  loss of step {CHECKED}  off by  clean")
     for row in rows:
         limit = row["name"] == LIMIT
         name = f"{LIMIT} of {row['schedule']}" if limit else row["name"]
@@ -97,7 +99,8 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
         print(
             f"{name:21} {row['microbatches']:12}  {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
             f"  {shares[0]:>8}  {shares[1]:>12}  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}"
-            f"  {loss:>14}  {off:>6}  {row['clean_steps']}/{row['steps']}"
+            f"  {loss:>14}  {off:>6}  {row['clean_steps']}/{row['steps']}",
+            flush=True,
         )
 
 
@@ -169,12 +172,14 @@ def main() -> None:
     for precision in options.precision:
         for ranks in options.ranks:
             found = []
+            head(precision, ranks)
             for kind in KINDS.values():
                 if set(names(kind)) & set(options.only):
                     this = replace(task, precision=precision)
                     pipeline = Pipeline(this, kind, ranks, kind.microbatches(options.microbatches, ranks))
-                    found += run(pipeline, options.only, options.rounds, expected[ranks])
-            table(found)
+                    some = run(pipeline, options.only, options.rounds, expected[ranks])
+                    table(some)
+                    found += some
             for verdict in verdicts(found):
                 tell(verdict)
                 said.append({"precision": precision, "ranks": ranks, **verdict})
