@@ -124,6 +124,8 @@ TASKS = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGH
 
 REST = "rest"
 """What is no task."""
+Doing = tuple[str, int, int]
+"""A task: its letter, stage and microbatch."""
 
 
 @dataclass
@@ -137,33 +139,39 @@ class Alone:
     trainer: Any
     given: Any
     began: float = 0.0
-    doing: str = REST
-    spent: Counter[str] = field(default_factory=Counter)
-    tasks: set[tuple[str, int]] = field(default_factory=set)  # those of each microbatch
+    doing: Doing | None = None  # None: no task
+    spent: Counter[Doing | None] = field(default_factory=Counter)
     measured: list[dict[str, float]] = field(default_factory=list)
 
     def __call__(self) -> float:
-        self.began, self.doing, self.spent, self.tasks = time.perf_counter(), REST, Counter(), set()
+        self.began, self.doing, self.spent = time.perf_counter(), None, Counter()
         self.trainer.engine.step(self.given.fields, self.given.rows)  # the Trainer would look whether numbers are finite
-        self._now(REST)
-        times = Counter(task for task, _ in self.tasks)
-        self.measured.append({what: seconds / times.get(what, 1) for what, seconds in self.spent.items()})
+        self._now(None)
+        self.measured.append(self._means())
         return 0.0
 
     def before(self, position: int, instruction: Any) -> None:
         """Called before each instruction."""
         task = TASKS.get(instruction.op.name)
         stage = -1 if task is None else self.trainer.engine.cut.stage[instruction.unit]  # -1: of no stage
-        if stage < 0:
-            self._now(REST)
-        else:
-            self._now(f"{task}{stage}")
-            self.tasks.add((f"{task}{stage}", instruction.microbatch))
+        self._now(None if task is None or stage < 0 else (task, stage, instruction.microbatch))
 
-    def _now(self, doing: str) -> None:
+    def _now(self, doing: Doing | None) -> None:
         now = time.perf_counter()
         self.spent[self.doing] += now - self.began
         self.began, self.doing = now, doing
+
+    def _means(self) -> dict[str, float]:
+        """Seconds of the step just run.  A stage's units without weights that can wait have a whole backward in its I."""
+        tasks: Counter[Doing] = Counter()
+        for doing, seconds in self.spent.items():
+            if doing is not None:
+                task, *where = doing
+                tasks["I" if task == "B" and ("I", *where) in self.spent else task, where[0], where[1]] += seconds
+        found: dict[str, list[float]] = {REST: [self.spent[None]]}
+        for (task, stage, _), seconds in tasks.items():
+            found.setdefault(f"{task}{stage}", []).append(seconds)
+        return {what: statistics.mean(each) for what, each in found.items()}
 
 
 def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:

@@ -19,7 +19,7 @@ sys.path[:0] = [str(BENCHMARKS), str(HERE)]
 from beside import beside  # noqa: E402
 
 from alternate import Contender, alternate  # noqa: E402
-from stages import KINDS, REST, Kind, Pipeline, costs, simulated  # noqa: E402
+from stages import KINDS, REST, Alone, Kind, Pipeline, costs, simulated  # noqa: E402
 from task import Task  # noqa: E402
 from zero import LIMIT, SAME  # noqa: E402
 
@@ -93,3 +93,9 @@ def test_the_simulated_step() -> None:
     one = Pipeline(TINY, KINDS["1f1b"], 2, 4)
     assert simulated(one, [{"F0": 1.0, "B0": 2.0, REST: 0.5}, {"F1": 1.0, "B1": 2.0, REST: 0.25}]) == 15.5
     assert costs([[{"F0": 1.0}, {"F0": 3.0}, {"F0": 2.0}]]) == [{"F0": 2.0}]
+
+
+def test_a_whole_backward_beside_an_input_backward_is_part_of_it() -> None:
+    one = Alone(None, None)
+    one.spent.update({None: 1.0, ("F", 0, 0): 2.0, ("F", 0, 1): 4.0, ("I", 0, 0): 5.0, ("B", 0, 0): 1.0, ("B", 0, 1): 9.0})
+    assert one._means() == {REST: 1.0, "F0": 3.0, "I0": 6.0, "B0": 9.0}
