@@ -27,7 +27,9 @@ FOREIGN_LIMIT = 0.08  # of a core
 LAST_LINES = 15  # of what a rank printed, shown if it fails
 
 Step = Callable[[], Any]
-"""Runs one step; what it returns, a number or a tensor of one element, is this rank's loss before the step."""
+"""Runs one step; what it returns, a number or a tensor of one element, is this rank's loss before the step.
+
+One that measures something itself has a list ``measured``, with a dict of numbers for every step that it has run."""
 StepMaker = Callable[[int, int], Step]
 """(rank, ranks) -> the step.  Ranks unpickle it: a function of a module beside this one, or a partial of such a function."""
 
@@ -50,6 +52,10 @@ class Contender:
     clean: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)  # of every step, those of the warm-up first: the mean over the ranks
     memory: list[dict[str, float]] = field(default_factory=list)  # what each rank took, as :func:`_memory` says
+    clean_at: list[int] = field(default_factory=list)  # the places in ``losses`` of the clean steps
+    measured: list[list[dict[str, float]]] = field(
+        default_factory=list
+    )  # by rank, what it measured in each clean step (or in all)
 
     @property
     def median(self) -> float:
@@ -91,6 +97,8 @@ def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: 
                 _record(one, _ask(ranks, steps if turn else warmup), timed=turn > 0)
         for one, ranks in started:
             one.memory = _ask(ranks, "memory")
+            chosen = one.clean_at or range(len(one.losses) - len(one.seconds), len(one.losses))
+            one.measured = [[steps[at] for at in chosen] for steps in _ask(ranks, "measured") if steps]
         for _, ranks in started:
             for rank in ranks:
                 rank.pipe.send(None)
@@ -149,6 +157,7 @@ def _record(one: Contender, ranks: list[list[tuple[float, float, float, float]]]
         one.seconds.append(seconds)
         if foreign < FOREIGN_LIMIT * seconds + 0.02:  # /proc/stat counts in hundredths of a second
             one.clean.append(seconds)
+            one.clean_at.append(len(one.losses) - 1)
 
 
 def _busy() -> float:
@@ -185,6 +194,14 @@ def _steps(step: Step, count: int) -> list[tuple[float, float, float, float]]:
     return rows
 
 
+def _answer(step: Step, asked: Any) -> Any:
+    if asked == "memory":
+        return _memory()
+    if asked == "measured":
+        return getattr(step, "measured", [])
+    return _steps(step, asked)
+
+
 def _worker(pipe: Connection) -> None:
     """One rank: makes its step, then does what it is asked until that is nothing."""
     make, rank, ranks = pipe.recv()
@@ -195,7 +212,7 @@ def _worker(pipe: Connection) -> None:
         step = pickle.loads(make)(rank, ranks)
         pipe.send((None, "ready"))
         while (asked := pipe.recv()) is not None:
-            pipe.send((None, _memory() if asked == "memory" else _steps(step, asked)))
+            pipe.send((None, _answer(step, asked)))
     except Exception as error:
         traceback.print_exc()
         pipe.send((type(error).__name__, None))

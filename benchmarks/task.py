@@ -27,6 +27,7 @@ class Task:
     sequence: int = 256
     rows: int = 2
     device: str = "cpu"
+    clip_norm: float | None = None  # the norm that gradients are clipped to
 
     @property
     def tokens(self) -> int:
@@ -63,17 +64,22 @@ def loop(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: 
         with torch.autocast(task.device, torch.bfloat16, enabled=autocast):
             loss: Tensor = model(**batch)
         loss.backward()
+        if task.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), task.clip_norm)
         optimizer.step()
         return loss.detach()
 
     return step
 
 
-def plain(rank: int, ranks: int, *, task: Task, tuned: bool = True, ddp: bool = False, rows_of: int | None = None) -> Step:
-    """An ordinary loop, with or without DDP around the model; ``rows_of``: on the rows of so many ranks."""
+def plain(
+    rank: int, ranks: int, *, task: Task, tuned: bool = True, ddp: bool = False, rows_of: int | None = None,
+    model: nn.Module | None = None,
+) -> Step:  # fmt: skip
+    """An ordinary loop, with or without DDP around the model (by default the task's); ``rows_of``: on the rows of so many ranks."""
     if tuned:
         torch.set_float32_matmul_precision("medium")
-    model = task.model().to(task.device)
+    model = (task.model() if model is None else model).to(task.device)
     if ddp:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=tuned)

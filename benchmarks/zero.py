@@ -247,7 +247,7 @@ def parse() -> tuple[argparse.Namespace, Task]:
     parser.add_argument("--gpu", action="store_true", help="one CUDA device and a Llama of 1.1 B parameters")
     parser.add_argument("--gpu-steps", type=int, default=GPU_STEPS, help="steps of a turn; the host waits for the last")
     for field in fields(Task):
-        if field.name not in ("precision", "family"):
+        if field.name not in ("precision", "family", "clip_norm"):
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=str if field.name == "device" else int)
     options = parser.parse_args()
     options.venv = options.venv.resolve()

@@ -1,0 +1,222 @@
+"""How all contenders of the benchmark of pipelines cut model and batch; shardwise's pipeline, and its ranks each by itself."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alternate import Step
+from task import Task
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A schedule: its name here and in torch, if torch has it, and the stages of a rank, going round or in a V."""
+
+    name: str
+    torch: str | None
+    stages_per_rank: int = 1
+    v: bool = False
+
+    def stages(self, rank: int, ranks: int) -> list[int]:
+        """Those of a rank."""
+        if self.v:
+            return [rank, 2 * ranks - 1 - rank]
+        return [rank + ranks * turn for turn in range(self.stages_per_rank)]
+
+    def microbatches(self, least: int, ranks: int) -> int:
+        """At least so many, as both sides allow it: one a stage (1F1B, DualPipeV), a multiple of the ranks (interleaved)."""
+        return max(least, ranks * (2 if self.v else 1))
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        Kind("gpipe", "ScheduleGPipe"),
+        Kind("1f1b", "Schedule1F1B"),
+        Kind("interleaved", "ScheduleInterleaved1F1B", 2),
+        Kind("zb-h1", None),
+        Kind("zbv", "ScheduleZBVZeroBubble", 2, v=True),
+        Kind("dualpipe-v", "ScheduleDualPipeV", 2, v=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A GPT in stages over ``ranks`` ranks; a step is one batch of ``task.rows`` rows for each of them, in microbatches."""
+
+    task: Task
+    kind: Kind
+    ranks: int
+    microbatches: int
+
+    @property
+    def rows(self) -> int:
+        return self.task.rows * self.ranks
+
+    @property
+    def last(self) -> int:
+        """The last stage."""
+        return self.ranks * self.kind.stages_per_rank - 1
+
+    @property
+    def units(self) -> int:
+        """The parts that a stage has one or more of: embedding, blocks, and norm with head and loss."""
+        return self.task.layers + 2
+
+    def cut(self) -> tuple[range, ...]:
+        """The units of each stage.
+
+        The slowest stage is as fast as can be, then the next; where that leaves a choice earlier stages get fewer, as they keep most
+        microbatches.  A unit's cost is its multiplications for a token.
+        """
+        task = self.task
+        hidden = task.hidden or 4 * task.width
+        # of attention's two products causality leaves half
+        block = 4 * task.width**2 + 2 * task.width * hidden + task.sequence * task.width
+        costs = [0, *[block] * task.layers, task.vocabulary * task.width]
+
+        def ranges(starts: tuple[int, ...]) -> tuple[range, ...]:
+            return tuple(itertools.starmap(range, itertools.pairwise((0, *starts, self.units))))
+
+        def weight(parts: tuple[range, ...]) -> tuple[list[int], list[int]]:
+            return sorted((sum(costs[i] for i in part) for part in parts), reverse=True), [len(part) for part in parts]
+
+        return min(map(ranges, itertools.combinations(range(1, self.units), self.last)), key=weight)
+
+
+def pipelined(rank: int, ranks: int, *, pipeline: Pipeline) -> Step:
+    """Under shardwise."""
+    trainer, given = _trainer(rank, pipeline)
+    return lambda: trainer.step(given).loss
+
+
+def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
+    """A Trainer, and the batch: every rank has all rows."""
+    from shardwise import OptimizerChoice, Plan, Trainer
+    from shardwise.data.loader import Batch, rank_rows
+    from shardwise.parallel.pipeline import pipeline as planned
+
+    torch.set_float32_matmul_precision("medium")
+    task, kind, ranks = pipeline.task, pipeline.kind, pipeline.ranks
+    batch = task.batch(range(ranks))
+    plan = Plan(precision=task.precision, microbatches=pipeline.microbatches)
+    plan = planned(plan, ranks, schedule=kind.name, stages_per_rank=kind.stages_per_rank)
+    plan = plan.replace(stages=tuple(map(len, pipeline.cut())))
+    choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
+    trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
+    spans = rank_rows(pipeline.rows, pipeline.microbatches, 1, 0)
+    return trainer, Batch(batch, pipeline.rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+TASKS = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+"""Instructions, and the tasks of a schedule that they are part of."""
+
+
+REST = "rest"
+"""What is no task."""
+Doing = tuple[str, int, int]
+"""A task: its letter, stage and microbatch."""
+
+
+@dataclass
+class Alone:
+    """The same program, of a rank that nobody talks to: what it sends is lost, what it receives is zeros.
+
+    ``measured``: for every step the seconds of tasks ``F0``, ``B0``, …, a letter and a stage, on average over microbatches, and of
+    all else in the step (:data:`REST`).
+    """
+
+    trainer: Any
+    given: Any
+    began: float = 0.0
+    doing: Doing | None = None  # None: no task
+    spent: Counter[Doing | None] = field(default_factory=Counter)
+    measured: list[dict[str, float]] = field(default_factory=list)
+
+    def __call__(self) -> float:
+        self.began, self.doing, self.spent = time.perf_counter(), None, Counter()
+        self.trainer.engine.step(self.given.fields, self.given.rows)  # the Trainer would look whether numbers are finite
+        self._now(None)
+        self.measured.append(self._means())
+        return 0.0
+
+    def before(self, position: int, instruction: Any) -> None:
+        """Called before each instruction."""
+        task = TASKS.get(instruction.op.name)
+        stage = -1 if task is None else self.trainer.engine.cut.stage[instruction.unit]  # -1: of no stage
+        self._now(None if task is None or stage < 0 else (task, stage, instruction.microbatch))
+
+    def _now(self, doing: Doing | None) -> None:
+        now = time.perf_counter()
+        self.spent[self.doing] += now - self.began
+        self.began, self.doing = now, doing
+
+    def _means(self) -> dict[str, float]:
+        """Seconds of the step just run.  A stage's units without weights that can wait have a whole backward in its I."""
+        tasks: Counter[Doing] = Counter()
+        for doing, seconds in self.spent.items():
+            if doing is not None:
+                task, *where = doing
+                tasks["I" if task == "B" and ("I", *where) in self.spent else task, where[0], where[1]] += seconds
+        found: dict[str, list[float]] = {REST: [self.spent[None]]}
+        for (task, stage, _), seconds in tasks.items():
+            found.setdefault(f"{task}{stage}", []).append(seconds)
+        return {what: statistics.mean(each) for what, each in found.items()}
+
+
+def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:
+    """A rank by itself."""
+    one = Alone(None, None)
+    one.trainer, one.given = _trainer(rank, pipeline, comm=silent(rank, ranks), progress=one.before)
+    return one
+
+
+def silent(rank: int, ranks: int) -> Any:
+    """The communicator of a rank that is by itself on a mesh of several."""
+    from shardwise.core.mesh import Mesh
+    from shardwise.runtime.communicator import BaseCommunicator, Call, Completed
+
+    class Silent(BaseCommunicator):
+        def _done(self, call: Call, *_: Any) -> Completed:
+            return Completed()
+
+        def _receive(self, call: Call, x: Tensor, from_rank: int) -> Completed:
+            x.zero_()
+            return Completed()
+
+        def _barrier(self, call: Call) -> None:
+            return None
+
+        _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _broadcast = _send = _done
+
+    return Silent(Mesh.of(pp=ranks), rank, torch.device("cpu"))
+
+
+def costs(measured: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:
+    """By rank the median seconds over the steps in which they were measured."""
+    return [{what: statistics.median(step[what] for step in steps) for what in steps[0]} for steps in measured]
+
+
+def simulated(pipeline: Pipeline, each: Sequence[Mapping[str, float]]) -> float:
+    """Seconds of a step without communication, from the :func:`costs` of the ranks by themselves."""
+    from shardwise.estimate.simulate import Costs, simulate
+    from shardwise.parallel.schedule import timetable
+
+    kind, ranks, stages = pipeline.kind, pipeline.ranks, range(pipeline.last + 1)
+    seconds = {what: spent for rank in each for what, spent in rank.items() if what != REST}
+    forward, backward, inputs, weight = ([seconds.get(f"{task}{stage}", 0.0) for stage in stages] for task in "FBIW")
+    step = [0.0 for _ in stages]
+    for rank, one in enumerate(each):
+        step[kind.stages(rank, ranks)[0]] = one[REST]  # the simulator adds up those of a rank
+    found = Costs(forward, inputs, weight, backward=backward, step=step)
+    return simulate(timetable(kind.name, ranks, pipeline.microbatches, kind.stages_per_rank), found).seconds
