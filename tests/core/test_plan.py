@@ -89,7 +89,7 @@ def test_replace_checks_anew() -> None:
             {"precision": "bf32"},
             'precision: \'bf32\' .*"fp32", "fp64", "bf16".*Did you mean "bf16"|Did you mean "fp32"',
         ),
-        ({"schedule": "1F1B"}, "schedule: '1F1B' is not legal; legal: \"1f1b\""),
+        ({"schedule": "1F1B"}, 'schedule: \'1F1B\' is not legal; legal: "naive", "gpipe", "1f1b"'),
         ({"dropout": "exakt"}, "dropout: 'exakt' .*Did you mean \"exact\""),
         ({"offload": "cpu"}, "offload: 'cpu' is not legal; legal: \"none\""),
         ({"mesh": 2}, "mesh: 2 is not legal; legal: a Mesh"),

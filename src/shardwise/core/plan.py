@@ -100,8 +100,6 @@ class Plan:
     recompute: Recompute = "none"
     precision: Precision = "fp32"
     schedule: str = "1f1b"
-    stages_per_rank: int = 1
-    stages: tuple[int, ...] = ()
     parameters: tuple[ParameterRule, ...] = (ParameterRule("*"),)
     dropout: Dropout = "exact"
     offload: Offload = "none"
@@ -109,6 +107,8 @@ class Plan:
     reduced: Reduced = "microbatch"
     prefetch: int = 1
     reduce: ReduceDtype = "auto"
+    stages_per_rank: int = 1
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):

@@ -99,7 +99,7 @@ class Drawing:
 
     @property
     def summary(self) -> str:
-        """``step 33.00 ms, bubble 27.3 %``."""
+        """``step 33 ms, bubble 27.3% of the ranks' time``."""
         return f"step {milliseconds(self.step)}, bubble {self.bubble:.1%} of the ranks' time"
 
     @property
