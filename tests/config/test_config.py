@@ -569,10 +569,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.factory",
         "data.arguments",
         "parallel.gathered",
-<<<<<<< HEAD
         "parallel.stages",
-=======
->>>>>>> pp-draw
         "parallel.reduced",
         "train.memory_gib",
         "train.loss_scale",
