@@ -128,7 +128,7 @@ class _Step:
         self.memory = self.owner.memory
         self.gathered = Gathered(self.memory, comm, self.owner.strict, self.owner.offload)
         self.gradients = Gradients(self.memory, comm, self.owner.strict)
-        self.messages = Messages(comm, self.gradients, self.traces, self.env, self.live, self.pending, self.owner.strict)
+        self.messages = Messages(comm, self.gradients, self.traces, self.live, self.pending, self.owner.strict)
         self.parts = comm.mesh.axis_size(self.owner.axes)
         self.index = comm.mesh.index(comm.rank, self.owner.axes)
         self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
@@ -375,7 +375,8 @@ class _Step:
 
     def post(self, one: Instruction) -> None:
         """A message between stages."""
-        handle = self.messages.send(one) if one.op is Op.SEND else self.messages.receive(one)
+        env = self.env(max(one.microbatch, 0))  # gradients of buckets are of no microbatch
+        handle = self.messages.send(one, env) if one.op is Op.SEND else self.messages.receive(one, env)
         self.handles[self.position] = (one, handle)
 
     def add(self, one: Instruction) -> None:

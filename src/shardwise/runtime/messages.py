@@ -41,13 +41,12 @@ class Messages:
     comm: Communicator
     gradients: Gradients
     traces: Sequence[Trace]
-    env: Callable[[int], Env]
     live: Live
     pending: Live
     strict: bool = False
     received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)
 
-    def send(self, one: Instruction) -> Handle:
+    def send(self, one: Instruction, env: Env) -> Handle:
         """Post all that the instruction carries; a live tensor that nothing has given a gradient has one of zeros."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
@@ -56,18 +55,18 @@ class Messages:
             values = {name: self.live[name, m] for name in one.tensors}
         else:
             grads = {name: self.pending.pop((name, m), None) for name in one.tensors}
-            values = {name: self._empty(one, name).zero_() if grad is None else grad for name, grad in grads.items()}
+            values = {name: self._empty(one, name, env).zero_() if grad is None else grad for name, grad in grads.items()}
         values = {name: value.detach().contiguous() for name, value in values.items()}
         return self._post(one, values, self.comm.send)
 
-    def receive(self, one: Instruction) -> Handle:
+    def receive(self, one: Instruction, env: Env) -> Handle:
         """Post the receives of all that the instruction carries."""
         place = one.writes[0]
         if one.bucket >= 0:
             goal = self.gradients.final(one.bucket)
             values = {"gradient": goal if place.kind == "grad" else torch.empty_like(goal)}
         else:
-            values = {name: self._empty(one, name) for name in one.tensors}
+            values = {name: self._empty(one, name, env) for name in one.tensors}
         if place.kind == "received":
             self.received[place] = values
         elif place.kind == "activation":
@@ -89,8 +88,8 @@ class Messages:
         handles = [post(value, there, lane=str(one.lane), what=f"{kind} {name} {where}") for name, value in values.items()]
         return _Several(handles, tuple(values.values()))
 
-    def _empty(self, one: Instruction, name: str) -> Tensor:
+    def _empty(self, one: Instruction, name: str, env: Env) -> Tensor:
         """For a live tensor of this rank's rows."""
-        shape, dtype = self.traces[one.microbatch].units[one.unit].local(name, self.env(one.microbatch))
+        shape, dtype = self.traces[one.microbatch].units[one.unit].local(name, env)
         found = torch.empty(shape, dtype=dtype, device=self.comm.device)
         return found.fill_(float("nan")) if self.strict and dtype.is_floating_point else found
