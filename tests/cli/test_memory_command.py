@@ -50,7 +50,10 @@ def rows(text: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in found if len(cells) > 1}
 
 
-@pytest.mark.parametrize("plan", [(), ("parallel.dp=3", "parallel.zero=2", "parallel.reduced=microbatch"), ("parallel.dp=2", "parallel.offload=optimizer")])
+@pytest.mark.parametrize(
+    "plan",
+    [(), ("parallel.dp=3", "parallel.zero=2", "parallel.reduced=microbatch"), ("parallel.dp=2", "parallel.offload=optimizer")],
+)
 @pytest.mark.parametrize("device", ["A100-40GB", "cpu=4"])
 def test_tables_have_the_predicted_numbers(plan: tuple[str, ...], device: str) -> None:
     arguments = [*TINY, "train.devices=2" if not plan else plan[0], *plan[1:]]
@@ -79,7 +82,9 @@ def test_json(tmp_path: Path) -> None:
     config = load_anywhere(None, [*TINY, "parallel.dp=2", "parallel.zero=3"])
     compiled = forecast(config).compiled
     plan = Plan.from_toml(values["plan"])
-    assert plan == build_plan(config).replace(gathered="step", reduced="step") and any("longest that fits" in note for note in values["notes"])
+    assert plan == build_plan(config).replace(gathered="step", reduced="step") and any(
+        "longest that fits" in note for note in values["notes"]
+    )
     for one in values["ranks"]:
         truth = predict(compiled.general, plan, build_optimizer(config), rows=12, device="cuda", rank=one["rank"])
         assert one["peak"] == dict(truth.peak) and one["peak_bytes"] == truth.peak_bytes

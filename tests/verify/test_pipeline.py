@@ -112,6 +112,10 @@ def test_every_pipeline_equals_one_device(case: Case) -> None:
     check(case)
 
 
+def test_a_plan_takes_every_synchronous_schedule() -> None:
+    assert CHOICES["schedule"] == SYNCHRONOUS
+
+
 # ---- the same bits -------------------------------------------------------------------------------------------------------
 
 

@@ -38,18 +38,6 @@ Order = Callable[[int, int, int, int], Iterable[Task]]
 """The tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
 
 
-def one_stage(microbatches: int) -> Iterator[tuple[str, int]]:
-    """1F1B of a single stage is gradient accumulation: one microbatch's activations live at a time.
-
-    ::
-
-        F0 B0 F1 B1 F2 B2
-    """
-    for m in range(microbatches):
-        yield "F", m
-        yield "B", m
-
-
 # ---------------------------------------------------------------------------------------------------------------- places
 
 
