@@ -19,6 +19,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import Trainer
@@ -69,27 +70,47 @@ def normed() -> nn.Module:
     return Normed()
 
 
-MODELS = {"gpt": gpt, "normed": normed}
-COMPILED: dict[tuple[str, int, str, int], Compiled] = {}
+class Chain(nn.Module):
+    """Blocks that each keep running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 5)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(6), nn.Tanh()) for _ in range(3)])
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.embed(input_ids)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return nn.functional.cross_entropy((hidden @ self.embed.weight.T).flatten(0, 1), labels.flatten())
 
 
-def compiled(model: str, ranks: int, precision: str, zero: int = 0) -> Compiled:
-    key = (model, ranks, precision, zero)
+def chain() -> nn.Module:
+    torch.manual_seed(2)
+    return Chain()
+
+
+MODELS = {"gpt": gpt, "normed": normed, "chain": chain}
+COMPILED: dict[tuple[str, int, str, int, str, int], Compiled] = {}
+
+
+def compiled(model: str, ranks: int, precision: str, zero: int = 0, schedule: str = "1f1b", pp: int = 1) -> Compiled:
+    key = (model, ranks, precision, zero, schedule, pp)
     if key not in COMPILED:
         batch = {name: torch.stack([Rows()[i][name] for i in range(2)]) for name in ("input_ids", "labels")}
         module = MODELS[model]().double() if precision == "fp64" else MODELS[model]()
         replicas = 2 if ranks == 4 and zero else 1
         plan = data_parallel(Plan(precision=precision), ranks, zero, replicas)  # type: ignore[arg-type]
-        COMPILED[key] = Compiled(module, plan, batch)
+        COMPILED[key] = Compiled(module, pipeline(plan, pp, schedule), batch)
     return COMPILED[key]
 
 
 def run(
     folder: Path, ranks: int, stop: int, *, model: str = "gpt", precision: str = "fp64", name: str = "adamw", rows: int = 17,
-    save: bool = True, zero: int = 0, **options: Any,
+    save: bool = True, zero: int = 0, schedule: str = "1f1b", pp: int = 1, **options: Any,
 ) -> tuple[State, list[list[int]]]:  # fmt: skip
     """Go on from the folder's checkpoint to step ``stop`` and save; the state, and where each batch stood in the data."""
-    made = compiled(model, ranks, precision, zero)
+    made = compiled(model, ranks, precision, zero, schedule, pp)
 
     def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
         choice = OptimizerChoice(name, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=STEPS)  # type: ignore[arg-type]
@@ -102,7 +123,7 @@ def run(
                 trainer.step(next(loader))
             if save:
                 checkpoints.save(loader)
-        state = trainer.state_dict() | {f"buffer {n}": b.clone() for n, b in trainer.engine.memory.buffers.items()}
+        state = trainer.state_dict() | {f"buffer {n}": b for n, b in trainer.engine.buffers().items()}
         return state, positions
 
     return run_ranks(made.plan.mesh, rank, timeout=60)[0]
@@ -112,6 +133,28 @@ def worst(ours: State, truth: State) -> float:
     errors = [float((ours[n].double() - truth[n].double()).norm() / truth[n].double().norm().clamp(min=1e-30)) for n in truth]
     assert ours.keys() == truth.keys() and all(map(math.isfinite, errors))
     return max(errors)
+
+
+PIPELINES: list[dict[str, Any]] = [
+    {"ranks": 1}, {"ranks": 1, "pp": 2}, {"ranks": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
+    {"ranks": 1, "pp": 2, "schedule": "zbv"}, {"ranks": 2, "pp": 3, "zero": 1}, {"ranks": 3, "zero": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (2, 2)])
+def test_checkpoints_go_from_pipeline_to_pipeline(tmp_path: Path, before: int, after: int) -> None:
+    truth, places = run(tmp_path / "whole", 1, STEPS)
+    _, first = run(tmp_path / "parts", stop=3, **PIPELINES[before])
+    state, rest = run(tmp_path / "parts", stop=STEPS, **PIPELINES[after])
+    assert first + rest == places
+    assert worst(state, truth) <= 1e-12
+
+
+def test_buffers_are_those_of_the_stage_that_writes_them(tmp_path: Path) -> None:
+    truth, _ = run(tmp_path / "whole", 1, STEPS, model="chain")
+    run(tmp_path / "parts", 2, 3, model="chain", pp=3)
+    state, _ = run(tmp_path / "parts", 1, STEPS, model="chain", pp=2)
+    assert worst(state, truth) <= 1e-12
 
 
 PAIRS = random.Random(7).sample(list(itertools.product(range(1, STEPS), (1, 2, 3), (1, 2, 3, 4))), 20)

@@ -212,6 +212,28 @@ def test_what_cannot_be_cut_is_refused() -> None:
         Compiled(opaque, pipeline(Plan(), 2), make(4), loss)
 
 
+class Picks(nn.Module):
+    """The positions that the first block picks by value are what the second works on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(31, 6)
+        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        h = self.blocks[0](self.embedding(input_ids)).flatten(0, 1)
+        h = h[torch.nonzero(h.sum(1) > 0).squeeze(1)]
+        return self.blocks[1](h).square().sum() / 100
+
+
+def test_a_size_that_depends_on_data_does_not_cross() -> None:
+    batch = {"input_ids": tokens(6)["input_ids"] % 31}
+    assert Compiled(Picks(), Plan(), batch).general.opaque is None
+    with pytest.raises(ConfigError, match=r"pp: the size of a tensor that .* makes and another stage reads depends on data"):
+        two = Compiled(Picks(), pipeline(Plan(), 2, stages=(2, 2)), batch)
+        two.programs(two.general, 1)
+
+
 # ---- controls ------------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
+
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.parallel.pipeline import PIPELINE, balance
@@ -109,6 +111,17 @@ class Cut:
                     f"pp: the buffer {name} is written by stage {found[name]} and read by stage {rank}; legal: stages with both in one"
                 )
         return found
+
+    def check(self) -> None:
+        """:class:`ConfigError` where a tensor crosses a cut whose receiver cannot know its size."""
+        for u in self.units:
+            for name in {n for rank in self.readers(u.index) for n in self.crossing(u.index, rank)}:
+                sizes = u.values[name].meta["val"].shape
+                if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes):
+                    raise ConfigError(
+                        f"pp: the size of a tensor that {u.name} makes and another stage reads depends on data; legal: pp = 1, or stages "
+                        "with both in one"
+                    )
 
     def readers(self, producer: int) -> tuple[int, ...]:
         """The other ranks that read a unit's live tensors."""

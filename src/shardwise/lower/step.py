@@ -40,6 +40,7 @@ def lower(
     cut = Cut.of(trace, plan) if cut is None else cut
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
         raise ConfigError(f"pp: the loss counts its targets with {trace.targets.leaves[0]}, which one stage has; legal: pp = 1")
+    cut.check()
     each = [
         _Lowering(trace, plan, trace.buckets if buckets is None else buckets, training, cut, rank) for rank in range(cut.ranks)
     ]
