@@ -139,7 +139,10 @@ Norm = Annotated[str, typer.Option(help="barrier or post-validate: when ranks ta
 
 @app.command()
 def simulate(
-    arguments: Arguments = None,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
+    ] = None,
     schedules: Schedules = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
@@ -147,15 +150,20 @@ def simulate(
     times: Times = "1,1,1,0",
     norm: Norm = "barrier",
     memory: Memory = None,
+    step: Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")] = None,
     json: Json = False,
 ) -> None:
-    """What a pipeline's schedule takes: step time, bubble, activations of each rank."""
+    """What a pipeline's schedule takes (step time, bubble, activations of each rank), with the times given or those of a run's stages."""
     with reported(json):
-        path, overrides = split_arguments(arguments or [])  # before torch is imported
-        from .pipeline import Options, run_simulate
+        given = arguments or []
+        run = len(given) == 1 and Path(given[0]).is_dir()
+        if step is not None and not run:
+            raise ConfigError(f"--step {step}: legal: with the folder of a run")
+        path, overrides = (None, []) if run else split_arguments(given)  # before torch is imported
+        from .pipeline import Options, run_simulate, run_what_if
 
         each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm, memory) for schedule in schedules or (None,)]
-        run_simulate(path, overrides, each, json)
+        run_what_if(Path(given[0]), step, each, json) if run else run_simulate(path, overrides, each, json)
 
 
 @app.command()

@@ -16,7 +16,7 @@ from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
 from shardwise.launch.subject import load_anywhere
 from shardwise.parallel.schedule import check_schedule, timetable
-from shardwise.report.recorded import of_recorded, predicted
+from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
 from shardwise.report.tables import grid, make_console, pairs, print_json, show
 from shardwise.report.timetable import Drawing, milliseconds, perfetto
@@ -49,7 +49,10 @@ class Options:
 
 def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
     """Print what a step of each pipeline takes."""
-    found = [(options, *simulated(options)[:2]) for options in resolved(path, overrides, pipelines)]
+    _tell([(options, *simulated(options)[:2]) for options in resolved(path, overrides, pipelines)], json)
+
+
+def _tell(found: Sequence[tuple[Options, str, Simulation]], json: bool) -> None:
     if json:
         print_json({"simulations": [{"title": title, **vars(options), **_plain(one)} for options, title, one in found]})
         return
@@ -66,6 +69,30 @@ def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequenc
         ]
         table = grid("", ("rank", ">computes", ">bubble of total", ">peak activations"), rows)
         show(make_console(), pairs(title, values), table)
+
+
+def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], json: bool) -> None:
+    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages."""
+    own, costs = measured(folder, step)
+    ranks, stages = len(own), len(costs.forward)
+    microbatches = 1 + max(task.microbatch for tasks in own for task in tasks)
+    found = []
+    for one in pipelines:
+        if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
+            raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
+        name, order = "as it ran", own
+        if one.schedule is not None:
+            legal = check_schedule(one.schedule, ranks, microbatches, stages // ranks)
+            if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
+                both = ("I and W", "B") if legal.splits else ("B", "I and W")
+                raise ConfigError(
+                    f"--schedule {one.schedule}: needs the times of {both[0]}, and {folder} has recorded {both[1]}; legal: another schedule, or a "
+                    f"run of parallel.schedule = {one.schedule}"
+                )
+            name, order = one.schedule, timetable(one.schedule, ranks, microbatches, stages // ranks)
+        title = f"{name}, {_plural(ranks, 'rank')}, {_plural(microbatches, 'microbatch')}, without communication"
+        found.append((replace(one, ranks=ranks, microbatches=microbatches), title, simulate(order, costs, one.norm)))
+    _tell(found, json)
 
 
 def run_draw(

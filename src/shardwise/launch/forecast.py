@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -103,7 +104,7 @@ class Forecast:
             gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
             precision=parallel.precision, kind=self.device.kind,
         )  # fmt: skip
-        return nearest(now, self.budget, lambda changes: self.predict(build_plan(changed(self.config, changes))).peak_bytes)
+        return nearest(now, self.budget, self._peak)
 
     def check(self) -> None:
         """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would fit."""
@@ -156,6 +157,13 @@ class Forecast:
         what = "the longest that fits" if needed <= self.budget else "the shortest, and even so too long"
         values = keys({f"parallel.{key}": word for key, word in chosen.items()})
         self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
+
+    def _peak(self, changes: Mapping[str, Any]) -> int:
+        """What a rank needs under some changes; more than there is of any device where they are not legal, as for a schedule."""
+        try:
+            return self.predict(build_plan(changed(self.config, changes))).peak_bytes
+        except ConfigError:
+            return sys.maxsize
 
     def _traced(self, plan: Plan) -> Compiled:
         """The model traced as ``plan`` needs it: of all that can change here only the precision matters."""
@@ -230,7 +238,8 @@ def headline(forecast: Forecast) -> str:
     model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
-    words = [stage, f"{config.data.batch_size} rows", f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
+    words = [f"{plan.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
+    words += [stage, f"{config.data.batch_size} rows", f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
     words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
     words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []
     words += [f"reduced by {plan.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.core.errors import ConfigError
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import Task
+from shardwise.parallel.schedule import Task, Timetable
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
 from .kinds import OF_OP
@@ -64,8 +64,19 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
     )  # fmt: skip
 
 
+def measured(folder: Path, step: int | None = None) -> tuple[Timetable, Costs]:
+    """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its stages."""
+    ranks = read_step(folder, step)
+    return _costs([one for one in ranks if one.pipeline == ranks[0].pipeline])
+
+
 def _simulated(group: Sequence[RankStep]) -> Drawing:
     """The ranks of one pipeline."""
+    timetable, costs = _costs(group)
+    return drawing("", simulate(timetable, costs), costs)
+
+
+def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
     seconds = [_tasks(one) for one in group]
     stages = 1 + max(task.stage for tasks in seconds for task in tasks)
     like: dict[tuple[str, int], list[float]] = defaultdict(list)
@@ -76,8 +87,7 @@ def _simulated(group: Sequence[RankStep]) -> Drawing:
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
         updates[next(iter(tasks)).stage] += sum(event.stop - event.start for event in one.events if event.op == "STEP")
-    costs = Costs(medians["F"], medians["I"], medians["W"], medians["B"], step=updates)
-    return drawing("", simulate(tuple(map(tuple, seconds)), costs), costs)
+    return tuple(map(tuple, seconds)), Costs(medians["F"], medians["I"], medians["W"], medians["B"], step=updates)
 
 
 def _tasks(one: RankStep) -> dict[Task, float]:
