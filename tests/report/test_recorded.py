@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from shardwise.cli.main import app
 from shardwise.core.errors import ConfigError
-from shardwise.report.recorded import of_recorded, predicted, read_step
+from shardwise.report.recorded import measured, of_recorded, predicted, read_step
 from shardwise.runtime.recorder import TRACE, Event, RankStep, trace_name
 
 UNITS = 3  # of a stage
@@ -159,3 +161,22 @@ def test_replicas_are_predicted_each_for_itself(tmp_path: Path) -> None:
         (1, "F", 0), (1, "B", 0), (1, "F", 1), (1, "B", 1),
     ]  # fmt: skip
     assert found.bubble == pytest.approx(0.25)
+
+
+def test_other_schedules_of_the_recorded_stages(tmp_path: Path) -> None:
+    """F takes 0.1 s and B 0.2 s on both stages, the step of the first 0.05 s: 1F1B and GPipe of two microbatches take 3 (F + B) and it."""
+    order, costs = measured(write(tmp_path, *pipeline()))
+    assert [[(task.kind, task.microbatch) for task in tasks] for tasks in order] == [
+        [("F", 0), ("F", 1), ("B", 0), ("B", 1)], [("F", 0), ("B", 0), ("F", 1), ("B", 1)]
+    ]  # fmt: skip
+    assert costs.forward == pytest.approx((0.1, 0.1)) and costs.backward == pytest.approx((0.2, 0.2))
+    shown = CliRunner().invoke(app, ["simulate", str(tmp_path), "--schedule", "gpipe", "--schedule", "1f1b", "--json"])
+    assert shown.exit_code == 0, shown.output
+    for one in json.loads(shown.stdout)["simulations"]:
+        assert one["step_seconds"] == pytest.approx(3 * 0.3 + 0.05)
+    for arguments, words in (
+        (["--schedule", "zb-h1"], "needs the times of I and W"), (["--ranks", "3"], "the rest is the run's"),
+        (["--schedule", "zbv"], "stages_per_rank: 1 is not legal"),
+    ):  # fmt: skip
+        refused = CliRunner().invoke(app, ["simulate", str(tmp_path), *arguments])
+        assert refused.exit_code == 2 and words in " ".join(refused.stderr.split())
