@@ -83,12 +83,12 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def allocated(found: Trace, plan: Plan, choice: OptimizerChoice, program: Program, comm: Any) -> tuple[dict[Buffer, int], ...]:
     """Bytes of a rank's storages by buffer: on the device, and on the host."""
-    buckets = [BucketMemory.allocate(b, comm, plan, choice, found.opaque is not None) for b in found.buckets]
+    buckets = {b.index: BucketMemory.allocate(b, comm, plan, choice, found.opaque is not None) for b in found.buckets}
     memory = RankMemory(buckets, {}, comm, plan, None)
     memory.slots.reserve(program.slots, buckets)
     memory.unreduced.reserve(program.unreduced, buckets)
     there, here = Counter[Buffer](), Counter[Buffer]()
-    for b in buckets:
+    for b in buckets.values():
         param, grad = (storage_sizes([t] if t is not None else []) for t in (b.param, b.grad))
         states = [t for u in b.updates for _, state in u.optimizer.states() for t in state.values()]
         taken = {k: v for k, v in storage_sizes([] if b.taken is None else [b.taken]).items() if k not in grad}

@@ -106,10 +106,10 @@ class Waves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 3, dtype=torch.complex64))
+        self.weight = nn.Parameter(torch.randn(4, 3, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return (torch.complex(x, x.square()) @ self.weight).abs().mean()
+        return (torch.complex(x, x.square()) @ torch.view_as_complex(self.weight)).abs().mean()
 
 
 def test_a_product_of_complex_numbers_stays_with_autograd() -> None:

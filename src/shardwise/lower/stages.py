@@ -94,8 +94,17 @@ class Cut:
         return tuple(name for name in self.units[producer].outputs if name in wanted)
 
     def holders(self, bucket: Bucket) -> tuple[int, ...]:
-        """The ranks whose units use a bucket's parameters: each has them."""
-        return tuple(rank for rank, units in enumerate(self.of_rank) if set(units) & set(bucket.units))
+        """The ranks whose units use a bucket's parameters: each has them.  (Units have other numbers in another trace of the model.)"""
+        return tuple(sorted({rank for parameter in bucket.parameters for rank in self._users.get(parameter.name, ())}))
+
+    @cached_property
+    def _users(self) -> dict[str, set[int]]:
+        """The ranks that use each parameter."""
+        found: dict[str, set[int]] = {}
+        for rank, units in enumerate(self.of_rank):
+            for name in (n for u in units for n in self.units[u].parameters):
+                found.setdefault(name, set()).add(rank)
+        return found
 
     def updating(self) -> dict[str, int]:
         """The rank that has the new values of each buffer that forward writes, where the others have not.
