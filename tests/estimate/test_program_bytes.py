@@ -41,7 +41,7 @@ SEVERAL: list[dict[str, Any]] = [
     {"ranks": 2, "zero": 3, "gathered": "forward", "prefetch": 3, "precision": "fp16", "microbatches": 3, "offload": "optimizer"},
     {"ranks": 2, "zero": 0, "precision": "bf16", "reduce": "bf16"},
 ]
-FEW = ["own gpt", "own llama", "own mlp", "own convnet", "own pairs", "bert", "mixtral", "resnet"]
+FEW = ["own gpt", "own llama", "own mlp", "own convnet", "own pairs", "bert", "mixtral balanced", "resnet", "vit", "mixtral"]
 
 
 def case(one: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness import Subject, parity
+from shardwise.trace.multiply import accumulate, convolved
 from shardwise.trace.ops import Env
-from shardwise.trace.products import Operand, accumulate, watch
+from shardwise.trace.products import Operand, watch
+from shardwise.trace.torch_private import TorchDispatchMode
 from shardwise.trace.trace import trace
 
 Op = Callable[[Tensor, Tensor], Tensor]
@@ -152,3 +155,39 @@ def test_groups_of_rows(transposed: bool) -> None:
     torch.autograd.grad(loss, [leaves["before.bias"], *(o.y for _, o in later)])
     assert torch.equal(goals["experts"][1], torch.zeros_like(goals["experts"][1])) and goals["experts"].abs().sum() > 0
     assert float((goals["experts"] - truth.float()).norm()) <= 1e-6 * float(truth.float().norm())
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["rows", "one sample"])
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "with a bias"])
+def test_backward_of_a_convolution_leaves_its_weight_alone(single: bool, biased: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(*(() if single else (3,)), 4, 6, 5, dtype=torch.float64, requires_grad=True)
+    weight, bias = torch.randn(6, 2, 3, 2, dtype=torch.float64), torch.randn(6, dtype=torch.float64, requires_grad=True)
+    y = F.conv2d(x, weight, bias if biased else None, stride=(2, 1), padding=1, groups=2)
+    ours = convolved(x, weight, bias if biased else None, [2, 1], [1, 1], [1, 1], False, [0, 0], 2)
+    assert torch.equal(ours, y)
+    wanted = [x, bias] if biased else [x]
+    seed = torch.randn_like(y)
+    found = torch.autograd.grad(ours, wanted, seed)
+    for got, true in zip(found, torch.autograd.grad(y, wanted, seed), strict=True):
+        torch.testing.assert_close(got, true, rtol=1e-13, atol=1e-13)
+    assert weight.grad is None
+
+
+def test_no_kernel_makes_the_gradient_of_a_convolution_s_weight_beside_that_of_its_bias() -> None:
+    """As oneDNN does, if it is asked for either."""
+    made: list[Tensor] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            results = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.convolution_backward.default:
+                made.extend(r for r in results[1:2] if r is not None)
+            return results
+
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((3, 4, 6, 5), (6, 4, 3, 2), (6,)))
+    for op, kernels in ((F.conv2d, 1), (lambda *a: convolved(*a, [1, 1], [0, 0], [1, 1], False, [0, 0], 1), 0)):
+        made.clear()
+        with Watch():
+            torch.autograd.grad(op(x, weight.detach(), bias).sum(), [x, bias])
+        assert len(made) == kernels

@@ -9,7 +9,7 @@ from shardwise.core.instruction import Buffer, Instruction
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
-from shardwise.trace.products import Factors, accumulate
+from shardwise.trace.multiply import Factors, accumulate
 
 
 class Gradients:

@@ -21,8 +21,9 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
 from shardwise.trace.casts import cast_field
+from shardwise.trace.multiply import Factors
 from shardwise.trace.ops import Env
-from shardwise.trace.products import Factors, Operand, watch
+from shardwise.trace.products import Operand, watch
 from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Parameter, Trace
 from shardwise.trace.units import Unit

@@ -24,12 +24,12 @@ PIECE = {
 
 def cross_entropy(
     env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, counted: bool,
-    log_probabilities: bool = False,
+    log_probabilities: bool = False, summand: bool = False,
 ) -> Tensor:  # fmt: skip
     """Mean cross-entropy over the rows of all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
 
     ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
-    ``logits`` are such already (nll_loss).  bf16 and fp16 scores count as cast to fp32 before.
+    ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of those whose sum it is.  bf16 and fp16 scores count as cast to fp32 before.
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
     plain = weight is None and not smoothing and not log_probabilities and not target.is_floating_point() and logits.dim() == 2
@@ -37,7 +37,7 @@ def cross_entropy(
     if plain and logits.requires_grad and torch.is_grad_enabled():
         where = env.kind or logits.device.type
         result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits, target, ignore_index, count.reciprocal(), wide, where, env.alone and counted
+            logits, target, ignore_index, count.reciprocal(), wide, where, env.alone and summand
         )
         return result
     if log_probabilities:

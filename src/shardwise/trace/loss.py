@@ -58,6 +58,21 @@ def mean_cross_entropy(normal: Normal) -> fx.Node | None:
     return node if integer else None
 
 
+def summands(normal: Normal) -> set[fx.Node]:
+    """The nodes of which the loss is the plain sum: the gradient of each is the loss's own."""
+    stack: list[Any] = [next(n for n in normal.graph.nodes if n.op == "output").args[0][0]]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, fx.Node):
+            found.add(node)
+            if node.target in _IDENTITIES:
+                stack.append(node.args[0])
+            elif op_name(node) == "add" and given(node, "alpha", 1) == 1:
+                stack.extend(node.args[:2])
+    return found
+
+
 def unweighted(node: fx.Node | None) -> bool:
     """Whether the mean is over the count of targets, not over class weights."""
     return node is not None and given(node, "weight") is None

@@ -16,29 +16,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shardwise.trace import ops
+from shardwise.trace.multiply import Factors, convolved, grouped
 from shardwise.trace.schema import given, op_name
 
 aten = torch.ops.aten
-
-
-class Factors(NamedTuple):
-    """What the gradient of the parameter ``weight`` is made of.
-
-    ``kind`` is a key of ``MULTIPLY``, whose arguments beside dY and X are ``rest``.  ``dims`` is how the product sees the
-    parameter's dims permuted, if at all.
-    """
-
-    weight: str
-    dy: Tensor
-    kind: str
-    x: Tensor
-    dims: tuple[int, ...] | None
-    rest: tuple[Any, ...]
 
 
 class Operand(NamedTuple):
@@ -63,7 +48,8 @@ class Operand(NamedTuple):
 class Product:
     """A node that is a product: where its weight is among the arguments, and which parameter that is.
 
-    ``alike``: all ranks compute it alike.  ``forward`` is what computes it in place of the op, if anything.
+    ``alike``: all ranks compute it alike.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
+    and ``rest``.
     """
 
     kind: str
@@ -190,7 +176,10 @@ def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
             with new.inserting_before(copy):
                 weight = new.call_function(aten.detach.default, (copies[node.args[one.at]],))
             copy.update_arg(one.at, weight)
-            copy.target = one.forward or copy.target
+            if one.forward is not None:
+                bias = given(copy, "bias")
+                copy.target, copy.kwargs = one.forward, {}
+                copy.args = (copies[one.x], weight, bias, *fx.map_arg(one.rest, lambda a: copies[a]))
             copies[node] = new.call_function(begun, (copy,))
             y = new.call_function(edge, (copies[node],))
             counts = new.call_function(ops.is_first, (copies[next(iter(graph.nodes))],)) if one.alike else True
@@ -224,24 +213,6 @@ def edge(y: Tensor) -> GradientEdge:
     return get_gradient_edge(y)
 
 
-def grouped(input: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
-    """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows alone."""
-    y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
-    return y
-
-
-class _Grouped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
-        ctx.save_for_backward(weight, offsets)
-        return torch.ops.transformers.grouped_mm_fallback(x, weight, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        weight, offsets = ctx.saved_tensors
-        return torch.ops.transformers.grouped_mm_fallback(grads[0], weight.mT, offsets), None, None
-
-
 # ---- which ops -----------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +224,9 @@ class _Rule:
     x: int
     weight: int
     form: Callable[[fx.Node, fx.Node, fx.Node], tuple[str, *tuple[Any, ...]] | None]
-    forward: Callable[..., Tensor] | None = None  # in place of the op
+    forward: Callable[..., Tensor] | None = (
+        None  # in place of an op whose backward would compute the weight's gradient regardless
+    )
 
 
 def _rank(node: fx.Node) -> int:
@@ -310,7 +283,7 @@ PRODUCTS: Mapping[str, _Rule] = {
     "transformers::grouped_mm_fallback": _Rule(0, 1, _groups, grouped),
     **dict.fromkeys(
         ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
-        _Rule(0, 1, _filters),
+        _Rule(0, 1, _filters, convolved),
     ),
 }
 """By the name of the op."""
@@ -372,73 +345,3 @@ def watch(names: Sequence[str], operands: Sequence[Operand], add: Callable[[Fact
 
         one.y.node.register_prehook(arrive)
     return later
-
-
-@torch.no_grad()
-def accumulate(goal: Tensor, factors: Factors, add: bool) -> None:
-    """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
-
-    Products in lower precision than the goal's are rounded first.
-    """
-    _, dy, kind, x, dims, rest = factors
-    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, *rest)
-
-
-def _put(goal: Tensor, value: Tensor, add: bool) -> None:
-    goal.add_(value) if add else goal.copy_(value)
-
-
-def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
-    """Write ``left @ right``, matrices or batches of them, to ``goal``, or add it."""
-    if goal.stride(-1) != 1:
-        goal, left, right = goal.mT, right.mT, left.mT
-    if goal.dtype != left.dtype:
-        _put(goal, left @ right, add)
-    elif goal.dim() == 2:
-        goal.addmm_(left, right) if add else torch.mm(left, right, out=goal)
-    else:
-        goal.baddbmm_(left, right) if add else torch.bmm(left, right, out=goal)
-
-
-def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
-    """Y = X Wᵀ."""
-    _multiply(goal, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), add)
-
-
-def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
-    """Y = X W."""
-    _multiply(goal, x.reshape(-1, x.shape[-1]).t(), dy.reshape(-1, dy.shape[-1]), add)
-
-
-def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
-    """Y = X W, matrix by matrix."""
-    _multiply(goal, x.mT, dy, add)
-
-
-def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
-    """Y = X W[g] for the rows of each group g, which ends before row ``offsets[g]``."""
-    if goal.stride(-1) != 1:
-        goal, x, dy = goal.mT, dy, x
-    _put(goal, F.grouped_mm(x.t(), dy, offs=offsets), add)
-
-
-def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
-    """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all rows."""
-    start = 0
-    for group, stop in enumerate([len(x)] * len(goal) if offsets.is_meta else offsets.tolist()):
-        _multiply(goal[group], x[start:stop].t(), dy[start:stop], add)
-        start = stop
-
-
-def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, *rest: Any) -> None:
-    if x.dim() == goal.dim() - 1:  # one sample
-        x, dy = x[None], dy[None]
-    weight = dy.new_empty(()).expand(goal.shape)  # only its shape matters
-    _put(goal, aten.convolution_backward(dy, x, weight, None, *rest, [False, True, False])[1], add)
-
-
-MULTIPLY: Mapping[str, Callable[..., None]] = {
-    "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
-    "convolution": _of_filters,
-}  # fmt: skip
-"""By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, *rest)."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.trace.meter import storage, tensors_in
-from shardwise.trace.products import Factors, Operand, accumulate, expose, find, watch
+from shardwise.trace.multiply import Factors, accumulate
+from shardwise.trace.products import Operand, expose, find, watch
 from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
 from shardwise.trace.tracker import StorageTracker

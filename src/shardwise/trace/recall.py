@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.trace import ops, products
+from shardwise.trace import multiply, ops, products
 from shardwise.trace.meter import tensors_in
 from shardwise.trace.ops import Env
 from shardwise.trace.torch_private import OpOverload, schema, storage_key
@@ -38,7 +38,7 @@ _PRODUCTS = """
 KEPT = frozenset(_PRODUCTS.split())
 """The ops whose results are kept; those of ATen without namespace."""
 
-OWN: dict[str, Callable[..., Tensor]] = {"attention": ops.attention, "grouped": products.grouped}
+OWN: dict[str, Callable[..., Tensor]] = {"attention": ops.attention, "grouped": multiply.grouped, "convolved": multiply.convolved}
 """Our own functions that are kept, under the names that stand for them in a graph."""
 
 _BLIND = """

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,10 +53,13 @@ class Sharded:
 
 def propagate(
     normal: Normal, rules: Callable[[fx.Node], Rule | None], axes: tuple[str, ...], *, counted: fx.Node | None = None,
-    dropout: str = "exact", device: torch.device | None = None,
+    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard ``normal`` over the batch ``axes``.  ``counted`` is the cross-entropy whose count of targets the step knows beforehand."""
-    return Propagation(normal, rules, axes, counted, dropout, device or torch.device("cpu")).run()
+    """Shard ``normal`` over the batch ``axes``.
+
+    ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as :func:`loss.summands` finds them.
+    """
+    return Propagation(normal, rules, axes, counted, summands, dropout, device or torch.device("cpu")).run()
 
 
 class Propagation:
@@ -64,10 +67,11 @@ class Propagation:
 
     def __init__(
         self, normal: Normal, rules: Callable[[fx.Node], Rule | None], axes: tuple[str, ...], counted: fx.Node | None,
-        dropout: str, device: torch.device,
+        summands: Collection[fx.Node], dropout: str, device: torch.device,
     ) -> None:  # fmt: skip
         self.normal, self.captured = normal, normal.captured
-        self.rules, self.axes, self.counted, self.dropout, self.device = rules, axes, counted, dropout, device
+        self.rules, self.axes, self.counted, self.summands = rules, axes, counted, summands
+        self.dropout, self.device = dropout, device
         self.graph = fx.Graph()
         self.env = self.graph.placeholder("env")
         self.value: dict[fx.Node, Any] = {}

@@ -16,7 +16,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype
 from shardwise.trace.functional import functionalise
-from shardwise.trace.loss import Targets, mean_cross_entropy, targets_of, unweighted
+from shardwise.trace.loss import Targets, mean_cross_entropy, summands, targets_of, unweighted
 from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.rules import find
@@ -146,7 +146,15 @@ def trace(
         normal = functionalise(captured)
         normalise(normal)
         entropy = mean_cross_entropy(normal)
-        sharded = propagate(normal, find, axes, counted=entropy if unweighted(entropy) else None, dropout=dropout, device=device)
+        sharded = propagate(
+            normal,
+            find,
+            axes,
+            counted=entropy if unweighted(entropy) else None,
+            summands=summands(normal),
+            dropout=dropout,
+            device=device,
+        )
         targets = targets_of(sharded, entropy) if entropy is not None else None
     except Uncapturable as error:
         if not opaque:

@@ -43,7 +43,8 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
     if not counted:
         p.count("all_reduce", "count of targets")
     values[0] = _before_cast(values[0])
-    return p.emit(node, (p.env, *values[:2], weights, ignore, smoothing, counted, not plain), {}, layout, entropy.cross_entropy)
+    options = (ignore, smoothing, counted, not plain, node in p.summands)
+    return p.emit(node, (p.env, *values[:2], weights, *options), {}, layout, entropy.cross_entropy)
 
 
 def _before_cast(scores: fx.Node) -> fx.Node:

@@ -1,0 +1,144 @@
+"""The arithmetic of products: those whose backward has to leave the weight alone, and the gradients of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Factors(NamedTuple):
+    """What the gradient of the parameter ``weight`` is made of.
+
+    ``kind`` is a key of ``MULTIPLY``, whose arguments beside dY and X are ``rest``.  ``dims`` is how the product sees the
+    parameter's dims permuted, if at all.
+    """
+
+    weight: str
+    dy: Tensor
+    kind: str
+    x: Tensor
+    dims: tuple[int, ...] | None
+    rest: tuple[Any, ...]
+
+
+def grouped(input: Tensor, weight: Tensor, bias: None, offs: Tensor) -> Tensor:
+    """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows alone."""
+    y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Any:
+        ctx.save_for_backward(weight, offsets)
+        return torch.ops.transformers.grouped_mm_fallback(x, weight, offsets)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        weight, offsets = ctx.saved_tensors
+        return torch.ops.transformers.grouped_mm_fallback(grads[0], weight.mT, offsets), None, None
+
+
+def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    """A convolution, ``rest`` as ``aten.convolution`` has it; its backward has the gradients of X and bias alone.
+
+    oneDNN computes the bias's gradient together with the weight's, which is computed apart.
+    """
+    single = x.dim() == weight.dim() - 1
+    y: Tensor = _Convolution.apply(x[None] if single else x, weight, bias, *rest)  # type: ignore[no-untyped-call]
+    return y[0] if single else y
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.rest = rest
+        return aten.convolution(x, weight, bias, *rest)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        dx = (
+            aten.convolution_backward(grads[0], x, weight, None, *ctx.rest, [True, False, False])[0]
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        db = grads[0].sum([0, *range(2, grads[0].dim())]) if ctx.needs_input_grad[2] else None
+        return dx, None, db, *(None for _ in ctx.rest)
+
+
+@torch.no_grad()
+def accumulate(goal: Tensor, factors: Factors, add: bool) -> None:
+    """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
+
+    Products in lower precision than the goal's are rounded first.
+    """
+    _, dy, kind, x, dims, rest = factors
+    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, *rest)
+
+
+def _put(goal: Tensor, value: Tensor, add: bool) -> None:
+    goal.add_(value) if add else goal.copy_(value)
+
+
+def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
+    """Write ``left @ right``, matrices or batches of them, to ``goal``, or add it."""
+    if goal.stride(-1) != 1:
+        goal, left, right = goal.mT, right.mT, left.mT
+    if goal.dtype != left.dtype:
+        _put(goal, left @ right, add)
+    elif goal.dim() == 2:
+        goal.addmm_(left, right) if add else torch.mm(left, right, out=goal)
+    else:
+        goal.baddbmm_(left, right) if add else torch.bmm(left, right, out=goal)
+
+
+def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+    """Y = X Wᵀ."""
+    _multiply(goal, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), add)
+
+
+def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+    """Y = X W."""
+    _multiply(goal, x.reshape(-1, x.shape[-1]).t(), dy.reshape(-1, dy.shape[-1]), add)
+
+
+def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+    """Y = X W, matrix by matrix."""
+    _multiply(goal, x.mT, dy, add)
+
+
+def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
+    """Y = X W[g] for the rows of each group g, which ends before row ``offsets[g]``."""
+    if goal.stride(-1) != 1:
+        goal, x, dy = goal.mT, dy, x
+    _put(goal, F.grouped_mm(x.t(), dy, offs=offsets), add)
+
+
+def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
+    """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all rows."""
+    start = 0
+    for group, stop in enumerate([len(x)] * len(goal) if offsets.is_meta else offsets.tolist()):
+        _multiply(goal[group], x[start:stop].t(), dy[start:stop], add)
+        start = stop
+
+
+def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, *rest: Any) -> None:
+    if x.dim() == goal.dim() - 1:  # one sample
+        x, dy = x[None], dy[None]
+    weight = dy.new_empty(()).expand(goal.shape)  # only its shape matters
+    _put(goal, aten.convolution_backward(dy, x, weight, None, *rest, [False, True, False])[1], add)
+
+
+MULTIPLY: Mapping[str, Callable[..., None]] = {
+    "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
+    "convolution": _of_filters,
+}  # fmt: skip
+"""By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, *rest)."""
