@@ -13,11 +13,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.interpreter import StepResult
 from shardwise.runtime.progress import Progress
 from shardwise.trace.capture import LossFunction
 

@@ -24,7 +24,7 @@ from shardwise.launch.results import MetricsWriter, save_weights
 from shardwise.launch.run import Side
 from shardwise.launch.training import train
 from shardwise.models import Llama
-from shardwise.runtime.interpreter import StepResult
+from shardwise.runtime.batch import StepResult
 from shardwise.runtime.progress import Progress, read_record, record_path
 from shardwise.trace.initial import record
 from shardwise.trainer import NonFiniteError

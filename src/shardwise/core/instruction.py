@@ -1,4 +1,4 @@
-"""One step of training, one instruction at a time.
+"""Training, one instruction at a time.
 
 A :class:`Program` is a flat list of these records.  They are data: the runtime executes them, `estimate`
 prices them, `report` draws them and :func:`shardwise.core.check.check` proves that they neither race nor
@@ -26,7 +26,9 @@ class Op(StrEnum):
     ADD = "ADD"  # a reduced slot's own shard to the gradient
     NORM = "NORM"  # norms of this rank's shards of all gradients
     DECIDE = "DECIDE"  # from all norms: the global one, clipping coefficient, skip flag, loss scale
+    STASH = "STASH"  # a copy of parameters in a slot, before they are updated: microbatches under way use them still
     STEP = "STEP"  # optimizer update of one bucket
+    REPORT = "REPORT"  # the loss and the norm of a batch are known
     SEND = "SEND"  # live tensors, or their gradients, to another stage
     RECEIVE = "RECEIVE"
 
@@ -49,16 +51,15 @@ class Buffer:
     ``kind`` is one of
 
     * ``param grad state``: of a bucket, from step to step;
-    * ``slot unreduced``: memory of a pool, for whole parameters, and for whole gradients on their way to
-      their shard;
+    * ``slot unreduced stash``: memory of a pool, for whole parameters, for whole gradients on their way to
+      their shard, and for parameters as they were before an update;
     * ``activation saved kept gradient received putoff``: of a unit and microbatch: its live outputs, what
       autograd keeps inside of it, what selective recomputation keeps, the gradients of its outputs, those that
       come from another rank, whose coordinate on ``pp`` is the ``version``, and what a BACKWARD_INPUT leaves for
       its BACKWARD_WEIGHT: inputs and output gradients of products;
-    * ``loss weight norm``: of the step.
+    * ``loss weight norm``: of a batch, whose number is the ``version``.
 
     ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch;
-    ``version`` numbers weight versions.
     """
 
     kind: str
@@ -80,6 +81,9 @@ class Instruction:
     ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
     unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE, and
     ``tensors`` the names of what it carries.
+    ``version`` is that of the weights which a unit uses: the number of updates since the begin of the
+    program; of what is done for a batch (COUNT, NORM, DECIDE, STEP, REPORT) the number of the batch; a STASH
+    keeps it.
     ``first`` lists the buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so
     overwrites; to all others it adds; what none has written when the gradient is first read is zero.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
     ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD

@@ -23,7 +23,7 @@ Offload = Literal["none", "optimizer", "activations", "all"]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
-    "schedule": ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v"),
+    "schedule": ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "pipedream", "pipedream-2bw"),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
@@ -34,6 +34,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 
 LOW_PRECISIONS = ("bf16", "fp16")
 """The precisions that compute with copies of fp32 masters."""
+
+ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
+"""The schedules that do not wait for an empty pipeline to update weights."""
 
 DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
     ("R", "P", "R"): "DDP",
@@ -81,7 +84,9 @@ class Plan:
     """How a step is divided over the ranks of ``mesh``.
 
     ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
-    rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced. ``recompute`` says whether units are run forward again in backward, under
+    rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  An asynchronous schedule empties the
+    pipeline after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.
+    ``recompute`` says whether units are run forward again in backward, under
     "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
     computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
@@ -109,6 +114,8 @@ class Plan:
     reduce: ReduceDtype = "auto"
     stages_per_rank: int = 1
     stages: tuple[int, ...] = ()
+    vertical_sync: bool = False
+    window: int = 32
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -124,6 +131,7 @@ class Plan:
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
         object.__setattr__(self, "parameters", tuple(rules))
         self._check_shards()
+        self._check_asynchronous()
 
     def _check_stages(self) -> None:
         if not isinstance(self.stages, tuple | list):
@@ -147,6 +155,36 @@ class Plan:
             )
         wide = ("fp64",) if self.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.reduce, ("auto", *wide))
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether weights are updated while microbatches of other batches are in the pipeline."""
+        return self.schedule in ASYNCHRONOUS and self.mesh.axis_size("pp") > 1
+
+    def _check_asynchronous(self) -> None:
+        check_count("window", self.window)
+        if not isinstance(self.vertical_sync, bool):
+            raise ConfigError(f"vertical_sync: {self.vertical_sync!r} is not legal; legal: true, false.")
+        if self.vertical_sync and self.schedule != "pipedream":
+            raise ConfigError(f'vertical_sync: true is not legal with schedule "{self.schedule}"; legal: with "pipedream".')
+        if not self.asynchronous:
+            return
+        with_it = f'with schedule "{self.schedule}"'
+        if any(rule.sharded for rule in self.parameters) and self.mesh.axis_size("dp") > 1:
+            raise ConfigError(
+                f"zero: sharded states are not legal {with_it}, whose stages keep several versions; legal: zero = 0."
+            )
+        if self.reduce not in ("auto", "fp64", "fp32"):
+            raise ConfigError(f'reduce: "{self.reduce}" is not legal {with_it}; legal: "auto".')
+        if self.schedule == "pipedream" and self.microbatches != 1:
+            raise ConfigError(
+                f"microbatches: {self.microbatches} is not legal {with_it}, which updates after each microbatch; legal: 1, with batches as "
+                "large as a microbatch shall be."
+            )
+        if self.schedule == "pipedream" and self.precision == "fp16":
+            raise ConfigError(
+                f'precision: "fp16" is not legal {with_it}: its loss scale is decided by all stages together; legal: "fp32", "bf16", "fp64".'
+            )
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -180,7 +218,8 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
-        lines = [f"{field} = {getattr(self, field)}" for field in ("microbatches", "prefetch", "stages_per_rank")]
+        lines = [f"{field} = {getattr(self, field)}" for field in ("microbatches", "prefetch", "stages_per_rank", "window")]
+        lines += [f"vertical_sync = {str(self.vertical_sync).lower()}"]
         lines += [f"stages = {list(self.stages)}"]
         lines += [f"{field} = {_quote(getattr(self, field))}" for field in CHOICES]
         if not self.mesh.axes:

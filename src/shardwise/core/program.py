@@ -20,8 +20,8 @@ class Program:
 
     A class is all the ranks at the fixed ``coordinates`` (pairs of axis and coordinate; none: every
     rank).  Ranks of one class run the same list: peers and groups in it are relative to the mesh and
-    resolved when it runs.  ``slots`` and ``unreduced`` are the two pools: for each slot the buckets that it
-    has to hold, one at a time.
+    resolved when it runs.  ``slots``, ``unreduced`` and ``stashes`` are pools: for each slot the buckets that it
+    has to hold, one at a time.  It is a program of so many ``batches``.
     """
 
     name: str
@@ -29,6 +29,8 @@ class Program:
     instructions: tuple[Instruction, ...] = ()
     slots: tuple[tuple[int, ...], ...] = ()
     unreduced: tuple[tuple[int, ...], ...] = ()
+    stashes: tuple[tuple[int, ...], ...] = ()
+    batches: int = 1
 
     def text(self) -> str:
         """One instruction a line: position, lane, instruction, ``reads → writes``."""
@@ -50,6 +52,8 @@ class Program:
                 "coordinates": dict(self.coordinates),
                 "slots": self.slots,
                 "unreduced": self.unreduced,
+                "stashes": self.stashes,
+                "batches": self.batches,
                 "instructions": [_to_dict(instruction) for instruction in self.instructions],
             }
         )
@@ -60,8 +64,8 @@ class Program:
         try:
             data = json.loads(text)
             instructions = tuple(_from_dict(item) for item in data["instructions"])
-            pools = (tuple(map(tuple, data[pool])) for pool in ("slots", "unreduced"))
-            return Program(data["name"], tuple(data["coordinates"].items()), instructions, *pools)
+            slots, unreduced, stashes = (tuple(map(tuple, data[pool])) for pool in ("slots", "unreduced", "stashes"))
+            return Program(data["name"], tuple(data["coordinates"].items()), instructions, slots, unreduced, stashes, data["batches"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShardwiseError(f"not a program in JSON: {type(error).__name__}: {error}") from error
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from shardwise.core.optim import OptimizerChoice
 from shardwise.models import generate
 from shardwise.report.tensorboard import TensorBoard
-from shardwise.runtime.interpreter import StepResult
+from shardwise.runtime.batch import StepResult
 
 SAMPLE_TOKENS = 400
 TEMPERATURE = 0.8

@@ -23,8 +23,8 @@ from shardwise.config.build import Data
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.report.tensorboard import TensorBoard
+from shardwise.runtime.batch import StepResult
 from shardwise.runtime.initial_values import Values
-from shardwise.runtime.interpreter import StepResult
 from shardwise.runtime.progress import Progress
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,10 @@ class Draft:
     tasks: list[int] = field(default_factory=lambda: [0])
     before: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
     after: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+
+    def task_of(self, position: int) -> int:
+        """The start of the task that ``position`` is in."""
+        return self.tasks[bisect_right(self.tasks, position) - 1]
 
     def readers(self, buffer: Buffer) -> list[int]:
         """Positions of what reads ``buffer``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.errors import ShardwiseError
@@ -17,50 +17,82 @@ from shardwise.trace.trace import Bucket
 
 @dataclass(frozen=True)
 class _Way:
-    """A gradient that goes through a slot: positions of the backwards that write it there, and what is done to it after the last."""
+    """A gradient that goes through a slot: positions of the backwards that write it there, and what is done to it after the last.
+
+    ``stop``: the position after which it is added to the bucket's.
+    """
 
     bucket: Bucket
     writers: tuple[int, ...]
     collectives: tuple[Collective, ...]
-    first: bool  # nothing has been added to the bucket's gradient in this step
+    first: bool  # nothing has been added to the bucket's gradient for this batch
     through: bool  # backward writes the gradient itself; only the sum goes through a slot
+    direct: bool  # the sum's own shard goes from the slot straight to the gradient
+    stop: int
+
+    @property
+    def span(self) -> Span:
+        return Span(self.bucket.index, self.bucket.nbytes, self.writers[-1 if self.through else 0], self.stop)
 
 
-def reduce(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[int, ...], ...]:
-    """Put the reductions of all gradients into ``draft``, each right after the backward that completes it; returns the slots.
+class Reductions:
+    """The reductions of all gradients of ``draft``, each right after the backward that completes it, and the slots that they take.
 
     A gradient that is a partial sum between microbatches, and is summed in the dtype in which it is kept, is reduced in place.  Any other
     goes through a slot: backward writes the whole of it there, the sum leaves this rank's shard in it, which is added to the gradient.
+    So does one whose bucket still has that of the batch before: ``ends`` are the positions after which each batch is updated.
     """
-    ways: list[_Way] = []
-    narrow = plan.reduce not in ("auto", "fp64" if plan.precision == "fp64" else "fp32")
-    last: list[tuple[Bucket, tuple[Collective, ...]]] = []
-    for bucket in buckets:
-        rule, grad = placement(plan, bucket.parameters[0].name), Buffer("grad", bucket.index)
-        writers = draft.writers(grad)
-        if not bucket.learns or not writers:
-            continue
-        each, once = reductions(plan, rule, bucket.numel)
-        if rule.grad == "S":
-            groups = _groups(draft, writers, plan.reduced)
-            ways += [_Way(bucket, group, each, i == 0, False) for i, group in enumerate(groups)]
-        elif narrow and once:
-            ways.append(_Way(bucket, (writers[-1],), once, True, True))
-            continue
-        last.append((bucket, once))
-    depth = max(1, plan.prefetch)
-    spans = [
-        Span(w.bucket.index, w.bucket.nbytes, w.writers[-1 if w.through else 0], draft.behind(w.writers[-1], depth)) for w in ways
-    ]
-    slots, pool = assign(spans)
-    for way, span, slot in sorted(zip(ways, spans, slots, strict=True), key=lambda one: one[0].writers[-1]):
-        _through_slot(draft, way, slot, span.stop, narrow)
-    for bucket, once in last:
-        grad = Buffer("grad", bucket.index)
-        position = max((i for i, held in draft.after.items() if any(grad in one.writes for one in held)), default=-1)
-        position = max([position, *draft.writers(grad)])
-        draft.after[position] += [_reduce(bucket.index, c, reads=(grad,), writes=(grad,)) for c in once]
-    return pool
+
+    def __init__(
+        self, draft: Draft, plan: Plan, buckets: Sequence[Bucket], batch: Callable[[int], int], ends: Sequence[int]
+    ) -> None:
+        self.draft, self.plan, self.buckets, self.batch, self.ends = draft, plan, buckets, batch, ends
+        self.narrow = plan.reduce not in ("auto", "fp64" if plan.precision == "fp64" else "fp32")
+        self.ways: list[list[_Way]] = [[] for _ in ends]
+        self.last: list[list[tuple[Bucket, tuple[Collective, ...]]]] = [[] for _ in ends]
+        for bucket in buckets:
+            writers = draft.writers(Buffer("grad", bucket.index)) if bucket.learns else []
+            for number in range(len(ends)):
+                mine = tuple(i for i in writers if batch(draft.compute[i].microbatch) == number)
+                if mine:
+                    self._decide(bucket, number, mine)
+        slots, self.pool = assign([way.span for ways in self.ways for way in ways])
+        self._slots = iter(slots)
+
+    def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
+        rule = placement(self.plan, bucket.parameters[0].name)
+        each, once = reductions(self.plan, rule, bucket.numel)
+        depth = max(1, self.plan.prefetch)
+        if number and (free := self.ends[number - 1]) >= writers[0]:
+            ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]
+        elif rule.grad == "S":
+            narrow, scatters = self.narrow, [c.kind for c in each] == ["reduce_scatter"]
+            ways = [
+                _Way(bucket, group, each, i == 0, False, i == 0 and scatters and not narrow, self.draft.behind(group[-1], depth))
+                for i, group in enumerate(_groups(self.draft, writers, self.plan.reduced))
+            ]
+        elif self.narrow and once:
+            ways = [_Way(bucket, writers[-1:], once, True, True, False, self.draft.behind(writers[-1], depth))]
+            once = ()
+        else:
+            ways = []
+        self.ways[number] += ways
+        self.last[number].append((bucket, once))
+
+    def put(self, number: int) -> None:
+        """Those of a batch into the draft; batches in order."""
+        draft = self.draft
+        taken = [(way, next(self._slots)) for way in self.ways[number]]
+        for way, slot in sorted(taken, key=lambda one: one[0].writers[-1]):
+            _through_slot(draft, way, slot)
+        for bucket, once in self.last[number]:
+            grad = Buffer("grad", bucket.index)
+            mine = [i for i in draft.writers(grad) if self.batch(draft.compute[i].microbatch) == number]
+            stop = self.ends[number]
+            added = [i for i, held in draft.after.items() if i <= stop and any(grad in one.writes for one in held)]
+            draft.after[max([*mine, *added], default=-1)] += [
+                _reduce(bucket.index, c, reads=(grad,), writes=(grad,)) for c in once
+            ]
 
 
 def _groups(draft: Draft, writers: Iterable[int], reduced: str) -> list[tuple[int, ...]]:
@@ -72,7 +104,7 @@ def _groups(draft: Draft, writers: Iterable[int], reduced: str) -> list[tuple[in
     return sorted((tuple(group) for group in by.values()), key=lambda group: group[-1])
 
 
-def _through_slot(draft: Draft, way: _Way, slot: int, stop: int, narrow: bool) -> None:
+def _through_slot(draft: Draft, way: _Way, slot: int) -> None:
     index, place, grad = way.bucket.index, Buffer("unreduced", slot), Buffer("grad", way.bucket.index)
     end = way.writers[-1]
     if way.through:
@@ -86,15 +118,14 @@ def _through_slot(draft: Draft, way: _Way, slot: int, stop: int, narrow: bool) -
         Op.ADD, bucket=index, slot=slot, reads=(place,) if way.first else (place, grad), writes=(grad,),
         first=(index,) if way.first else (), frees=(place,),
     )  # fmt: skip
-    direct = way.first and not narrow and [c.kind for c in way.collectives] == ["reduce_scatter"]
     for collective in way.collectives:
-        if direct:
+        if way.direct:
             one = _reduce(index, collective, slot, reads=(place,), writes=(grad,), first=(index,), frees=(place,))
         else:
             one = _reduce(index, collective, slot, reads=(place,), writes=(place,))
         draft.after[end].append(one)
-    if not direct:
-        draft.after[stop].append(add)
+    if not way.direct:
+        draft.after[way.stop].append(add)
 
 
 def _reduce(

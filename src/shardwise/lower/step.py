@@ -13,26 +13,30 @@ from shardwise.core.program import Program
 from shardwise.lower.draft import Draft
 from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
-from shardwise.lower.reduce import reduce
+from shardwise.lower.reduce import Reductions
 from shardwise.lower.stages import EVERYWHERE, Cut
-from shardwise.lower.tied import tied
+from shardwise.lower.tied import check_tied, tied
+from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.schedule import Task, rank_of
 from shardwise.trace.trace import Bucket, Trace
 
-LOSS = Buffer("loss")
-WEIGHT = Buffer("weight")
-NORM = Buffer("norm")
 PASSING = ("activation", "kept", "saved", "gradient", "received", "putoff")
-"""Kinds of buffers that live within a step."""
+"""Kinds of buffers that live within a batch."""
+
+
+def of_batch(kind: str, batch: int) -> Buffer:
+    """The loss, the norm or the weights of a batch."""
+    return Buffer(kind, version=batch)
 
 
 def lower(
-    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: Cut | None = None, training: bool = True
-) -> tuple[Program, ...]:
-    """The programs of all classes of ranks: one for each rank of the pipeline.
+    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: Cut | None = None, training: bool = True,
+    batches: int = 1,
+) -> tuple[Program, ...]:  # fmt: skip
+    """The programs of all classes of ranks, one for each rank of the pipeline, of so many ``batches``.
 
     ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without ``training`` the programs
     compute the loss of a batch and nothing else.
@@ -41,11 +45,13 @@ def lower(
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
         raise ConfigError(f"pp: the loss counts its targets with {trace.targets.leaves[0]}, which one stage has; legal: pp = 1")
     cut.check()
-    each = [
-        _Lowering(trace, plan, trace.buckets if buckets is None else buckets, training, cut, rank) for rank in range(cut.ranks)
-    ]
+    buckets = trace.buckets if buckets is None else buckets
+    if training:
+        check_tied(plan, cut, buckets)
+    versions = Versions(cut, plan, plan.microbatches, batches)
+    each = [_Lowering(trace, plan, buckets, training, cut, rank, versions) for rank in range(cut.ranks)]
     drafts = [one.draft() for one in each]
-    messages(drafts, cut, plan.microbatches)
+    messages(drafts, cut, plan.microbatches * batches)
     return tuple(one.program(draft) for one, draft in zip(each, drafts, strict=True))
 
 
@@ -59,7 +65,8 @@ class _Lowering:
     training: bool
     cut: Cut
     rank: int
-    _written: set[int] = field(default_factory=set)  # buckets with a gradient
+    versions: Versions
+    _written: set[tuple[int, int]] = field(default_factory=set)  # buckets with a gradient, by batch
     _begun: set[tuple[int, int]] = field(default_factory=set)
 
     @property
@@ -91,11 +98,14 @@ class _Lowering:
 
     def draft(self) -> Draft:
         """What computes, and what ends with it."""
-        draft = Draft(self.count())
+        draft = Draft([], [])
+        counted = 0
         for task in self.tasks():
             draft.tasks.append(len(draft.compute))
+            if self.versions.batch(task.microbatch) == counted:
+                draft.compute += self.count(counted)
+                counted += 1
             self.add(task, draft.compute)
-        draft.tasks[:2] = [0]  # with the count
         if self.training:
             self.check_written(draft)
         self.free_activations(draft)
@@ -103,29 +113,36 @@ class _Lowering:
 
     def program(self, draft: Draft) -> Program:
         """With all that communicates within the batch axes, and the step."""
-        tail: list[Instruction] = []
-        if self.all_axes:
-            loss = self.sum_over(self.all_axes, LOSS)
-            at = draft.last([LOSS]) if self.cut.ranks == 1 else -1  # over the pipeline all ranks have to join in
-            draft.after[at].append(loss) if at >= 0 else tail.append(loss)
-        unreduced = reduce(draft, self.plan, self.buckets)
+        versions, own = self.versions, self.own if self.training else []
+        ends = versions.ends(draft)
+        reductions = Reductions(draft, self.plan, self.buckets, versions.batch, ends)
         slots = gather(draft, self.plan, self.buckets)
-        if self.training:
-            tail += [*tied(self.cut, self.rank, self.own), *self.finish()]
-        instructions = [*draft.instructions(), *tail]
+        copies, stashes = stash(draft, own, ends)
+        for batch, end in enumerate(ends):
+            loss = [self.sum_over(self.all_axes, of_batch("loss", batch))] if self.all_axes else []
+            if self.cut.ranks == 1:  # over the pipeline all ranks have to join in
+                draft.after[draft.last([of_batch("loss", batch)])] += loss
+                loss = []
+            reductions.put(batch)
+            draft.after[end] += [*loss, *tied(self.cut, self.rank, own)]
+            if self.training:
+                draft.after[end] += self.finish(batch, copies[batch])
+            draft.after[end] += self.reports(batch)
         place = ((PIPELINE, self.rank),) if self.cut.ranks > 1 else ()
         name = f"stage {self.rank}" if place else "all ranks"
-        return Program(name, place, tuple(derive_waits(instructions)), slots, unreduced)
+        instructions = tuple(derive_waits(draft.instructions()))
+        return Program(name, place, instructions, slots, reductions.pool, stashes, versions.batches)
 
     # ---- computing -------------------------------------------------------------------------------------------------
 
     def tasks(self) -> Sequence[Task]:
+        microbatches = self.plan.microbatches * self.versions.batches
         if self.training:
-            return self.cut.tasks(self.plan.microbatches)[self.rank]
+            return self.cut.tasks(microbatches)[self.rank]
         stages = [
             s for s in range(self.cut.stages) if self.cut.ranks == 1 or rank_of(self.cut.schedule, s, self.cut.ranks) == self.rank
         ]
-        return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
+        return [Task("F", s, m) for m in range(microbatches) for s in stages]
 
     def add(self, task: Task, out: list[Instruction]) -> None:
         """FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
@@ -151,15 +168,17 @@ class _Lowering:
         """Note which gradients these are the first to write."""
         found = []
         for one in several:
-            new = tuple(b.index for b in one.writes if b.kind == "grad" and b.index not in self._written)
-            self._written |= set(new)
+            batch = self.versions.batch(one.microbatch)
+            new = tuple(b.index for b in one.writes if b.kind == "grad" and (b.index, batch) not in self._written)
+            self._written |= {(index, batch) for index in new}
             found.append(replace(one, first=new))
         return found
 
     def check_written(self, draft: Draft) -> None:
-        unwritten = {b.index for b in self.own if b.learns} - self._written
+        batches = range(self.versions.batches)
+        unwritten = {(b.index, batch) for b in self.own if b.learns for batch in batches} - self._written
         if unwritten:
-            raise ShardwiseError(f"no backward writes the gradients of buckets {sorted(unwritten)}")
+            raise ShardwiseError(f"no backward writes the gradients of buckets {sorted({index for index, _ in unwritten})}")
 
     def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
         """``saves``: for a backward without a second forward."""
@@ -168,14 +187,20 @@ class _Lowering:
         reads = [Buffer("param", b.index) for b in self.used[u]]
         reads += [Buffer("activation", p, m) for p in self.producers(u)]
         if "loss" in unit.outputs and self.trace.targets is not None:
-            reads.append(WEIGHT)
+            reads.append(of_batch("weight", self.versions.batch(m)))
         writes = [Buffer("activation", u, m)]
         if self.training and unit.differentiable:
             writes += [Buffer("saved", u, m)] if saves else self.kept(u, m)
         if "loss" in unit.outputs:
-            writes.append(LOSS)
-        axes = self.axes if unit.collectives else ()
-        return Instruction(Op.FORWARD, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes))
+            writes.append(of_batch("loss", self.versions.batch(m)))
+        axes, version = self.axes if unit.collectives else (), self.version(u, m)
+        return Instruction(Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
+
+    def version(self, u: int, m: int) -> int:
+        """Of the weights that a unit uses for a microbatch; one without a stage has none, and counts with the first of the rank's."""
+        stage = self.cut.stage[u]
+        own = stage if stage != EVERYWHERE else min(s for s in (self.cut.stage[v] for v in self.units) if s != EVERYWHERE)
+        return self.versions.version(m, own)
 
     def recompute(self, u: int, m: int) -> Instruction:
         again = self.forward(u, m)
@@ -191,14 +216,15 @@ class _Lowering:
         whole = whole or not unit.products
         reads = [Buffer("saved", u, m), *(Buffer("param", b.index) for b in self.used[u])]
         reads += [Buffer("activation", p, m) for p in self.producers(u)]  # autograd keeps inputs
-        reads += [WEIGHT] if "loss" in unit.outputs else []
+        reads += [of_batch("weight", self.versions.batch(m))] if "loss" in unit.outputs else []
         reads += [Buffer("gradient", u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = self.grads(u, unit.parameters if whole else unit.inside)
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
         writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
         writes += [] if whole else [Buffer("putoff", u, m)]
         op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.axes if unit.collectives else ()
-        return Instruction(op, unit=u, microbatch=m, axes=axes, reads=tuple(reads), writes=tuple(writes))
+        version = self.version(u, m)
+        return Instruction(op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
 
     def backward_weight(self, u: int, m: int) -> list[Instruction]:
         """The rest of BACKWARD; it reads the operands of products, of which some are live tensors."""
@@ -219,15 +245,16 @@ class _Lowering:
         """The units whose live tensors unit ``u`` reads."""
         return self.cut.producers[u]
 
-    # ---- the rest of the step ----------------------------------------------------------------------------------------
+    # ---- the rest of a batch -----------------------------------------------------------------------------------------
 
-    def count(self) -> list[Instruction]:
+    def count(self, batch: int) -> list[Instruction]:
         """The weights of the microbatches, first of all: their sum over ranks runs under the first forward."""
         targets = self.trace.targets
         if targets is None:
             return []
         reads = tuple(Buffer("param", b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters))
-        return [Instruction(Op.COUNT, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=(WEIGHT,))]
+        writes = (of_batch("weight", batch),)
+        return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]
 
     def free_activations(self, draft: Draft) -> None:
         """What a unit leaves for others ends with its backward, or with the last that reads it where it has none."""
@@ -241,23 +268,42 @@ class _Lowering:
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))
 
-    def finish(self) -> list[Instruction]:
-        """The norm over all gradients, which decides clipping and skipping, then one step for each bucket."""
-        learning = [b for b in self.own if b.learns]
-        norm = Instruction(Op.NORM, reads=tuple(Buffer("grad", b.index) for b in learning), writes=(NORM,))
-        decide = Instruction(Op.DECIDE, reads=(NORM,), writes=(NORM,))
+    def finish(self, batch: int, copies: Sequence[Instruction]) -> list[Instruction]:
+        """The norm over all gradients, which decides clipping and skipping, then one step for each bucket.
+
+        Where stages do not wait for each other, each decides by its own norm, and all hear of the whole later.
+        """
+        learning, norm = [b for b in self.own if b.learns], of_batch("norm", batch)
+        grads = tuple(Buffer("grad", b.index) for b in learning)
+        before = self.axes if self.versions.alone else self.all_axes
+        after = tuple(a for a in self.all_axes if a not in before)
         steps = [
             Instruction(
                 Op.STEP,
                 bucket=b.index,
-                reads=(Buffer("grad", b.index), NORM),
+                version=batch,
+                reads=(Buffer("grad", b.index), norm),
                 # The fused optimizer leaves the clipped gradient.
                 writes=(Buffer("param", b.index), Buffer("state", b.index), Buffer("grad", b.index)),
             )
             for b in learning
         ]
-        return [norm, *([self.sum_over(self.all_axes, NORM)] if self.all_axes else []), decide, *steps]
+        return [
+            Instruction(Op.NORM, version=batch, reads=grads, writes=(norm,)),
+            *([self.sum_over(before, norm)] if before else []),
+            Instruction(Op.DECIDE, version=batch, reads=(norm,), writes=(norm,)),
+            *copies,
+            *steps,
+            *([self.sum_over(after, norm)] if after else []),
+        ]
+
+    def reports(self, batch: int) -> list[Instruction]:
+        """Of batches that are over on all stages when this one is updated here."""
+        last, late = self.versions.batches - 1, self.versions.reported
+        due = range(batch - late, last + 1) if batch == last else range(batch - late, batch - late + 1)
+        kinds = ("loss", "norm") if self.training else ("loss",)
+        return [Instruction(Op.REPORT, version=k, reads=tuple(of_batch(kind, k) for kind in kinds)) for k in due if k >= 0]
 
     @staticmethod
     def sum_over(axes: tuple[str, ...], buffer: Buffer) -> Instruction:
-        return Instruction(Op.REDUCE, axes=axes, lane=Lane.REDUCE, reads=(buffer,), writes=(buffer,))
+        return Instruction(Op.REDUCE, version=buffer.version, axes=axes, lane=Lane.REDUCE, reads=(buffer,), writes=(buffer,))

@@ -8,10 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.plan import Plan
 from shardwise.lower.stages import Cut
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.trace.trace import Bucket
+
+
+def check_tied(plan: Plan, cut: Cut, buckets: Sequence[Bucket]) -> None:
+    """:class:`ConfigError` where stages that update their weights for themselves would have parameters in common."""
+    shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
+    if plan.schedule == "pipedream" and shared is not None:
+        stages = " and ".join(map(str, cut.holders(shared)))
+        raise ConfigError(
+            f'schedule: "pipedream" updates each stage for itself, but {shared.parameters[0].name} is used by stages {stages}; legal: '
+            'weights that are not tied across stages, or another schedule, such as "pipedream-2bw"'
+        )
 
 
 def tied(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:

@@ -170,19 +170,21 @@ def _host(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
 class Pool:
     """Slots, each as large as the largest bucket that it has had to hold; a bucket lies at the start of its slot.
 
-    ``dtype`` is that of a bucket in its slot.  ``shared``: other ranks read them, so the communicator allocates them.
+    ``dtype`` is that of a bucket in its slot.  ``shared``: other ranks read them, so the communicator allocates them.  ``gathered``: what
+    rests whole needs none.
     """
 
     comm: Communicator
     dtype: Callable[[BucketMemory], torch.dtype]
     shared: bool = False
+    gathered: bool = False
     slots: list[Tensor] = field(default_factory=list)  # of bytes
     _views: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = field(default_factory=dict)
 
     def reserve(self, slots: Sequence[Sequence[int]], buckets: Mapping[int, BucketMemory]) -> None:
         """Have memory for these ``slots``, each with the buckets that it has to hold."""
         for slot, held in enumerate(slots):
-            needed = (buckets[b] for b in held if self.shared or not buckets[b].resident)
+            needed = (buckets[b] for b in held if not (self.gathered and buckets[b].resident))
             nbytes = max((memory.layout.numel * self.dtype(memory).itemsize for memory in needed), default=0)
             if slot < len(self.slots) and self.slots[slot].numel() >= nbytes:
                 continue
@@ -217,7 +219,8 @@ class RankMemory:
     ) -> None:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
-        self.slots = Pool(comm, lambda memory: memory.bucket.dtype)
+        self.slots = Pool(comm, lambda memory: memory.bucket.dtype, gathered=True)
+        self.stashes = Pool(comm, lambda memory: memory.bucket.dtype)
         summed = COMPUTE_DTYPE.get(plan.reduce)
         self.unreduced = Pool(comm, lambda memory: summed or memory.bucket.wide, shared=True)
         self.leaves = {

@@ -47,7 +47,7 @@ class Compiled:
     initial: Mapping[str, Tensor] | None = None
     _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
-    _programs: dict[tuple[int, int], tuple[Program, ...]] = field(default_factory=dict)
+    _programs: dict[tuple[int, int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # of the units of the training trace, by name
@@ -134,13 +134,13 @@ class Compiled:
         """The stages of a trace: those of the training trace."""
         return Cut.of(one, self.plan, self._stages)
 
-    def programs(self, one: Trace, microbatches: int) -> tuple[Program, ...]:
-        """The checked programs of a trace for so many microbatches."""
-        key = (id(one), microbatches)
+    def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
+        """The checked programs of a trace for batches of so many microbatches."""
+        key = (id(one), microbatches, batches)
         with self._lock:
             if key not in self._programs:
                 plan = self.plan.replace(microbatches=microbatches)
-                programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training)
+                programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches)
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]

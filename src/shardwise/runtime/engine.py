@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +17,12 @@ from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
-from shardwise.runtime.interpreter import Interpreter, StepInput, StepResult
+from shardwise.runtime.interpreter import Interpreter
 from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Bucket, Trace
 
@@ -97,10 +99,28 @@ class Engine:
         """
         traces = self.choose(fields, rows)
         program = self.program(self.compiled, traces)
-        given = StepInput(fields, rows, self.step_index, self.optimizer.learning_rate(self.step_index), stop)
-        result = self.interpreter.run(traces, program, given)
+        return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
+
+    def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
+        """So many steps in one program: under an asynchronous schedule the pipeline is empty before the first and after the last.
+
+        ``batches`` gives what :meth:`step` takes, always with as many rows; each is asked for when its step begins, and results come as
+        soon as all stages know them, in order.  They have to be taken to the end: other ranks wait.
+        """
+        fields, rows, stop = next(batches)
+        traces = self.choose(fields, rows, ones=())
+        program = self.program(self.compiled, traces, number)
+        rest = itertools.chain([(fields, rows, stop)], itertools.islice(batches, number - 1))
+        yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in rest))
+
+    def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
+        """The next step's batch, for a program that was made for so many rows."""
+        self.check(fields, rows)
+        if rows != expected:
+            raise ConfigError(f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window")
+        at = self.step_index
         self.step_index += 1
-        return result
+        return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
     def evaluate(self, fields: Mapping[str, Tensor], rows: int) -> StepResult:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
@@ -111,15 +131,18 @@ class Engine:
         program = self.program(compiled, traces)
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
-    def program(self, compiled: Compiled, traces: Sequence[Trace]) -> Program:
+    def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1) -> Program:
         """What this rank runs."""
-        return class_of(compiled.programs(traces[0], len(traces)), self.comm.mesh, self.comm.rank)
+        return class_of(compiled.programs(traces[0], len(traces), batches), self.comm.mesh, self.comm.rank)
 
-    def choose(self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None) -> list[Trace]:
-        """The trace of each microbatch of this batch, the same on all ranks."""
+    def choose(
+        self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None, ones: tuple[str, ...] | None = None
+    ) -> list[Trace]:
+        """The trace of each microbatch of this batch, the same on all ranks; ``ones``: the masks that are known to be all ones."""
         self.check(fields, rows)
         compiled = compiled or self.compiled
-        ones = self.all_ones(fields) if compiled.masks else ()
+        if ones is None:
+            ones = self.all_ones(fields) if compiled.masks else ()
         microbatches = min(compiled.plan.microbatches, rows)
         sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]
         return [compiled.trace(ones, size) for size in sizes]

@@ -6,6 +6,7 @@ bucket: it keeps a reference, looked up when backward runs, after the second gat
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -44,10 +45,13 @@ class Gathered:
     """The parameters of one rank during a step.
 
     ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.  ``offload``: what autograd keeps
-    goes to the host and comes back for backward.
+    goes to the host and comes back for backward.  ``stashed`` are the buckets that are updated while some unit needs them as they were:
+    units that compute see the ``version`` that is set.
     """
 
-    def __init__(self, memory: RankMemory, comm: Communicator, strict: bool, offload: bool = False) -> None:
+    def __init__(
+        self, memory: RankMemory, comm: Communicator, strict: bool, offload: bool = False, stashed: Collection[int] = ()
+    ) -> None:
         self._memory, self._comm, self._strict, self._offload = memory, comm, strict, offload
         self._resident = {leaf.untyped_storage().data_ptr() for leaf in memory.leaves.values()} if offload else set()
         self._leaves = dict(memory.leaves)
@@ -55,9 +59,27 @@ class Gathered:
         self._bucket: dict[int, int] = {}  # what lies in a storage
         self._slot: dict[int, int] = {}
         self._current: set[int] = set()  # whole buckets with this step's parameters
+        self.version = 0
+        self._old: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = {}  # buckets by version, flat and by parameter
+        self._stash: dict[int, tuple[int, int]] = {}  # what lies in a slot of the stash
+        self._home: dict[str, int] = {}  # the bucket of each parameter that is stashed
+        for bucket in stashed:
+            self._home |= dict.fromkeys((p.name for p in memory.buckets[bucket].bucket.parameters), bucket)
+            self._flat[bucket] = memory.buckets[bucket].param
+            self._bucket[self._flat[bucket].untyped_storage().data_ptr()] = bucket
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._leaves[name]
+        old = self._old.get((self._home.get(name, -1), self.version))
+        return self._leaves[name] if old is None else old[1][name]
+
+    def stash(self, one: Instruction) -> None:
+        """Keep a bucket as it is, under the version that the instruction says."""
+        memory, key = self._memory.buckets[one.bucket], (one.bucket, one.version)
+        flat, views = self._memory.stashes.views(one.slot, memory)
+        flat.copy_(memory.param)
+        self._old[key] = flat, {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
+        self._stash[one.slot] = key
+        self._bucket[flat.untyped_storage().data_ptr()] = one.bucket
 
     def gather(self, one: Instruction) -> Handle:
         """Post the gather of a bucket: into a slot, or, once a step, into its own buffer where that is whole."""
@@ -76,6 +98,11 @@ class Gathered:
 
     def free(self, buffer: Buffer) -> None:
         """The bucket in a slot is no longer needed."""
+        if buffer.kind == "stash":
+            flat, _ = self._old.pop(self._stash.pop(buffer.index))
+            if self._strict:
+                flat.fill_(float("nan"))
+            return
         bucket = self._slot.pop(buffer.index, None)
         if bucket is None:  # it rests whole
             return
@@ -133,7 +160,8 @@ class Gathered:
         return self._view(kept) if isinstance(kept, Reference) else kept
 
     def _view(self, kept: Reference) -> Tensor:
-        flat = self._flat.get(kept.bucket)
+        old = self._old.get((kept.bucket, self.version))
+        flat = self._flat.get(kept.bucket) if old is None else old[0]
         if flat is None:
             raise ShardwiseError(f"bucket {kept.bucket} is needed by backward and is not gathered")
         return flat.view(kept.dtype).as_strided(kept.size, kept.stride, kept.offset)

@@ -33,6 +33,9 @@ class Gradients:
     def begin(self, one: Instruction) -> None:
         """Before a backward: the buckets of ``one.first`` are written anew, those of ``one.slots`` in their slots."""
         buckets = self._memory.buckets
+        for buffer in one.writes:
+            if buffer.kind == "grad":
+                self._direct(buffer.index)
         for index, slot in one.slots:
             flat, goals = self._memory.unreduced.views(slot, buckets[index])
             self._goals |= goals
@@ -41,6 +44,18 @@ class Gradients:
                 self._written.difference_update((name, slot) for name in goals)
                 for start, stop in buckets[index].layout.gaps():
                     flat[start:stop].zero_()
+
+    def _direct(self, bucket: int) -> None:
+        """A bucket's gradients are written to its own buffer, if the last were to a slot."""
+        memory = self._memory.buckets[bucket]
+        if memory.grad is not None and self._slot.get(memory.bucket.parameters[0].name, -1) >= 0:
+            goals = memory.views(memory.grad)
+            self._goals |= goals
+            self._slot |= dict.fromkeys(goals, -1)
+
+    def spent(self, bucket: int) -> None:
+        """A bucket has been updated: its next gradient is written anew."""
+        self._written.difference_update((p.name, -1) for p in self._memory.buckets[bucket].bucket.parameters)
 
     def add(self, name: str, grad: Tensor) -> None:
         """Add to a gradient; the first overwrites what was there."""
@@ -64,11 +79,13 @@ class Gradients:
         memory = self._memory.buckets[bucket]
         if slot < 0 and memory.rule.grad != "P":  # no backward writes here
             return
-        goals = self._goals if slot < 0 else self._memory.unreduced.views(slot, memory)[1]
-        for place in ((p.name, slot) for p in memory.bucket.parameters):
-            if place not in self._written:
-                goals[place[0]].zero_()
-                self._written.add(place)
+        places = {(p.name, slot) for p in memory.bucket.parameters} - self._written
+        if places:
+            assert memory.grad is not None
+            goals = memory.views(memory.grad) if slot < 0 else self._memory.unreduced.views(slot, memory)[1]
+            for name, _ in places:
+                goals[name].zero_()
+            self._written |= places
 
     def round(self, one: Instruction) -> None:
         """A whole gradient into its slot, in the slot's dtype."""
@@ -92,8 +109,10 @@ class Gradients:
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
 
     def take(self, one: Instruction) -> None:
-        """What the sum over ranks has left in a slot, to the gradient."""
+        """What a slot has of a gradient, summed over the ranks if that is to be, to the bucket's own."""
         memory = self._memory.buckets[one.bucket]
+        self._complete(one.bucket, one.slot)
+        self._written |= {(p.name, -1) for p in memory.bucket.parameters}
         summed = self._memory.unreduced.views(one.slot, memory)[0][memory.held.start : memory.held.stop]
         goal = memory.final_gradient
         goal.copy_(summed) if one.first else goal.add_(summed)

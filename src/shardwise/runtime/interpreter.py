@@ -1,4 +1,4 @@
-"""The interpreter: one step of one rank, instruction by instruction.  There is no other control flow."""
+"""The interpreter: a program of one rank, instruction by instruction.  There is no other control flow."""
 
 from __future__ import annotations
 
@@ -11,57 +11,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwise.core.instruction import Buffer, Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.instruction import Instruction, Op
 from shardwise.core.program import Program
-from shardwise.parallel.data import SHARDS
+from shardwise.runtime.batch import Batch, StepInput, StepResult
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
-from shardwise.trace.casts import cast_field
 from shardwise.trace.multiply import Factors
 from shardwise.trace.ops import Env
 from shardwise.trace.products import Operand, watch
 from shardwise.trace.recall import Tape
-from shardwise.trace.trace import Parameter, Trace
+from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 
 if TYPE_CHECKING:
     from shardwise.runtime.recorder import Recorder
-
-
-@dataclass
-class StepInput:
-    """One rank's part of a batch: rows of its microbatches one after the other, of a batch of ``rows`` rows in all.
-
-    ``stop``: this rank has been asked to stop after the step, or soon after.
-    """
-
-    fields: Mapping[str, Tensor]
-    rows: int
-    step: int
-    lr: float
-    stop: bool = False
-
-
-@dataclass
-class StepResult:
-    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
-
-    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
-    number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
-    ``overflows`` the number of skipped steps in a row.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    skipped: Tensor
-    weight: Tensor
-    stop: Tensor
-    scale: Tensor | None = None
-    overflows: Tensor | None = None
 
 
 @dataclass
@@ -91,11 +57,23 @@ class Interpreter:
     recorder: Recorder | None = None
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
-        """Execute ``program`` on one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
+        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
+        (result,) = self.results(traces, program, iter([given]))
+        return result
+
+    def results(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Iterator[StepResult]:
+        """Execute a program of several batches, taken from ``given`` when they begin; the results as they become known.
+
+        The program has to be run to its end: other ranks wait.  ``traces`` are those of a batch.
+        """
         memory = self.memory
-        memory.slots.reserve(program.slots, memory.buckets)
-        memory.unreduced.reserve(program.unreduced, memory.buckets)
-        return _Step(self, traces, given).run(program)
+        for pool, wanted in (
+            (memory.slots, program.slots),
+            (memory.unreduced, program.unreduced),
+            (memory.stashes, program.stashes),
+        ):
+            pool.reserve(wanted, memory.buckets)
+        return _Run(self, traces, program, given).run()
 
 
 class _Saved(NamedTuple):
@@ -107,12 +85,14 @@ class _Saved(NamedTuple):
 
 
 @dataclass
-class _Step:
-    """The values of one step: live tensors, saved graphs, pending gradients and put-off products by unit and microbatch."""
+class _Run:
+    """The values of a program: live tensors, saved graphs, pending gradients and put-off products by unit and microbatch."""
 
     owner: Interpreter
-    traces: Sequence[Trace]
-    given: StepInput
+    traces: Sequence[Trace]  # of the microbatches of a batch
+    program: Program
+    given: Iterator[StepInput]
+    batches: dict[int, Batch] = field(default_factory=dict)  # under way
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
@@ -120,57 +100,54 @@ class _Step:
     putoff: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
     handles: dict[int, tuple[Instruction, Handle]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
-    counts: Tensor | None = None
-    weights: Tensor | None = None
 
     def __post_init__(self) -> None:
-        comm = self.owner.comm
-        self.microbatches = len(self.traces)
-        self.memory = self.owner.memory
-        self.gathered = Gathered(self.memory, comm, self.owner.strict, self.owner.offload)
-        self.gradients = Gradients(self.memory, comm, self.owner.strict)
-        self.messages = Messages(comm, self.gradients, self.traces, self.live, self.pending, self.owner.strict)
-        self.parts = comm.mesh.axis_size(self.owner.axes)
-        self.index = comm.mesh.index(comm.rank, self.owner.axes)
-        self.fields = {k: cast_field(v, self.traces[0].precision).to(comm.device) for k, v in self.given.fields.items()}
-        # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
-        self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
-        self.loss, stop = self.shared
-        if self.given.stop:
-            stop.fill_(1.0)
-        self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
-        self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
-        self.coefficient: Tensor | None = None
-        self.skip = self.memory.halted
-        self.scale = None if self.memory.loss_scale is None else self.memory.loss_scale.scale.clone()
-        self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
-        self.start: list[int] = []
-        taken = 0
-        for m in range(self.microbatches):
-            self.start.append(taken)
-            a, b = self.env(m).range()
-            taken += b - a
+        comm, owner, instructions = self.owner.comm, self.owner, self.program.instructions
+        self.memory = owner.memory
+        self.each = [*self.traces] * self.program.batches  # of all microbatches
+        stashed = {one.bucket for one in instructions if one.op is Op.STASH}
+        self.gathered = Gathered(self.memory, comm, owner.strict, owner.offload, stashed)
+        self.gradients = Gradients(self.memory, comm, owner.strict)
+        self.messages = Messages(comm, self.gradients, self.each, self.live, self.pending, owner.strict)
+        # Where a stage decides for itself the norms of all are summed after that.
+        norms = [one for one in instructions if one.op is Op.REDUCE and one.reads[0].kind == "norm"]
+        self.alone = bool(norms) and norms[-1].axes != norms[0].axes
+        scaling = self.memory.loss_scale
+        self.scales = [] if scaling is None else [scaling.scale.clone()]  # by version of the weights
 
-    @property
-    def wide(self) -> torch.dtype:
-        return torch.float64 if self.traces[0].precision == "fp64" else torch.float32
+    def batch(self, number: int) -> Batch:
+        """A batch of the program."""
+        if number not in self.batches:
+            self.batches[number] = Batch(self.owner, self.traces, next(self.given))
+        return self.batches[number]
 
-    def run(self, program: Program) -> StepResult:
+    def place(self, microbatch: int) -> tuple[Batch, int]:
+        """A microbatch's batch, and its number in there."""
+        number, m = divmod(microbatch, len(self.traces))
+        return self.batch(number), m
+
+    def run(self) -> Iterator[StepResult]:
         owner = self.owner
         advance = getattr(owner.comm, "progress", None)
         # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
         run_op = {
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward,
             Op.BACKWARD_WEIGHT: self.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather, Op.ROUND: self.gradients.round,
-            Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STEP: self.update,
-            Op.SEND: self.post, Op.RECEIVE: self.post,
+            Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STASH: self.gathered.stash,
+            Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post,
         }  # fmt: skip
-        for position, one in enumerate(program.instructions):
+        skip = self.memory.halted
+        for position, one in enumerate(self.program.instructions):
             if owner.progress is not None:
                 owner.progress(position, one)
             for at in one.waits:
-                self.wait(at, program)
+                self.wait(at)
             self.position = position
+            if one.op is Op.REPORT:
+                over = self.batches.pop(one.version)
+                skip = over.skip if self.program.batches == 1 else skip
+                yield over.result(self.alone)
+                continue
             if owner.recorder is None:
                 run_op[one.op](one)
             else:
@@ -180,21 +157,12 @@ class _Step:
             if advance is not None and self.handles:
                 advance()
         for at in list(self.handles):
-            self.wait(at, program)
-        self.commit_buffers()
-        fp16 = (
-            () if self.scale is None or self.memory.loss_scale is None else (self.scale, self.memory.loss_scale.overflows.clone())
-        )
-        return StepResult(self.loss, self.norm, self.skip.clone(), self.amount(), self.shared[1], *fp16)
+            self.wait(at)
+        self.commit_buffers(skip)
 
-    def amount(self) -> Tensor:
-        """What the batch weighs among others."""
-        # Not torch.tensor: a copy to the GPU that the host waits for.
-        return torch.full((), self.given.rows, device=self.owner.comm.device) if self.counts is None else self.counts.sum()
-
-    def wait(self, at: int, program: Program) -> None:
+    def wait(self, at: int) -> None:
         """Wait for an instruction and all before it in its queue: the latest of a queue stands for them in ``waits``."""
-        queue = program.instructions[at].queue
+        queue = self.program.instructions[at].queue
         for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.queue == queue]:
             one, handle = self.handles.pop(earlier)
             handle.wait()
@@ -205,43 +173,35 @@ class _Step:
     def free(self, one: Instruction) -> None:
         """What ends with a completed instruction."""
         for buffer in one.frees:
-            if buffer.kind == "slot":
+            if buffer.kind in ("slot", "stash"):
                 self.gathered.free(buffer)
             elif buffer.kind == "unreduced":
                 self.gradients.free(buffer)
             elif buffer.kind == "activation":
-                for name in self.traces[buffer.microbatch].units[buffer.index].outputs:
+                for name in self.each[buffer.microbatch].units[buffer.index].outputs:
                     self.live.pop((name, buffer.microbatch), None)
             elif buffer.kind == "received":
                 self.messages.free(buffer)
 
-    def env(self, m: int) -> Env:
-        first, last = shard_range(self.given.rows, self.microbatches, m)
-        comm = self.owner.comm
-        return Env(
-            comm, self.owner.axes, self.parts, self.index, last - first, first, self.owner.seed, self.given.step,
-            targets=None if self.counts is None else self.counts[m],
-        )  # fmt: skip
-
     # ---- computing -------------------------------------------------------------------------------------------------
 
-    def rows_of(self, name: str, m: int, env: Env) -> Tensor:
-        a, b = env.range()
-        return self.fields[name].narrow(0, self.start[m], b - a)
-
-    def arguments(self, unit: Unit, m: int, env: Env) -> list[Any]:
-        memory = self.memory
+    def arguments(self, unit: Unit, microbatch: int, env: Env) -> list[Any]:
+        memory, (batch, m) = self.memory, self.place(microbatch)
         return [
             *(self.gathered[n] for n in unit.parameters),
             *(self.updates.get(n, memory.buffers[n]) for n in unit.buffers),
             *unit.constants,
-            *(self.rows_of(n, m, env) for n in unit.fields),
-            *(self.live[n, m] for n in unit.inputs),
+            *(batch.rows_of(n, m, env) for n in unit.fields),
+            *(self.live[n, microbatch] for n in unit.inputs),
         ]
 
     def forward(self, one: Instruction) -> None:
-        unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
-        env = self.env(m)
+        unit, m = self.each[one.microbatch].units[one.unit], one.microbatch
+        batch, number = self.place(m)
+        if self.scales:
+            batch.scale = self.scales[one.version]
+        self.gathered.version = one.version
+        env = batch.env(number)
         env.ordinal = unit.ordinal
         again = one.op is Op.RECOMPUTE
         keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
@@ -265,7 +225,7 @@ class _Step:
         for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
             detached = self.gathered.own(value.detach())
             if name == "loss":
-                self.loss += detached.to(self.wide) * self.weight(m)
+                batch.loss += detached.to(batch.wide) * batch.weight(number)
             else:
                 self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
@@ -282,7 +242,8 @@ class _Step:
 
     def backward(self, one: Instruction) -> None:
         """BACKWARD, or all of it but the weight gradients of products."""
-        unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
+        unit, m = self.each[one.microbatch].units[one.unit], one.microbatch
+        self.gathered.version = one.version
         self.gradients.begin(one)
         for buffer in one.reads:
             if buffer.kind == "received":
@@ -320,11 +281,11 @@ class _Step:
             before = self.pending.get((name, m))
             self.pending[name, m] = grad if before is None else before + grad
 
-    def seed(self, name: str, m: int, value: Tensor) -> Tensor | None:
+    def seed(self, name: str, microbatch: int, value: Tensor) -> Tensor | None:
         if name == "loss":
-            weight = self.weight(m)
-            return (weight if self.scale is None else weight * self.scale).to(value.dtype)
-        return self.pending.pop((name, m), None)
+            batch, m = self.place(microbatch)
+            return batch.seed(m, value)
+        return self.pending.pop((name, microbatch), None)
 
     def backward_weight(self, one: Instruction) -> None:
         """The weight gradients that BACKWARD_INPUT has put off."""
@@ -349,34 +310,12 @@ class _Step:
 
         return add
 
-    # ---- weights, reductions, the step -------------------------------------------------------------------------------
-
-    def weight(self, m: int) -> Tensor:
-        """w_m: the microbatch's share of targets, or of rows, as a device tensor."""
-        if self.counts is None:
-            first, last = shard_range(self.given.rows, self.microbatches, m)
-            return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
-        if self.weights is None:
-            counts = self.counts.to(self.wide)
-            self.weights = counts / counts.sum()
-        return self.weights[m]
-
-    def count(self, one: Instruction) -> None:
-        self.counts = torch.stack([self.counted(m) for m in range(self.microbatches)])
-        self.sum_over(one, self.counts, "targets of the microbatches")
-
-    def counted(self, m: int) -> Tensor:
-        """Valid targets in this rank's rows of a microbatch."""
-        targets, env = self.traces[m].targets, self.env(m)
-        assert targets is not None
-        memory = self.memory
-        values = [*(self.gathered[n] for n in targets.leaves), *(memory.buffers[n] for n in targets.buffers), *targets.constants]
-        with torch.no_grad():
-            return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
+    # ---- messages, reductions, the update ------------------------------------------------------------------------------
 
     def post(self, one: Instruction) -> None:
         """A message between stages."""
-        env = self.env(max(one.microbatch, 0))  # gradients of buckets are of no microbatch
+        batch, m = self.place(max(one.microbatch, 0))  # gradients of buckets are of no microbatch
+        env = batch.env(m)
         handle = self.messages.send(one, env) if one.op is Op.SEND else self.messages.receive(one, env)
         self.handles[self.position] = (one, handle)
 
@@ -394,83 +333,34 @@ class _Step:
     def reduce(self, one: Instruction) -> None:
         if one.bucket >= 0:
             self.handles[self.position] = (one, self.gradients.reduce(one))
-        elif Buffer("loss") in one.writes:
-            self.sum_over(one, self.shared, "loss")
-        else:
-            assert self.norms is not None
-            self.sum_over(one, self.norms, "norms")
+            return
+        batch = self.batch(one.version)
+        x = batch.norms if one.writes[0].kind == "norm" else batch.shared
+        assert x is not None
+        self.sum_over(one, x, one.writes[0].kind)
 
     def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
         if one.axes:
             self.handles[self.position] = (one, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
 
+    def count(self, one: Instruction) -> None:
+        self.sum_over(one, self.batch(one.version).count(self.gathered), "targets of the microbatches")
+
     def take_norm(self, one: Instruction) -> None:
-        """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
-        owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
-        row = torch.stack([self.gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
-        if owner.apart:
-            flags = [float(p.name in self.gradients.reached) for p in self.learning()]
-            row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
-        self.norms = torch.zeros(self.parts, row.numel(), dtype=self.wide, device=row.device)
-        self.norms[self.index] = row
+        self.batch(one.version).take_norm(self.gradients)
 
     def decide(self, one: Instruction) -> None:
-        """The norm over every parameter once decides clipping and skipping, without the host."""
-        assert self.norms is not None
-        learning = len(self.owner.learning)
-        shards = self.owner.comm.mesh.axis_size(SHARDS)  # further rows are those of replicas
-        self.norm = torch.linalg.vector_norm(self.norms[:shards, :learning])
-        bad = (~torch.isfinite(self.norm)).to(torch.float32)
-        if self.scale is not None:
-            self.norm = self.norm / self.scale
-        if self.owner.clip_norm is not None:
-            self.coefficient = (self.owner.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
-        if self.scale is not None:
-            self.coefficient = self.scale.reciprocal() if self.coefficient is None else self.coefficient / self.scale
-        self.skip_if(bad)
-        if self.owner.apart:
-            unreached = (self.norms[:, learning:].sum(0) == 0).to(torch.float32)
-            self.unreached = dict(zip((p.name for p in self.learning()), unreached, strict=True))
-        if self.owner.keep_gradients is not None:
-            self.keep(self.owner.keep_gradients)
-
-    def learning(self) -> list[Parameter]:
-        """The parameters that learn of a model whose ranks have them all."""
-        return [p for b in self.owner.learning for p in self.memory.buckets[b].bucket.parameters]
-
-    def skip_if(self, bad: Tensor) -> None:
-        """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is halted."""
-        memory, scaling = self.memory, self.memory.loss_scale
-        self.skip = torch.maximum(memory.halted, bad)
-        if scaling is not None:
-            scaling.update(self.skip)
-            bad = (scaling.overflows >= scaling.choice.patience).to(torch.float32)
-        torch.maximum(memory.halted, bad, out=memory.halted)
-
-    def keep(self, found: dict[str, Tensor]) -> None:
-        """Whole gradients of what was reached, for those who compare."""
-        for b in self.memory.buckets.values():
-            if b.grad is not None:
-                whole = b.whole(b.final_gradient, self.owner.comm, "gradients")
-                if self.scale is not None:
-                    whole /= self.scale
-                found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
+        self.batch(one.version).decide()
+        if self.memory.loss_scale is not None and one.version + 1 < self.program.batches:
+            self.scales.append(self.memory.loss_scale.scale.clone())
 
     def update(self, one: Instruction) -> None:
-        bucket, coefficient = self.memory.buckets[one.bucket], self.coefficient
-        assert bucket.taken is not None
-        if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
-            bucket.taken.copy_(bucket.final_gradient)
-        for optimizer, name in bucket.updates:
-            skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
-            optimizer.step(
-                self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
-            )
-        bucket.publish()
+        self.batch(one.version).update(one)
+        self.gradients.spent(one.bucket)
 
     @torch.no_grad()
-    def commit_buffers(self) -> None:
-        """Buffers written by forward change only if the step was not skipped."""
+    def commit_buffers(self, skip: Tensor) -> None:
+        """Buffers written by forward change only if the step was not skipped; those of several batches, unless all has come to a halt."""
         for name, value in self.updates.items():
             buffer = self.memory.buffers[name]
-            buffer.copy_(torch.where(self.skip != 0, buffer, value))
+            buffer.copy_(torch.where(skip != 0, buffer, value))

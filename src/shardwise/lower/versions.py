@@ -1,0 +1,99 @@
+"""Several batches in one program: when each is updated, which version of the weights its microbatches use, and where old ones stay.
+
+A program of one batch ends with its update.  Under an asynchronous schedule microbatches of the next batches are under way when a batch
+is updated; a stage keeps the weights that they have begun with (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section
+3.3), in slots of a pool.  Versions and batches are counted from the begin of the program, which finds the pipeline empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.plan import Plan
+from shardwise.lower.draft import Draft
+from shardwise.lower.slots import Span, assign
+from shardwise.lower.stages import Cut
+from shardwise.parallel.versions import double_buffered_version, stashed_version
+from shardwise.trace.trace import Bucket
+
+BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+@dataclass(frozen=True)
+class Versions:
+    """Of ``batches`` batches of ``microbatches`` each, numbered on from batch to batch, on the stages of a cut."""
+
+    cut: Cut
+    plan: Plan
+    microbatches: int
+    batches: int
+
+    def batch(self, microbatch: int) -> int:
+        """The batch of a microbatch."""
+        return microbatch // self.microbatches
+
+    def version(self, microbatch: int, stage: int) -> int:
+        """The number of updates in the weights that a stage uses for a microbatch, forward and backward."""
+        if self.plan.schedule == "pipedream":
+            return stashed_version(microbatch, stage, self.cut.stages, self.plan.vertical_sync)
+        if self.plan.schedule == "pipedream-2bw":
+            return double_buffered_version(microbatch, self.microbatches)
+        return self.batch(microbatch)
+
+    @property
+    def alone(self) -> bool:
+        """Whether stages update their weights without waiting for each other."""
+        return self.plan.schedule == "pipedream" and self.cut.ranks > 1
+
+    @property
+    def reported(self) -> int:
+        """So many batches after its own update comes that before which all stages have a batch's loss and norm: the first stage is the
+        last to update, by as many microbatches as there are stages behind it."""
+        return 1 + -(-(self.cut.ranks - 1) // self.microbatches)
+
+    def ends(self, draft: Draft) -> list[int]:
+        """For each batch the position after which a rank updates its weights.
+
+        That is its last backward.  Under 2BW it is as late as can be, before the first forward that needs the new weights: until then the
+        norm over all stages is known, for which nobody has to wait.
+        """
+        last = len(draft.compute) - 1
+        if self.batches == 1:
+            return [last]
+        found = [0] * self.batches
+        first: dict[int, int] = {}
+        for position, one in enumerate(draft.compute):
+            if one.op in BACKWARD:
+                found[self.batch(one.microbatch)] = position
+            elif one.op is Op.FORWARD:
+                first.setdefault(one.version, draft.task_of(position))
+        if self.plan.schedule == "pipedream-2bw":
+            found = [first.get(batch + 1, last + 1) - 1 for batch in range(self.batches)]
+        return found
+
+
+def stash(
+    draft: Draft, buckets: Sequence[Bucket], ends: Sequence[int]
+) -> tuple[list[list[Instruction]], tuple[tuple[int, ...], ...]]:
+    """The copies to make before each update of what is read in its old version after it, and the slots that they go to."""
+    spans: list[Span] = []
+    uses: list[tuple[int, list[int]]] = []
+    for bucket in buckets:
+        readers = draft.readers(Buffer("param", bucket.index))
+        for version, end in enumerate(ends if bucket.learns else ()):
+            late = [i for i in readers if i > end and draft.compute[i].version == version]
+            if late:
+                spans.append(Span(bucket.index, bucket.nbytes, end + 1, late[-1]))
+                uses.append((version, late))
+    slots, pool = assign(spans)
+    found: list[list[Instruction]] = [[] for _ in ends]
+    for span, (version, late), slot in zip(spans, uses, slots, strict=True):
+        param, place = Buffer("param", span.bucket), Buffer("stash", slot)
+        copy = Instruction(Op.STASH, bucket=span.bucket, slot=slot, version=version, reads=(param,), writes=(place,))
+        found[version].append(copy)
+        for position in late:
+            draft.rename(position, param, place)
+        draft.edit(late[-1], add_frees=(place,))
+    return found, pool

@@ -1,0 +1,215 @@
+"""One batch while it is computed: its rows, the weights of its microbatches, its loss and norm, and what they decide."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.core.instruction import Instruction
+from shardwise.core.layout import shard_range
+from shardwise.parallel.data import SHARDS
+from shardwise.runtime.gathered import Gathered
+from shardwise.runtime.gradients import Gradients
+from shardwise.trace.casts import cast_field
+from shardwise.trace.ops import Env
+from shardwise.trace.trace import Parameter, Trace
+
+if TYPE_CHECKING:
+    from shardwise.runtime.interpreter import Interpreter
+
+
+@dataclass
+class StepInput:
+    """One rank's part of a batch: rows of its microbatches one after the other, of a batch of ``rows`` rows in all.
+
+    ``stop``: this rank has been asked to stop after the step, or soon after.
+    """
+
+    fields: Mapping[str, Tensor]
+    rows: int
+    step: int
+    lr: float
+    stop: bool = False
+
+
+@dataclass
+class StepResult:
+    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
+
+    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
+    number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
+    ``overflows`` the number of skipped steps in a row.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    weight: Tensor
+    stop: Tensor
+    scale: Tensor | None = None
+    overflows: Tensor | None = None
+
+
+class Batch:
+    """A batch of ``given``, of one trace for each microbatch; microbatches are counted from its first."""
+
+    def __init__(self, owner: Interpreter, traces: Sequence[Trace], given: StepInput) -> None:
+        comm = owner.comm
+        self.owner, self.traces, self.given, self.memory = owner, traces, given, owner.memory
+        self.microbatches = len(traces)
+        self.parts = comm.mesh.axis_size(owner.axes)
+        self.index = comm.mesh.index(comm.rank, owner.axes)
+        self.fields = {k: cast_field(v, traces[0].precision).to(comm.device) for k, v in given.fields.items()}
+        # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
+        self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
+        self.loss, stop = self.shared
+        if given.stop:
+            stop.fill_(1.0)
+        self.counts: Tensor | None = None
+        self.weights: Tensor | None = None
+        self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
+        self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
+        self.coefficient: Tensor | None = None
+        self.skip = self.memory.halted
+        self.scale: Tensor | None = None
+        self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
+        self.start: list[int] = []
+        taken = 0
+        for m in range(self.microbatches):
+            self.start.append(taken)
+            a, b = self.env(m).range()
+            taken += b - a
+
+    @property
+    def wide(self) -> torch.dtype:
+        return torch.float64 if self.traces[0].precision == "fp64" else torch.float32
+
+    def env(self, m: int) -> Env:
+        first, last = shard_range(self.given.rows, self.microbatches, m)
+        owner = self.owner
+        return Env(
+            owner.comm, owner.axes, self.parts, self.index, last - first, first, owner.seed, self.given.step,
+            targets=None if self.counts is None else self.counts[m],
+        )  # fmt: skip
+
+    def rows_of(self, name: str, m: int, env: Env) -> Tensor:
+        """This rank's rows of a field in a microbatch."""
+        a, b = env.range()
+        return self.fields[name].narrow(0, self.start[m], b - a)
+
+    # ---- the loss ------------------------------------------------------------------------------------------------------
+
+    def weight(self, m: int) -> Tensor:
+        """w_m: the microbatch's share of targets, or of rows, as a device tensor."""
+        if self.counts is None:
+            first, last = shard_range(self.given.rows, self.microbatches, m)
+            return torch.full((), (last - first) / self.given.rows, dtype=self.wide, device=self.owner.comm.device)
+        if self.weights is None:
+            counts = self.counts.to(self.wide)
+            self.weights = counts / counts.sum()
+        return self.weights[m]
+
+    def seed(self, m: int, value: Tensor) -> Tensor:
+        """The gradient of a microbatch's loss."""
+        weight = self.weight(m)
+        return (weight if self.scale is None else weight * self.scale).to(value.dtype)
+
+    def count(self, gathered: Gathered) -> Tensor:
+        """Valid targets in this rank's rows of each microbatch, to be summed over the ranks."""
+        self.counts = torch.stack([self._counted(m, gathered) for m in range(self.microbatches)])
+        return self.counts
+
+    def _counted(self, m: int, gathered: Gathered) -> Tensor:
+        targets, env = self.traces[m].targets, self.env(m)
+        assert targets is not None
+        values = [*(gathered[n] for n in targets.leaves), *(self.memory.buffers[n] for n in targets.buffers), *targets.constants]
+        with torch.no_grad():
+            return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
+
+    # ---- the update ----------------------------------------------------------------------------------------------------
+
+    def take_norm(self, gradients: Gradients) -> None:
+        """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
+        owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
+        row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
+        if owner.apart:
+            flags = [float(p.name in gradients.reached) for p in self._learning()]
+            row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
+        self.norms = torch.zeros(self.parts, row.numel(), dtype=self.wide, device=row.device)
+        self.norms[self.index] = row
+
+    def _total(self) -> Tensor:
+        """The norm over every parameter once, of all whose norms are here, as it came out of backward."""
+        assert self.norms is not None
+        shards = self.owner.comm.mesh.axis_size(SHARDS)  # further rows are those of replicas
+        norm: Tensor = torch.linalg.vector_norm(self.norms[:shards, : len(self.owner.learning)])
+        return norm
+
+    def decide(self) -> None:
+        """The norm decides clipping and skipping, without the host."""
+        assert self.norms is not None
+        self.norm = self._total()
+        bad = (~torch.isfinite(self.norm)).to(torch.float32)
+        if self.scale is not None:
+            self.norm = self.norm / self.scale
+        if self.owner.clip_norm is not None:
+            self.coefficient = (self.owner.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
+        if self.scale is not None:
+            self.coefficient = self.scale.reciprocal() if self.coefficient is None else self.coefficient / self.scale
+        self._skip_if(bad)
+        if self.owner.apart:
+            unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
+            self.unreached = dict(zip((p.name for p in self._learning()), unreached, strict=True))
+        if self.owner.keep_gradients is not None:
+            self._keep(self.owner.keep_gradients)
+
+    def _learning(self) -> list[Parameter]:
+        """The parameters that learn of a model whose ranks have them all."""
+        return [p for b in self.owner.learning for p in self.memory.buckets[b].bucket.parameters]
+
+    def _skip_if(self, bad: Tensor) -> None:
+        """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is halted."""
+        memory, scaling = self.memory, self.memory.loss_scale
+        self.skip = torch.maximum(memory.halted, bad)
+        if scaling is not None:
+            scaling.update(self.skip)
+            bad = (scaling.overflows >= scaling.choice.patience).to(torch.float32)
+        torch.maximum(memory.halted, bad, out=memory.halted)
+
+    def _keep(self, found: dict[str, Tensor]) -> None:
+        """Whole gradients of what was reached, for those who compare."""
+        for b in self.memory.buckets.values():
+            if b.grad is not None:
+                whole = b.whole(b.final_gradient, self.owner.comm, "gradients")
+                if self.scale is not None:
+                    whole /= self.scale
+                found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
+
+    def update(self, one: Instruction) -> None:
+        """The optimizer's step of a bucket."""
+        bucket, coefficient = self.memory.buckets[one.bucket], self.coefficient
+        assert bucket.taken is not None
+        if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
+            bucket.taken.copy_(bucket.final_gradient)
+        for optimizer, name in bucket.updates:
+            skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
+            optimizer.step(
+                self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
+            )
+        bucket.publish()
+
+    def result(self, alone: bool) -> StepResult:
+        """What all ranks know of the batch by now; ``alone``: each stage had decided for itself."""
+        norm, skip = self.norm, self.skip.clone()
+        if alone:
+            norm = self._total()
+            skip = torch.maximum(skip, (~torch.isfinite(norm)).to(torch.float32))
+        scaling = self.memory.loss_scale
+        fp16 = () if self.scale is None or scaling is None else (self.scale, scaling.overflows.clone())
+        # Not torch.tensor: a copy to the GPU that the host waits for.
+        rows = torch.full((), self.given.rows, device=self.owner.comm.device)
+        return StepResult(self.loss, norm, skip, rows if self.counts is None else self.counts.sum(), self.shared[1], *fp16)
