@@ -102,11 +102,12 @@ def sharded_run(
 
     def rank(comm: ThreadCommunicator) -> Run:
         engine = Engine(compiled, comm, choice, seed=seed, strict=True)
-        gradients = engine.interpreter.keep_gradients = {}
+        kept: list[dict[str, Tensor]] = []
+        engine.interpreter.keep_gradients = kept
         parts = min(microbatches, count)
         mine = [i for a, b in rank_rows(count, parts, dp, comm.rank) for i in range(a, b)]
         losses = [float(engine.step({k: v[mine] for k, v in subject.batch.items()}, count).loss) for _ in range(steps)]
-        return Run(losses, dict(gradients), engine.state_dict())
+        return Run(losses, kept[-1], engine.state_dict())
 
     runs = run_ranks(compiled.plan.mesh, rank, timeout=60)
     for other in runs[1:]:

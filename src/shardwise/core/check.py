@@ -4,7 +4,8 @@ What is assumed of a backend:
 
 * The interpreter issues the instructions of a rank in order.  It blocks on ``waits`` before it issues, and
   on the compute lane until the instruction is done.
-* Each other lane runs what was issued to it in order, one at a time; messages only if they are with the same peer.
+* Each other lane runs what was issued to it in order, one at a time; messages only if they are with the same peer
+  and both of buckets, or neither.
 * A SEND and its RECEIVE are done only when both have started; a collective, when all members have.
   Nothing is buffered: a program that needs small messages to be buffered is wrong.
 
@@ -210,14 +211,14 @@ def _check_same_order(classes: Sequence[Program], a: int, ours: list[int], b: in
 
 
 def _messages(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
-    """The pairs of a SEND and its RECEIVE: those between two ranks match in the order of issue.
+    """The pairs of a SEND and its RECEIVE: those between two ranks match in the order of issue, gradients of buckets apart.
 
     Offsets wrap around; on an axis that does not tell classes apart, the other side is another rank of the
     same class.
     """
     places = mesh.classes(_fixed(classes))
     numbers = {place: number for number, place in enumerate(places)}
-    channels: dict[tuple[int, str, int], _Channel] = defaultdict(lambda: ([], []))
+    channels: dict[tuple[int, str, int, bool], _Channel] = defaultdict(lambda: ([], []))
     for number, program in enumerate(classes):
         for position, instruction in enumerate(program.instructions):
             sends = instruction.op is Op.SEND
@@ -226,7 +227,8 @@ def _messages(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
             axis, step = _peer(program, position, mesh)
             size = mesh.axis_size(axis)
             there = tuple((name, (at + step) % size if name == axis else at) for name, at in places[number])
-            channel = (number, axis, step) if sends else (numbers[there], axis, -step % size)
+            kind = instruction.bucket >= 0
+            channel = (number, axis, step, kind) if sends else (numbers[there], axis, -step % size, kind)
             channels[channel][0 if sends else 1].append((number, position))
     found: list[Event] = []
     for sent, received in channels.values():

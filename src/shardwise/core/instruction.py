@@ -73,6 +73,9 @@ class Buffer:
         return text + (f"@v{self.version}" if self.version else "")
 
 
+Queue = tuple[Lane, tuple[str, int] | None, bool]
+
+
 @dataclass(frozen=True, slots=True)
 class Instruction:
     """One operation of one class of ranks.
@@ -111,9 +114,10 @@ class Instruction:
     waits: tuple[int, ...] = ()
 
     @property
-    def queue(self) -> tuple[Lane, tuple[str, int] | None]:
-        """What it is done in the order of: its lane, and of messages the peer, for those to others do not wait for each other."""
-        return self.lane, self.peer
+    def queue(self) -> Queue:
+        """What it is done in the order of: its lane, and of messages also the peer and whether they are gradients of a bucket, for those
+        to others, and of the other kind, do not wait for each other."""
+        return self.lane, self.peer, self.peer is not None and self.bucket >= 0
 
     def __str__(self) -> str:
         words = [str(self.op)]

@@ -79,20 +79,21 @@ class Reductions:
         self.ways[number] += ways
         self.last[number].append((bucket, once))
 
-    def put(self, number: int) -> None:
-        """Those of a batch into the draft; batches in order."""
+    def put(self, number: int) -> dict[int, int]:
+        """Those of a batch into the draft, batches in order; returns the position after which each bucket's gradient is there."""
         draft = self.draft
         taken = [(way, next(self._slots)) for way in self.ways[number]]
         for way, slot in sorted(taken, key=lambda one: one[0].writers[-1]):
             _through_slot(draft, way, slot)
+        found: dict[int, int] = {}
         for bucket, once in self.last[number]:
             grad = Buffer("grad", bucket.index)
             mine = [i for i in draft.writers(grad) if self.batch(draft.compute[i].microbatch) == number]
             stop = self.ends[number]
             added = [i for i, held in draft.after.items() if i <= stop and any(grad in one.writes for one in held)]
-            draft.after[max([*mine, *added], default=-1)] += [
-                _reduce(bucket.index, c, reads=(grad,), writes=(grad,)) for c in once
-            ]
+            found[bucket.index] = at = max([*mine, *added])
+            draft.after[at] += [_reduce(bucket.index, c, reads=(grad,), writes=(grad,)) for c in once]
+        return found
 
 
 def _groups(draft: Draft, writers: Iterable[int], reduced: str) -> list[tuple[int, ...]]:

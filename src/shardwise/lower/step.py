@@ -15,7 +15,7 @@ from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
 from shardwise.lower.reduce import Reductions
 from shardwise.lower.stages import EVERYWHERE, Cut
-from shardwise.lower.tied import check_tied, tied
+from shardwise.lower.tied import check_tied, part, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
@@ -123,7 +123,10 @@ class _Lowering:
             if self.cut.ranks == 1:  # over the pipeline all ranks have to join in
                 draft.after[draft.last([of_batch("loss", batch)])] += loss
                 loss = []
-            reductions.put(batch)
+            complete = reductions.put(batch)
+            for bucket, (first, *_) in shared(self.cut, self.rank, own):
+                if self.rank != first:
+                    draft.after[complete[bucket.index]].append(part(bucket, self.rank, first))
             draft.after[end] += [*loss, *tied(self.cut, self.rank, own)]
             if self.training:
                 draft.after[end] += self.finish(batch, copies[batch])

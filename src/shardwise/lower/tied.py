@@ -1,7 +1,7 @@
 """Parameters that several stages use: each of their ranks has them, and steps with the sum of all gradients.
 
 Ranks send theirs to the first one, which adds them in the order of the stages and sends the sum back, so that all step by the same bits.
-That comes last: a rank that waited right after its backward would hold up those whose backward it needs to go on (a deadlock).
+That comes last: a rank that waited for the sum right after its backward would hold up those whose backward it needs to go on (a deadlock).
 """
 
 from __future__ import annotations
@@ -27,16 +27,24 @@ def check_tied(plan: Plan, cut: Cut, buckets: Sequence[Bucket]) -> None:
         )
 
 
-def tied(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
-    """What ``rank`` does about those of its buckets that other ranks of the pipeline have too."""
+def shared(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
+    """Those buckets of ``rank`` that other ranks of the pipeline have too, with the ranks that have them."""
     for bucket in own:
         holders = cut.holders(bucket)
-        if len(holders) == 1 or not bucket.learns:
-            continue
-        first, *others = holders
+        if len(holders) > 1 and bucket.learns:
+            yield bucket, holders
+
+
+def part(bucket: Bucket, rank: int, first: int) -> Instruction:
+    """What ``rank`` sends to the first of a bucket's holders as soon as its gradient is complete."""
+    return _message(Op.SEND, bucket, first - rank, reads=(Buffer("grad", bucket.index),))
+
+
+def tied(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
+    """What ``rank`` does at the end about those of its buckets that other ranks of the pipeline have too."""
+    for bucket, (first, *others) in shared(cut, rank, own):
         grad = Buffer("grad", bucket.index)
         if rank != first:
-            yield _message(Op.SEND, bucket, first - rank, reads=(grad,))
             yield _message(Op.RECEIVE, bucket, first - rank, writes=(grad,))
             continue
         inbox = [Buffer("received", bucket.index, version=other) for other in others]

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from shardwise.core.instruction import Buffer, Instruction, Lane
-
-Queue = tuple[Lane, tuple[str, int] | None]
+from shardwise.core.instruction import Buffer, Instruction, Lane, Queue
 
 
 def derive_waits(instructions: Iterable[Instruction]) -> list[Instruction]:

@@ -165,7 +165,7 @@ class Batch:
             unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
             self.unreached = dict(zip((p.name for p in self._learning()), unreached, strict=True))
         if self.owner.keep_gradients is not None:
-            self._keep(self.owner.keep_gradients)
+            self.owner.keep_gradients.append(self._gradients())
 
     def _learning(self) -> list[Parameter]:
         """The parameters that learn of a model whose ranks have them all."""
@@ -180,14 +180,16 @@ class Batch:
             bad = (scaling.overflows >= scaling.choice.patience).to(torch.float32)
         torch.maximum(memory.halted, bad, out=memory.halted)
 
-    def _keep(self, found: dict[str, Tensor]) -> None:
+    def _gradients(self) -> dict[str, Tensor]:
         """Whole gradients of what was reached, for those who compare."""
+        found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
             if b.grad is not None:
                 whole = b.whole(b.final_gradient, self.owner.comm, "gradients")
                 if self.scale is not None:
                     whole /= self.scale
                 found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
+        return found
 
     def update(self, one: Instruction) -> None:
         """The optimizer's step of a bucket."""

@@ -6,7 +6,7 @@ anything, and an input must not be written.
 
 Order: operations of one (axes, lane) run in the order in which they were posted, which must be the same on
 all members; different lanes are independent of each other.  Messages from one rank to another are matched
-in the order of posting, whatever their lane. A send is complete only once its receive has been posted: some
+in the order of posting, whatever their lane, in each of two CHANNELS. A send is complete only once its receive has been posted: some
 backends buffer small messages, so a program that relies on it hangs on the others.
 
 Backends derive from :class:`BaseCommunicator`, which checks the arguments and resolves the group, so that a
@@ -34,6 +34,10 @@ REDUCIBLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
+
+
+CHANNELS = ("tensors", "gradients")
+"""Of messages: what units exchange, and what is exchanged once a batch."""
 
 
 class CommunicationError(ShardwiseError):
@@ -75,6 +79,7 @@ class Call:
     group: Group
     lane: str
     what: str
+    channel: str = ""  # of a message
 
     def __str__(self) -> str:
         name = f" of {self.what}" if self.what else ""
@@ -137,10 +142,10 @@ class Communicator(Protocol):
     def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
         """Replace ``x`` by that of the member with index ``root`` in the group."""
 
-    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "") -> Handle:
+    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "", channel: str = CHANNELS[0]) -> Handle:
         """Send ``x`` to a rank of the mesh."""
 
-    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "") -> Handle:
+    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]) -> Handle:
         """Fill ``x`` with what ``from_rank`` sends to this rank."""
 
     def barrier(self, axes: Axes | None = None, what: str = "") -> None:
@@ -238,13 +243,13 @@ class BaseCommunicator(ABC):
             return Completed()
         return self._broadcast(call, _flat(x), root)
 
-    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "") -> Handle:
-        call = self._pair("send", to_rank, lane, what)
+    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "", channel: str = CHANNELS[0]) -> Handle:
+        call = self._pair("send", to_rank, lane, what, channel)
         self._check(call, x)
         return self._send(call, _flat(x), to_rank) if x.numel() else Completed()
 
-    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "") -> Handle:
-        call = self._pair("receive", from_rank, lane, what)
+    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]) -> Handle:
+        call = self._pair("receive", from_rank, lane, what, channel)
         self._check(call, x)
         return self._receive(call, _flat(x), from_rank) if x.numel() else Completed()
 
@@ -268,11 +273,13 @@ class BaseCommunicator(ABC):
     def close(self) -> None:
         return None
 
-    def _pair(self, kind: str, peer: int, lane: str, what: str) -> Call:
+    def _pair(self, kind: str, peer: int, lane: str, what: str, channel: str) -> Call:
+        if channel not in CHANNELS:
+            raise ShardwiseError(f"{kind} {what}: there is no channel {channel!r}; legal: {', '.join(CHANNELS)}")
         if not 0 <= peer < self.mesh.size or peer == self.rank:
             raise ShardwiseError(f"{kind} {what}: rank {self.rank} has no peer {peer} on a mesh of {self.mesh.size} ranks")
         ranks = (self.rank, peer) if kind == "send" else (peer, self.rank)
-        return Call(kind, Group((), ranks, ranks.index(self.rank)), lane, what)
+        return Call(kind, Group((), ranks, ranks.index(self.rank)), lane, what, channel)
 
     def _check(self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False) -> None:
         """Refuse before anything is posted: some backends poison the whole group on a bad argument."""

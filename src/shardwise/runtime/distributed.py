@@ -17,6 +17,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
+    CHANNELS,
     Axes,
     BaseCommunicator,
     Call,
@@ -71,9 +72,10 @@ class DistributedCommunicator(BaseCommunicator):
         self._process_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
         self._posted: dict[tuple[tuple[int, ...], str], int] = {}
         self._patience = timedelta(seconds=timeout)
-        # NCCL serialises what a pair of ranks exchanges in one group.  So there is one group per direction, or
-        # a send that waits for its receive would block the receive that its peer waits for.
-        self._directions = [dist.new_group(timeout=self._patience) for _ in range(2)] if device.type == "cuda" else []
+        # NCCL serialises what a pair of ranks exchanges in one group.  So there is one group per direction and channel,
+        # or a send that waits for its receive would block the receive that its peer waits for.
+        ways = [(channel, up) for channel in CHANNELS for up in (False, True)] if device.type == "cuda" else []
+        self._directions = {way: dist.new_group(timeout=self._patience) for way in ways}
 
     @classmethod
     def from_environment(
@@ -106,7 +108,7 @@ class DistributedCommunicator(BaseCommunicator):
             self._owns_default = False
             dist.destroy_process_group()
         else:
-            for process_group in [*self._process_groups.values(), *self._directions]:
+            for process_group in [*self._process_groups.values(), *self._directions.values()]:
                 dist.destroy_process_group(process_group)
         self._process_groups.clear()
         self._directions.clear()
@@ -170,10 +172,11 @@ class DistributedCommunicator(BaseCommunicator):
     def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup | None, int], dist.Work | None]) -> Handle:
         """Messages between two ranks are matched by their number, which is the tag with gloo; NCCL knows no
         tags."""
-        position = self._count(call.group.ranks, "message")
-        group = self._directions[call.group.ranks[0] < call.group.ranks[1]] if self._directions else None
+        position = self._count(call.group.ranks, f"message {call.channel}")
+        group = self._directions.get((call.channel, call.group.ranks[0] < call.group.ranks[1]))
+        tag = (position * len(CHANNELS) + CHANNELS.index(call.channel)) % 2**31
         try:
-            work = post(group, 0 if group is not None else position % 2**31)
+            work = post(group, tag if group is None else 0)
         except RuntimeError as error:
             raise self._failure(call, position, error) from error
         return _WorkHandle(self, work, call, position, None)
@@ -215,7 +218,7 @@ class DistributedCommunicator(BaseCommunicator):
         """The members that do not say within REPORT_TIME that they are stuck at the same operation."""
         if self._store is None:
             return []
-        lane = "message" if call.kind in ("send", "receive") else call.lane
+        lane = f"message {call.channel}" if call.kind in ("send", "receive") else call.lane
         place = f"stuck/{'-'.join(map(str, call.group.ranks))}/{lane}/{position}"
         silent, asked = [rank for rank in call.group.ranks if rank != self.rank], False
         with suppress(RuntimeError):  # the store goes down with the process that hosts it

@@ -48,9 +48,8 @@ class Interpreter:
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
-    keep_gradients: dict[str, Tensor] | None = (
-        None  # filled with each step's whole gradients, before clipping; on all ranks or none
-    )
+    # Gets the whole gradients of each batch, before clipping; on all ranks or none.
+    keep_gradients: list[dict[str, Tensor]] | None = None
     apart: bool = False
     strict: bool = False
     offload: bool = False  # of activations
@@ -314,8 +313,10 @@ class _Run:
 
     def post(self, one: Instruction) -> None:
         """A message between stages."""
-        batch, m = self.place(max(one.microbatch, 0))  # gradients of buckets are of no microbatch
-        env = batch.env(m)
+        env = None
+        if one.microbatch >= 0:  # gradients of buckets are of none
+            batch, m = self.place(one.microbatch)
+            env = batch.env(m)
         handle = self.messages.send(one, env) if one.op is Op.SEND else self.messages.receive(one, env)
         self.handles[self.position] = (one, handle)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, Instruction
-from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.communicator import CHANNELS, Communicator, Handle
 from shardwise.runtime.gradients import Gradients
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
@@ -46,7 +46,7 @@ class Messages:
     strict: bool = False
     received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)
 
-    def send(self, one: Instruction, env: Env) -> Handle:
+    def send(self, one: Instruction, env: Env | None) -> Handle:
         """Post all that the instruction carries; a live tensor that nothing has given a gradient has one of zeros."""
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
@@ -59,7 +59,7 @@ class Messages:
         values = {name: value.detach().contiguous() for name, value in values.items()}
         return self._post(one, values, self.comm.send)
 
-    def receive(self, one: Instruction, env: Env) -> Handle:
+    def receive(self, one: Instruction, env: Env | None) -> Handle:
         """Post the receives of all that the instruction carries."""
         place = one.writes[0]
         if one.bucket >= 0:
@@ -85,11 +85,16 @@ class Messages:
         there = self.comm.mesh.offset(self.comm.rank, *one.peer, wrap=True)
         kind = (one.reads or one.writes)[0].kind
         where = f"bucket {one.bucket}" if one.bucket >= 0 else f"of microbatch {one.microbatch}"
-        handles = [post(value, there, lane=str(one.lane), what=f"{kind} {name} {where}") for name, value in values.items()]
+        channel = CHANNELS[one.bucket >= 0]
+        handles = [
+            post(value, there, lane=str(one.lane), what=f"{kind} {name} {where}", channel=channel)
+            for name, value in values.items()
+        ]
         return _Several(handles, tuple(values.values()))
 
-    def _empty(self, one: Instruction, name: str, env: Env) -> Tensor:
+    def _empty(self, one: Instruction, name: str, env: Env | None) -> Tensor:
         """For a live tensor of this rank's rows."""
+        assert env is not None
         shape, dtype = self.traces[one.microbatch].units[one.unit].local(name, env)
         found = torch.empty(shape, dtype=dtype, device=self.comm.device)
         return found.fill_(float("nan")) if self.strict and dtype.is_floating_point else found

@@ -199,10 +199,10 @@ class SharedMemoryCommunicator(BaseCommunicator):
     ) -> Handle:
         """``x`` gives size and dtype; ``shared`` is what the others may read, and write when ``in_place``."""
         pair = call.kind in ("send", "receive")
-        key = (call.group.ranks, "" if pair else call.lane)
+        key = (call.group.ranks, call.channel if pair else call.lane)
         channel = self._channels.get(key)
         if channel is None:
-            name = "message" if pair else f"lane {call.lane}"
+            name = f"message {call.channel}" if pair else f"lane {call.lane}"
             channel = self._channels[key] = Channel(self._board, call.group.ranks, name)
         kind = "message" if pair else call.kind
         signature = zlib.crc32(f"{kind} {detail} {x.dtype} {x.numel()}".encode())

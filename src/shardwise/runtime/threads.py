@@ -144,7 +144,7 @@ class ThreadCommunicator(BaseCommunicator):
     ) -> Handle:
         self._pause(call.lane)
         pair = call.kind in ("send", "receive")
-        channel = ("message" if pair else "collective", call.group.ranks, "" if pair else call.lane)
+        channel = ("message" if pair else "collective", call.group.ranks, call.channel if pair else call.lane)
         position = self._posted[channel] = self._posted.get(channel, -1) + 1
         agreed = f"{'message' if pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
         snapshot = x.clone()

@@ -72,6 +72,9 @@ class Oracle:
     Losses are multiplied by ``loss_scale`` before backward and gradients divided by it after: under ``fp16``
     small ones would be zero.
 
+    ``version`` says for a parameter and a microbatch, counted over all steps, after how many updates its value is the one that forward
+    and backward use; by default after all before.
+
     Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
     :mod:`shardwise.trace.keyed_calls` for which calls count.  Others are refused by name.
 
@@ -93,6 +96,7 @@ class Oracle:
         decays: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) >= 2,
         first_step: int = 0,
         loss_scale: float = 1.0,
+        version: Callable[[str, int], int] | None = None,
     ) -> None:
         self.loss_fn = loss_fn
         self.microbatches = microbatches
@@ -103,6 +107,8 @@ class Oracle:
         self.module = _copy(module, precision)
         self.masters = self._masters(module)
         self.optimizer = optimizer(_groups(self.masters, decays)) if optimizer is not None else None
+        self.version = version
+        self._history = [] if version is None else [self.parameters()]  # after each update
         self._random = KeyedRandom(seed)
         self._losses = MeanCrossEntropy()
         self._probed = False
@@ -117,7 +123,11 @@ class Oracle:
         kept = {name: grad.detach().clone() for name, grad in gradients.items()}
         norm = float(torch.nn.utils.get_total_norm(list(gradients.values()))) if gradients else 0.0
         if self.optimizer is not None:
+            if self.version is not None:
+                self._show(self._history[-1])
             self._update(lr)
+        if self.version is not None:
+            self._history.append(self.parameters())
         self.step_index += 1
         return OracleStep(self.step_index - 1, loss, norm, kept, self.parameters(), self.buffers())
 
@@ -147,6 +157,9 @@ class Oracle:
             start, stop = shard_range(rows, self.microbatches, m)
             if start == stop:
                 continue
+            if self.version is not None:
+                at = (len(self._history) - 1) * self.microbatches + m
+                self._show({name: self._history[self.version(name, at)][name] for name in self.masters})
             with self._modes():
                 value, targets = self._forward(
                     self.module, {k: v[start:stop] if v.dim() else v for k, v in fields.items()}, start
@@ -237,6 +250,12 @@ class Oracle:
             for name, p in module.named_parameters()
             if name in own
         }
+
+    @torch.no_grad()
+    def _show(self, values: Mapping[str, Tensor]) -> None:
+        """Let forward and backward use these values of the parameters."""
+        for name, p in self.module.named_parameters():
+            p.copy_(values[name])
 
     @torch.no_grad()
     def _collect(self) -> None:

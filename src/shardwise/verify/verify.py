@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import Op
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
@@ -87,7 +89,8 @@ def verify(
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
     Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the
-    step.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
+    step.  Under an asynchronous schedule one device uses the old weights that the programs say, and parameters and buffers are compared
+    where the pipeline is empty.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
     """
     start = time.perf_counter()
     run = run or run_threads
@@ -102,6 +105,7 @@ def verify(
         seed=seed,
         clip_norm=clip_norm,
         decays=optimizer.decays,
+        version=versions(compiled, len(batches)) if exact.asynchronous else None,
     )
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
     comparison = compare(ours[0], truth)
@@ -143,16 +147,44 @@ def run_steps(
     engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
     out = []
-    for batch in batches:
-        rows = next(iter(batch.values())).shape[0]
-        own = [i for a, b in rank_rows(rows, compiled.plan.microbatches, parts, index) for i in range(a, b)]
-        kept: dict[str, Tensor] = {}
+    for start, stop in windows(compiled.plan, len(batches)):
+        given = []
+        for batch in batches[start:stop]:
+            rows = next(iter(batch.values())).shape[0]
+            own = [i for a, b in rank_rows(rows, compiled.plan.microbatches, parts, index) for i in range(a, b)]
+            given.append(({name: value[own] for name, value in batch.items()}, rows, False))
+        kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients = kept
-        result = engine.step({name: value[own] for name, value in batch.items()}, rows)
+        results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
         parameters = engine.parameters() | {n: p.clone() for n, p in engine.unused.items()}
-        gradients = engine.everywhere(kept)
-        out.append(RankStep(float(result.loss), float(result.grad_norm), gradients, parameters, engine.buffers()))
+        steps = [
+            RankStep(float(result.loss), float(result.grad_norm), engine.everywhere(gradients), {}, {})
+            for result, gradients in zip(results, kept, strict=True)
+        ]
+        steps[-1].parameters, steps[-1].buffers = parameters, engine.buffers()
+        out += steps
     return out
+
+
+def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
+    """The ranges of batches that are one program each."""
+    size = plan.window if plan.asynchronous else 1
+    return [(start, min(start + size, batches)) for start in range(0, batches, size)]
+
+
+def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
+    """The weights that the programs use: for a parameter and a microbatch, counted over all batches, the updates before them."""
+    found: dict[tuple[str, int], int] = {}
+    trace, microbatches = compiled.general, compiled.plan.microbatches
+    for start, stop in windows(compiled.plan, batches):
+        for program in compiled.programs(trace, microbatches, stop - start):
+            for one in program.instructions:
+                if one.op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT):
+                    for name in trace.units[one.unit].parameters:
+                        key, version = (name, start * microbatches + one.microbatch), start + one.version
+                        if found.setdefault(key, version) != version:
+                            raise ShardwiseError(f"microbatch {key[1]} uses {name} of {found[key]} updates and of {version}")
+    return lambda name, microbatch: found[name, microbatch]
 
 
 def compare(ours: Sequence[RankStep], truth: Sequence[OracleStep]) -> Comparison:
@@ -162,8 +194,9 @@ def compare(ours: Sequence[RankStep], truth: Sequence[OracleStep]) -> Comparison
         comparison.add_number(right.step, "loss", mine.loss, right.loss)
         comparison.add_number(right.step, "grad_norm", mine.grad_norm, right.grad_norm)
         comparison.add(right.step, "gradient", mine.gradients, right.gradients)
-        comparison.add(right.step, "parameter", mine.parameters, right.parameters)
-        comparison.add(right.step, "buffer", mine.buffers, right.buffers)
+        if mine.parameters:  # the pipeline is empty
+            comparison.add(right.step, "parameter", mine.parameters, right.parameters)
+            comparison.add(right.step, "buffer", mine.buffers, right.buffers)
     return comparison
 
 
