@@ -109,8 +109,8 @@ class _Run:
         self.gradients = Gradients(self.memory, comm, owner.strict)
         self.messages = Messages(comm, self.gradients, self.each, self.live, self.pending, owner.strict)
         # Where a stage decides for itself the norms of all are summed after that.
-        norms = [one for one in instructions if one.op is Op.REDUCE and one.reads[0].kind == "norm"]
-        self.alone = bool(norms) and norms[-1].axes != norms[0].axes
+        norms = [one for one in instructions if one.op is Op.DECIDE or (one.op is Op.REDUCE and one.reads[0].kind == "norm")]
+        self.alone = bool(norms) and norms[-1].op is Op.REDUCE
         scaling = self.memory.loss_scale
         self.scales = [] if scaling is None else [scaling.scale.clone()]  # by version of the weights
 
