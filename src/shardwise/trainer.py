@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
@@ -27,9 +28,10 @@ class NonFiniteError(ShardwiseError):
 
     cause = "non-finite"
 
-    def __init__(self, step: int, unit: str, what: str) -> None:
+    def __init__(self, step: int, unit: str, what: str, alone: bool = False) -> None:
         self.step, self.unit, self.what = step, unit, what
-        super().__init__(f"step {step}: {what} not finite, first in unit {unit}; the weights are as before this step")
+        weights = "other stages have gone on: go back to a checkpoint" if alone else "the weights are as before this step"
+        super().__init__(f"step {step}: {what} not finite, first in unit {unit}; {weights}")
 
 
 class LossScaleError(ShardwiseError):
@@ -155,6 +157,45 @@ class Trainer:
             self._look(*due)
         return result
 
+    def steps(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
+        """So many steps on the next of ``batches``, which all have as many rows; the results in order.
+
+        Under an asynchronous schedule the steps of a window overlap: its pipeline is empty only before the first and after the last, and
+        so results come later than their batches are asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at
+        the window's end.  Other schedules take one step after the other.
+        """
+        size = self.plan.window if self.plan.asynchronous else 1
+        for start in range(0, number, size):
+            count = min(size, number - start)
+            if count == 1:
+                yield self.step(next(batches))
+            else:
+                yield from self._window(batches, count)
+
+    def _window(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
+        first, taken, late = self.engine.step_index, deque[Batch](), self.comm.device.type != "cpu"
+        due = deque[tuple[int, Batch, StepResult]]()
+        failed: tuple[int, Batch, StepResult] | None = None
+
+        def given() -> Iterator[tuple[Mapping[str, Tensor], int, bool]]:
+            for at in range(first, first + number):
+                if self._record is not None:
+                    self._record.begin(at)
+                batch = next(batches)
+                taken.append(batch)
+                yield batch.fields, batch.rows, self._asked_to_stop
+
+        for at, result in enumerate(self.engine.steps(given(), number), first):
+            due.append((at, taken.popleft(), result))
+            if len(due) > late and self._has_failed((one := due.popleft())[2]):
+                failed = failed or one
+            yield result
+        if self._record is not None:
+            self._record.phase(f"the end of step {first + number - 1}")
+        self._unseen = due.pop() if due else None
+        if failed is not None:
+            self._look(*failed)
+
     def request_stop(self) -> None:
         """Ask all ranks to stop: after this step or the next but one ``stopping`` becomes true on all of them, in the same step.
 
@@ -174,15 +215,19 @@ class Trainer:
         if self._unseen is not None:
             self._look(*self._unseen)
 
-    def _look(self, step: int, batch: Batch, result: StepResult) -> None:
+    def _has_failed(self, result: StepResult) -> bool:
+        """Looks at a step's numbers on the host."""
         self.stopping = self.stopping or bool(result.stop)
-        if bool(result.skipped) and (result.overflows is None or bool(self.engine.memory.halted)):
+        return bool(result.skipped) and (result.overflows is None or bool(self.engine.memory.halted))
+
+    def _look(self, step: int, batch: Batch, result: StepResult) -> None:
+        if self._has_failed(result):
             unit, what = self.engine.culprit(batch.fields, batch.rows, step)
             self.engine.memory.halted.zero_()  # who catches the error may go on
             self._unseen = None
             if result.scale is not None and result.overflows is not None:
                 raise LossScaleError(step, int(result.overflows), float(result.scale), unit, what)
-            raise NonFiniteError(step, unit, what)
+            raise NonFiniteError(step, unit, what, self.plan.asynchronous and self.plan.schedule == "pipedream")
 
     def state_dict(self) -> dict[str, Tensor]:
         """The full single-device state, under the module's own names."""

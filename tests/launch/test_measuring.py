@@ -12,7 +12,7 @@ import torch
 from harness import Unseen
 from shardwise.config import build_model, build_optimizer
 from shardwise.core.errors import ConfigError
-from shardwise.data.loader import rank_rows
+from shardwise.data.loader import Batch, rank_rows
 from shardwise.estimate.devices import GIB, Device
 from shardwise.launch.forecast import Forecast, account
 from shardwise.launch.measuring import MEMORY, StepMemory, model_states, read_memory, write_memory
@@ -69,9 +69,10 @@ def trained(found: Forecast, measure: bool) -> list[tuple[Account | None, dict[s
         for step, batch in enumerate(batches):
             fields = {k: torch.cat([v[a:b] for a, b in own]) for k, v in batch.items()}
             if measure and step == 1:
-                with StepMemory(engine, fields, str) as memory:
+                with StepMemory(engine, str) as memory:
                     tracker.append(memory._source)  # type: ignore[arg-type]
-                    result = engine.step(fields, rows)
+                    given = memory.taking(iter([Batch(fields, rows, (), ())]))
+                    result = engine.step(given.fields, rows)
                 tracker.clear()
                 measured = memory.account()
             else:

@@ -156,9 +156,11 @@ def build_plan(config: Config) -> Plan:
         prefetch=parallel.prefetch,
         reduced=parallel.reduced or "microbatch",
         reduce=parallel.reduce,
+        window=parallel.window,
     )
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
-    return pipeline(plan, parallel.pp, parallel.schedule, parallel.stages_per_rank, parallel.stages or ())
+    plan = pipeline(plan, parallel.pp, parallel.schedule, parallel.stages_per_rank, parallel.stages or ())
+    return plan.replace(vertical_sync=parallel.vertical_sync)
 
 
 def build_optimizer(config: Config) -> OptimizerChoice:

@@ -201,6 +201,10 @@ def _pipeline(draft: Draft) -> None:
     wanted = pp * draft["parallel.stages_per_rank"]
     if stages is not None and len(stages) != wanted:
         draft.refuse("parallel.stages", f"{wanted} numbers, one for each stage")
+    alone = name == "pipedream" and pp > 1
+    draft.default("train.clip_norm", 0.0 if alone else 1.0)
+    if alone and draft["train.clip_norm"]:
+        draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')
 
 
 def _shards(draft: Draft, ranks: int) -> None:

@@ -111,7 +111,8 @@ class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
     ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are the numbers of
-    units in each stage, by default so that their costs are balanced.
+    units in each stage, by default so that their costs are balanced.  An asynchronous schedule empties the pipeline after ``window``
+    steps, and before evaluations and checkpoints; ``vertical_sync`` is PipeDream's.
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
     ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
     ``reduced`` are by default what communicates least of all that fits into the memory.
@@ -121,6 +122,8 @@ class ParallelConfig:
     schedule: str = key(choice(*plan.CHOICES["schedule"]), "1f1b")
     stages_per_rank: int = key(integer(1))
     stages: tuple[int, ...] | None = key(several(integer(1)))
+    window: int = key(integer(1), 32)
+    vertical_sync: bool = key(switch(), False)
     dp: int = key(integer(1))
     dp_replicate: int = key(integer(1), 1)
     zero: int = key(integer(0, most=3), 0)
@@ -136,7 +139,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16
+    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing, by default it is 1, under schedule "pipedream" 0; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16
     only, is "dynamic" or a number that stays.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
@@ -148,7 +151,7 @@ class TrainConfig:
     seed: int = key(integer(0, most=LARGEST), 0)
     devices: int = key(integer(1))
     threads: int = key(integer(1))
-    clip_norm: float = key(number(0), 1.0)
+    clip_norm: float = key(number(0))
     run_dir: str = key(text("the path of a folder"), "runs/train")
     dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
     loss_scale: float | Literal["dynamic"] | None = key(either(choice("dynamic"), number(0, below=2.0**127, open_=True)))

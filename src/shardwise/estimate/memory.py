@@ -54,7 +54,7 @@ def accounts(
     _pools(there, trace, plan, choice, program, common)
     here.hold(Buffer("unused"), trace.beside.unused)
     there.hold(Buffer("buffer"), trace.beside.buffers)
-    there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)))
+    there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)) * min(program.batches, 3))
     there.hold(Buffer("scalar"), _scalars(plan))
     return there, here
 
@@ -97,6 +97,8 @@ def _pools(account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, 
     numels = {b: trace.buckets[b].layout(choice, parts).numel for held in (*program.slots, *program.unreduced) for b in held}
     for k, held in enumerate(() if common else program.slots):
         account.hold(Buffer("slot", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
+    for k, held in enumerate(program.stashes):
+        account.hold(Buffer("stash", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
     for k, held in enumerate(program.unreduced):
         account.hold(Buffer("unreduced", k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held))
 
@@ -129,6 +131,7 @@ class ProgramSizes:
         account: what is there from step to step.
         parts: the number of ranks over the batch axes.
         envs: this rank's place in each microbatch; only a rank of a pipeline needs it.
+        microbatches: of a batch, by default all.
     """
 
     program: Sequence[Instruction]
@@ -137,11 +140,13 @@ class ProgramSizes:
     account: Account = field(default_factory=Account)
     parts: int = 1
     envs: Sequence[Env] = ()
+    microbatches: int = 0
 
     def __post_init__(self) -> None:
         self.recomputed = {
             (one.unit, one.microbatch): any(b.kind == "kept" for b in one.reads) for one in self.program if one.op is Op.RECOMPUTE
         }
+        self.microbatches = self.microbatches or len(self.traces)
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
         self.scalar = 8 if trace.precision == "fp64" else 4
@@ -170,7 +175,7 @@ class ProgramSizes:
         u, m = one.unit, one.microbatch
         match one.op:
             case Op.COUNT:
-                return {b: {"counts": COUNTER * len(self.traces)} for b in one.writes}
+                return {b: {"counts": COUNTER * self.microbatches} for b in one.writes}
             case Op.FORWARD:
                 return self.forward(one)
             case Op.RECOMPUTE:
@@ -199,7 +204,7 @@ class ProgramSizes:
         if memory.updates:
             made[Buffer("update", one.unit)] = {"": memory.updates}
         if "loss" in unit.outputs and self.traces[0].targets is not None:
-            made[Buffer("weight")] = {"shares": self.scalar * len(self.traces)}
+            made[Buffer("weight", version=one.microbatch // self.microbatches)] = {"shares": self.scalar * self.microbatches}
         return made
 
     def gradients(self, one: Instruction, sizes: Sequence[int]) -> Made:
@@ -214,7 +219,7 @@ class ProgramSizes:
         """The most that the instruction adds to what was alive before it."""
         match one.op:
             case Op.COUNT:
-                number = len(self.traces)  # of scalars, and then their stack
+                number = self.microbatches  # of scalars, and then their stack
                 return max(COUNTER * (number - 1) + max(p.count for p in self.profiles), COUNTER * 2 * number)
             case Op.FORWARD:
                 return self.way(one).forward

@@ -17,6 +17,7 @@ from shardwise.estimate.states import Share, bucket_states
 from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
+from shardwise.lower.versions import steady
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.trace.ops import Env
@@ -28,14 +29,14 @@ DOES: Mapping[Op, str] = {
     Op.COUNT: "counting the targets", Op.FORWARD: "forward", Op.RECOMPUTE: "forward again", Op.BACKWARD: "backward",
     Op.BACKWARD_INPUT: "backward to the inputs", Op.BACKWARD_WEIGHT: "backward to the weights",
     Op.GATHER: "gathering the parameters", Op.ROUND: "rounding the gradient", Op.REDUCE: "summing", Op.ADD: "adding the summed gradient",
-    Op.SEND: "sending", Op.RECEIVE: "receiving", Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
+    Op.STASH: "keeping parameters as they are", Op.SEND: "sending", Op.RECEIVE: "receiving", Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
 }  # fmt: skip
 """Each instruction in words."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of one rank in one step.
+    """The memory of one rank in one step, or in a window of an asynchronous schedule's.
 
     ``timeline`` is that of its device, ``host`` what is beside it on the host, by buffer and at most during updates (both empty
     where the device is the host).  ``persistent`` is what is on the device from step to step, by buffer.  ``unknown`` are the ops
@@ -106,7 +107,8 @@ def predict(
     if general.precision != plan.precision:
         raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
     cut = Cut.of(general, plan) if cut is None else cut
-    programs = lower(general, plan, cut=cut)
+    batches = steady(plan)
+    programs = lower(general, plan, cut=cut, batches=batches)
     traces = [by_size[n] for n in sizes]
     subject = _Subject(traces, sizes, plan, choice, rows, device, common, profiled, cut)
     ranks = fullest(general, plan, choice, rows, cut) if rank is None else [rank]
@@ -133,12 +135,15 @@ class _Subject:
         parts, index = mesh.axis_size(batch_axes(plan)), mesh.index(rank, batch_axes(plan))
         split = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         options = {"microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split}
-        alike = dict(zip(self.sizes, self.traces, strict=True))
-        profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in alike.items()}
+        by_size = dict(zip(self.sizes, self.traces, strict=True))
+        profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
         own = [b for b in trace.buckets if mesh.index(rank, PIPELINE) in self.cut.holders(b)]
         there, here = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
         envs = [Env(parts=parts, index=index, rows=n) for n in self.sizes]
-        walked = ProgramSizes(program.instructions, self.traces, [profiles[n] for n in self.sizes], there, parts, envs)
+        times, alike = program.batches, [profiles[n] for n in self.sizes]
+        walked = ProgramSizes(
+            program.instructions, [*self.traces] * times, alike * times, there, parts, envs * times, len(self.sizes)
+        )
         found = timeline(program.instructions, walked)
         host = {} if here is there else _by_category(here.persistent)
         if host:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
+from shardwise.data.loader import Batch
 from shardwise.report.memory import Account
 from shardwise.runtime.engine import Engine
 from shardwise.trace.tracker import StorageTracker
@@ -72,13 +73,12 @@ class StepMemory:
     step and is none of the engine's.
     """
 
-    def __init__(self, engine: Engine, fields: Mapping[str, Tensor], name: Callable[[Instruction], str]) -> None:
+    def __init__(self, engine: Engine, name: Callable[[Instruction], str]) -> None:
         self._engine, self._name, self._device = engine, name, engine.comm.device
         self._held = model_states(engine, self._device.type)
         self._host = 0 if self._device.type == "cpu" else sum(model_states(engine, "cpu").values())
         self._source: _Source = _Storages("cpu") if self._device.type == "cpu" else _Allocator(self._device)
-        # On a GPU a batch is copied during the step, and its allocator sees that.
-        self._held["activations"] = sum(v.nbytes for v in fields.values()) if self._device.type == "cpu" else 0
+        self._held["activations"] = 0
         self._instructions: list[Instruction] = []
         self._peaks: list[dict[str, int]] = []
         self._before = 0
@@ -98,6 +98,15 @@ class StepMemory:
         self._engine.interpreter.progress = self._progress
         self._end()
         self._undo.__exit__(kind, error, trace)
+
+    def taking(self, batches: Iterator[Batch]) -> Batch:
+        """The next batch, which counts as held; on a GPU it is copied during the step, and its allocator sees that."""
+        if not isinstance(self._source, StorageTracker):
+            return next(batches)
+        with self._source.paused():
+            batch = next(batches)
+        self._held["activations"] += sum(v.nbytes for v in batch.fields.values())
+        return batch
 
     def _look(self, position: int, one: Instruction) -> None:
         self._end()
@@ -145,6 +154,7 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     parameters = [
         *(b.own_parameters if b.common else b.param for b in memory.buckets.values()),
         *memory.slots.slots,
+        *memory.stashes.slots,
         *memory.buffers.values(),
         *engine.unused.values(),
     ]

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,8 +23,8 @@ from shardwise.config import Config
 from shardwise.config.build import Data
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
+from shardwise.lower.versions import steady
 from shardwise.report.tensorboard import TensorBoard
-from shardwise.runtime.batch import StepResult
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.progress import Progress
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
@@ -81,6 +82,7 @@ class Run:
     side: Side
     forecast: Forecast
     metrics: MetricsWriter | None = None
+    _to_measure: int = -1  # the step whose memory is measured
 
     @property
     def module(self) -> nn.Module:
@@ -107,21 +109,16 @@ class Run:
 
     def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
         """A step that is not finite ends the run; the weights before it are saved."""
-        trainer, metrics = self.trainer, self.metrics
-        measured = next(step for step in count(first + 1) if step not in self.config.train.trace_steps)
+        trainer, step, steps = self.trainer, first, self.config.train.steps
+        self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)
         try:
-            for step in range(first, self.config.train.steps):
-                self.side.progress.begin(step)
-                batch = next(loader)
-                if self.side.stop:
-                    trainer.request_stop()
-                result = self._step(step, batch, measured)
-                if metrics is not None:
-                    metrics.add(step, batch.rows, result)
-                if self._after(step + 1, checkpoints, loader) and metrics is not None:
-                    metrics.restart_clock()
-                if trainer.stopping:
-                    break
+            while step < steps and not trainer.stopping:
+                stop = self._window(step)
+                with self._watched(step, stop) as measuring:
+                    self._train(step, stop, loader, measuring)
+                step = stop
+                if self._after(step, checkpoints, loader) and self.metrics is not None:
+                    self.metrics.restart_clock()
             trainer.finish()
         except (NonFiniteError, LossScaleError):
             state = trainer.state_dict()
@@ -129,35 +126,68 @@ class Run:
                 save_weights(state, self.module, self.folder / "weights.safetensors")
             raise
 
-    def _step(self, step: int, batch: Batch, measured: int) -> StepResult:
-        if step in self.config.train.trace_steps:
-            return self._recorded(step, batch)
-        return self._measured(batch) if step == measured and self.metrics is not None else self.trainer.step(batch)
+    def _window(self, step: int) -> int:
+        """Where the steps from ``step`` on end that are taken together: at the latest where something is due after them."""
+        plan, train = self.trainer.plan, self.config.train
+        if not plan.asynchronous:
+            return step + 1
+        special = [at for at in (*train.trace_steps, self._to_measure) if at > step]
+        every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
+        size = steady(plan) if step == self._to_measure else plan.window
+        return min(train.steps, step + size, *special, *(step + n - step % n for n in every))
 
-    def _recorded(self, step: int, batch: Batch) -> StepResult:
-        """A step of which every rank writes down what it did when."""
+    def _train(self, step: int, stop: int, loader: Loader, measuring: StepMemory | None) -> None:
+        rows = deque[int]()
+
+        def batches() -> Iterator[Batch]:
+            for at in range(step, stop):
+                self.side.progress.begin(at)
+                batch = next(loader) if measuring is None else measuring.taking(loader)
+                rows.append(batch.rows)
+                if self.side.stop:
+                    self.trainer.request_stop()
+                yield batch
+
+        for at, result in enumerate(self.trainer.steps(batches(), stop - step), step):
+            if self.metrics is not None:
+                self.metrics.add(at, rows.popleft(), result)
+
+    @contextmanager
+    def _watched(self, step: int, stop: int) -> Iterator[StepMemory | None]:
+        """Steps are recorded, or their memory is measured, if it is their turn."""
+        if step in self.config.train.trace_steps:
+            with self._recorded(step):
+                yield None
+        elif step == self._to_measure and self.metrics is not None:
+            with self._measured() as measuring:
+                yield measuring
+        else:
+            yield None
+
+    @contextmanager
+    def _recorded(self, step: int) -> Iterator[None]:
+        """A step, or a window from it on, of which every rank writes down what it did when."""
         trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
-            result = trainer.step(batch)
+            yield
         found = recorder.found(step, peak_memory(trainer.comm.device))
         with suppress(OSError):  # then the next line says so
             path.parent.mkdir(exist_ok=True)
         append_line(path, found.to_dict(), self.side.tell)
-        return result
 
-    def _measured(self, batch: Batch) -> StepResult:
+    @contextmanager
+    def _measured(self) -> Iterator[StepMemory]:
         """A step of rank 0 whose memory is measured and put beside what was predicted; the first has made what stays."""
         trainer, metrics = self.trainer, self.metrics
         if metrics is not None:
             metrics.flush()  # on a GPU the peak so far is forgotten now
-        with StepMemory(trainer.engine, batch.fields, lambda one: describe(one, trainer.compiled.general)) as memory:
-            result = trainer.step(batch)
+        with StepMemory(trainer.engine, lambda one: describe(one, trainer.compiled.general)) as memory:
+            yield memory
         try:
             write_memory(self.folder / MEMORY, self.forecast, memory.account())
         except OSError as error:
             self.side.tell(f"{self.folder / MEMORY} cannot be written: {error.strerror}; the run goes on")
-        return result
 
     def _after(self, done: int, checkpoints: Checkpoints, loader: Loader) -> bool:
         """What is due after ``done`` steps: an evaluation, a sample, a checkpoint; whether there was anything."""
@@ -275,7 +305,7 @@ class Run:
         if trainer.comm.rank != 0:
             return
         general = trainer.compiled.general
-        programs = trainer.compiled.programs(general, trainer.plan.microbatches)
+        programs = trainer.compiled.programs(general, trainer.plan.microbatches, steady(trainer.plan))
         notes = [*trainer.notes, *([self.forecast.note] if self.forecast.note else [])]
         (folder / "program.txt").write_text("\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8")
         about = {

@@ -20,17 +20,27 @@ if TYPE_CHECKING:
 def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it."""
     from shardwise.runtime.compiled import Compiled
-    from shardwise.verify.verify import STEPS, run_threads, verify
+    from shardwise.verify.verify import ASYNCHRONOUS_STEPS, STEPS, run_threads, verify
 
     from .forecast import left_open
     from .subject import settled, subject
 
     found = subject(config, STEPS)
     plan = found.plan
+    if plan.asynchronous:
+        found = subject(config, ASYNCHRONOUS_STEPS)
     if left_open(config):
         plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
     run = run_threads if comm is None else _one_rank(comm)
-    return verify(found.module, found.batches, plan, loss=found.loss, seed=config.train.seed, run=run)
+    return verify(
+        found.module,
+        found.batches,
+        plan,
+        loss=found.loss,
+        clip_norm=config.train.clip_norm or None,
+        seed=config.train.seed,
+        run=run,
+    )
 
 
 def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[RankStep]]], list[list[RankStep]]]:

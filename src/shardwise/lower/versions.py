@@ -15,10 +15,21 @@ from shardwise.core.plan import Plan
 from shardwise.lower.draft import Draft
 from shardwise.lower.slots import Span, assign
 from shardwise.lower.stages import Cut
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.trace.trace import Bucket
 
 BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+
+
+def steady(plan: Plan) -> int:
+    """So many batches of a window show all that a longer one does; a plan that is not asynchronous has windows of one."""
+    ranks = plan.mesh.axis_size(PIPELINE)
+    return min(plan.window, _reported(ranks, plan.microbatches) + 3) if plan.asynchronous else 1
+
+
+def _reported(ranks: int, microbatches: int) -> int:
+    return 1 + -(-(ranks - 1) // microbatches)
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,7 @@ class Versions:
     def reported(self) -> int:
         """So many batches after its own update comes that before which all stages have a batch's loss and norm: the first stage is the
         last to update, by as many microbatches as there are stages behind it."""
-        return 1 + -(-(self.cut.ranks - 1) // self.microbatches)
+        return _reported(self.cut.ranks, self.microbatches)
 
     def ends(self, draft: Draft) -> list[int]:
         """For each batch the position after which a rank updates its weights.

@@ -64,6 +64,10 @@ class Engine:
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
         plan.check_device(comm.device.type)
+        if plan.asynchronous and plan.schedule == "pipedream" and clip_norm is not None:
+            raise ConfigError(
+                f'clip_norm: {clip_norm:g} is not legal with schedule "pipedream", whose stages do not wait for the norm of all; legal: none'
+            )
         values.check()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         self.cut = compiled.cut(trace)

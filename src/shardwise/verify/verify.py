@@ -1,4 +1,4 @@
-"""Is a plan, for this model, the same as one device?  Both run three steps in fp64 on the same batches, and everything is compared.
+"""Is a plan, for this model, the same as one device?  Both run a few steps in fp64 on the same batches, and everything is compared.
 
 The plan's side runs as it would in training but for the precision; the other side is :class:`shardwise.verify.oracle.Oracle`.  A plan in
 low precision is judged a second time: its first gradients may be as far from the fp64 truth as one device's in that precision, times
@@ -34,6 +34,7 @@ TOLERANCE = 1e-10
 LOW_PRECISION_FACTOR = 1.25
 LEAST_SCALE = 2.0**-16  # at which overflows are not the loss scale's fault
 STEPS = 3
+ASYNCHRONOUS_STEPS = 12
 OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
 """AdamW; its eps is large enough that a gradient of pure rounding noise (an attention key's bias) moves nothing."""
 
