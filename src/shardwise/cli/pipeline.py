@@ -46,6 +46,11 @@ class Options:
     norm: str = "barrier"
     memory: float | None = None
 
+    @staticmethod
+    def each(schedules: Sequence[str] | None, *others: Any) -> list[Options]:
+        """Those of several schedules, or of the one that is not said; ``others`` are the fields after it, which they share."""
+        return [Options(schedule, *others) for schedule in schedules or (None,)]
+
 
 def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
     """Print what a step of each pipeline takes."""
