@@ -97,6 +97,10 @@ class Cut:
         """The ranks whose units use a bucket's parameters: each has them.  (Units have other numbers in another trace of the model.)"""
         return tuple(sorted({rank for parameter in bucket.parameters for rank in self._users.get(parameter.name, ())}))
 
+    def own(self, buckets: Sequence[Bucket], rank: int) -> list[Bucket]:
+        """Those of the buckets that a rank of the pipeline has."""
+        return [b for b in buckets if rank in self.holders(b)]
+
     @cached_property
     def _users(self) -> dict[str, set[int]]:
         """The ranks that use each parameter."""
