@@ -19,10 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
-import os
 import platform
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -35,7 +32,7 @@ from shardwise.launch.local import ALLOCATOR
 from stages import KINDS, Kind, Pipeline, alone, costs, pipelined, simulated
 from task import Task
 from torch_pipelines import TorchPipeline
-from zero import CHECKED, LIMIT, STEPS, WARMUP, figures, reference, wrong
+from zero import CHECKED, LIMIT, STEPS, WARMUP, figures, finish, reference
 
 OF_SIMULATED = {2: 0.97}
 """What part of the simulated speed a schedule has to reach, by ranks: 4 share 2 cores, where bubbles hide."""
@@ -184,11 +181,7 @@ def main() -> None:
                 tell(verdict)
                 said.append({"precision": precision, "ranks": ranks, **verdict})
             rows += found
-    if options.json:
-        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows, "verdicts": said}, indent=1) + "\n")
-    if problems := wrong(rows):
-        sys.exit("\n".join(problems))
+    finish(rows, said, options.json)
 
 
 if __name__ == "__main__":

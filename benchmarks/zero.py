@@ -161,6 +161,15 @@ def wrong(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+def finish(rows: Sequence[dict[str, Any]], said: Sequence[dict[str, Any]], file: Path | None) -> None:
+    """Write all figures to a file, and exit with who did not train as the reference did."""
+    if file is not None:
+        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
+        file.write_text(json.dumps({"machine": machine, "rows": rows, "verdicts": said}, indent=1) + "\n")
+    if problems := wrong(rows):
+        sys.exit("\n".join(problems))
+
+
 def heats(only: Sequence[str] | None, missing: Sequence[str]) -> list[list[str]]:
     """Who runs together."""
     together = [list(only)] if only else [[stage, *peers] for stage, peers in STAGES.items()]
@@ -260,11 +269,7 @@ def main() -> None:
     options, task = parse()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
     rows, said = (on_gpu(options, task), []) if options.gpu else compare(options, task)
-    if options.json:
-        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "load": os.getloadavg()}
-        options.json.write_text(json.dumps({"machine": machine, "rows": rows, "verdicts": said}, indent=1) + "\n")
-    if problems := wrong(rows):
-        sys.exit("\n".join(problems))
+    finish(rows, said, options.json)
 
 
 if __name__ == "__main__":

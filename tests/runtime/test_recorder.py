@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction, Lane, Op
@@ -25,25 +24,15 @@ from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.recorder import RankStep, Recorder
 from shardwise.runtime.threads import run_ranks
+from zoo import Blocks
 
 ROWS = 12
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(x, y)
 
 
 def compiled(dp: int, zero: int, microbatches: int, device: str = "cpu") -> Compiled:
     torch.manual_seed(0)
     plan = data_parallel(Plan(microbatches=microbatches), dp, zero)
-    return Compiled(Net(), plan, {"x": torch.randn(ROWS, 6), "y": torch.randn(ROWS, 6)}, device=torch.device(device))
+    return Compiled(Blocks(6), plan, {"x": torch.randn(ROWS, 6), "y": torch.randn(ROWS, 6)}, device=torch.device(device))
 
 
 def fields(one: Compiled, rank: int) -> dict[str, Tensor]:

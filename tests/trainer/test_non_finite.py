@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -17,19 +16,9 @@ from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
+from zoo import Blocks
 
 ROWS, RANKS = 8, 2
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return F.mse_loss(x, y)
 
 
 def batch(step: int, bad: bool) -> dict[str, Tensor]:
@@ -44,7 +33,7 @@ def train(zero: int, optimizer: str, precision: Any, bad: bool) -> tuple[list[st
     """Four steps, before the last two of which a bad one is tried or not: errors, weights, and the loss scale's state."""
     torch.manual_seed(0)
     plan = data_parallel(Plan(precision=precision), RANKS, zero)
-    compiled = Compiled(Net(), plan, batch(0, False))
+    compiled = Compiled(Blocks(5), plan, batch(0, False))
 
     def rank(comm: ThreadCommunicator) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
         trainer = Trainer(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from covering import covering
 from models import CASES, tokens
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, ParameterRule, Plan
@@ -25,19 +25,6 @@ ZERO, DP, MICROBATCHES, RECOMPUTE = (0, 1, 2, 3), (1, 2, 3, 4), (1, 3), CHOICES[
 PRODUCT = list(itertools.product(MODELS, ZERO, DP, MICROBATCHES, RECOMPUTE))
 
 
-def covering() -> Iterator[tuple[Any, ...]]:
-    """Cases in which every pair of values of any two columns occurs: greedily, the case with most new pairs first."""
-    left = {pair for case in PRODUCT for pair in _pairs(case)}
-    while left:
-        best = max(PRODUCT, key=lambda case: len(left & _pairs(case)))
-        left -= _pairs(best)
-        yield best
-
-
-def _pairs(case: tuple[Any, ...]) -> set[tuple[Any, ...]]:
-    return set(itertools.combinations(enumerate(case), 2))
-
-
 def check(name: str, plan: Plan) -> None:
     torch.manual_seed(len(name) + plan.mesh.size)
     module, make, loss = CASES[name]()
@@ -47,7 +34,7 @@ def check(name: str, plan: Plan) -> None:
     assert report.ranks_agree
 
 
-@pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering()))
+@pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering(PRODUCT)))
 def test_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
     check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
 

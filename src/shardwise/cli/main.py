@@ -40,6 +40,19 @@ Arguments = Annotated[
         metavar="[CONFIG.toml] [section.key=value]...", help="A TOML file and overrides, in any order.", show_default=False
     ),
 ]
+RunArguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
+]
+
+
+def _run_folder(arguments: list[str], step: int | None = None) -> Path | None:
+    """The folder of a run, if that is what they are; :class:`ConfigError` on a ``step`` of anything else."""
+    if len(arguments) == 1 and Path(arguments[0]).is_dir():
+        return Path(arguments[0])
+    if step is not None:
+        raise ConfigError(f"--step {step}: legal: with the folder of a run")
+    return None
 
 
 @app.callback()
@@ -93,10 +106,7 @@ def show(
 
 @app.command()
 def memory(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
-    ] = None,
+    arguments: RunArguments = None,
     json: Json = False,
     device: Annotated[
         str | None, typer.Option(metavar="NAME", help="Such as A100-80GB, H200 or cpu=64 (GiB).  [default: this machine's]")
@@ -106,12 +116,13 @@ def memory(
     """The memory that a plan takes on each rank, of any device and any number of ranks; of a run also what was measured."""
     with reported(json):
         given = arguments or []
-        if len(given) == 1 and Path(given[0]).is_dir():
+        folder = _run_folder(given)
+        if folder is not None:
             if device is not None:
                 raise ConfigError(f"--device {device}: legal: left out, for {given[0]} is the folder of a run")
             from .memory import run_folder
 
-            run_folder(Path(given[0]), json, picture)
+            run_folder(folder, json, picture)
             return
         path, overrides = split_arguments(given)  # before torch is imported
         from .memory import run
@@ -135,14 +146,12 @@ Memory = Annotated[
     float | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold; of schedule auto.")
 ]
 Norm = Annotated[str, typer.Option(help="barrier or post-validate: when ranks take their optimizer step.")]
+RecordedStep = Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")]
 
 
 @app.command()
 def simulate(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
-    ] = None,
+    arguments: RunArguments = None,
     schedules: Schedules = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
@@ -150,28 +159,23 @@ def simulate(
     times: Times = "1,1,1,0",
     norm: Norm = "barrier",
     memory: Memory = None,
-    step: Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")] = None,
+    step: RecordedStep = None,
     json: Json = False,
 ) -> None:
     """What a pipeline's schedule takes (step time, bubble, activations of each rank), with the times given or those of a run's stages."""
     with reported(json):
         given = arguments or []
-        run = len(given) == 1 and Path(given[0]).is_dir()
-        if step is not None and not run:
-            raise ConfigError(f"--step {step}: legal: with the folder of a run")
-        path, overrides = (None, []) if run else split_arguments(given)  # before torch is imported
+        folder = _run_folder(given, step)
+        path, overrides = (None, []) if folder else split_arguments(given)  # before torch is imported
         from .pipeline import Options, run_simulate, run_what_if
 
-        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm, memory) for schedule in schedules or (None,)]
-        run_what_if(Path(given[0]), step, each, json) if run else run_simulate(path, overrides, each, json)
+        each = Options.each(schedules, ranks, microbatches, stages_per_rank, times, norm, memory)
+        run_what_if(folder, step, each, json) if folder else run_simulate(path, overrides, each, json)
 
 
 @app.command()
 def draw(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
-    ] = None,
+    arguments: RunArguments = None,
     schedules: Schedules = None,
     ranks: Ranks = None,
     microbatches: Microbatches = None,
@@ -179,7 +183,7 @@ def draw(
     times: Times = "1,1,1,0",
     norm: Norm = "barrier",
     memory: Memory = None,
-    step: Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")] = None,
+    step: RecordedStep = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw a picture: .svg, .png or .pdf.")] = None,
     perfetto: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
@@ -188,23 +192,15 @@ def draw(
 ) -> None:
     """Who computes what when in a step: simulated from a schedule, or as a run has recorded it beside what the simulator predicts."""
     with reported(json):
-        from .pipeline import Options
-
-        each = [Options(schedule, ranks, microbatches, stages_per_rank, times, norm, memory) for schedule in schedules or (None,)]
         given = arguments or []
-        if len(given) == 1 and Path(given[0]).is_dir():
-            if each != [Options()]:
-                raise ConfigError(f"a schedule or times for {given[0]}; legal: none, for it is the folder of a run")
-            from .pipeline import run_folder
+        folder = _run_folder(given, step)
+        path, overrides = (None, []) if folder else split_arguments(given)  # before torch is imported
+        from .pipeline import Options, run_draw, run_folder
 
-            run_folder(Path(given[0]), step, out, perfetto, json)
-            return
-        if step is not None:
-            raise ConfigError(f"--step {step}: legal: with the folder of a run")
-        path, overrides = split_arguments(given)
-        from .pipeline import run_draw
-
-        run_draw(path, overrides, each, out, perfetto, json)
+        each = Options.each(schedules, ranks, microbatches, stages_per_rank, times, norm, memory)
+        if folder and each != [Options()]:
+            raise ConfigError(f"a schedule or times for {given[0]}; legal: none, for it is the folder of a run")
+        run_folder(folder, step, out, perfetto, json) if folder else run_draw(path, overrides, each, out, perfetto, json)
 
 
 @app.command()

@@ -18,7 +18,7 @@ from shardwise.launch.subject import load_anywhere
 from shardwise.parallel.schedule import check_schedule, timetable
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
-from shardwise.report.tables import grid, make_console, pairs, print_json, show
+from shardwise.report.tables import grid, make_console, pairs, plural, print_json, show
 from shardwise.report.timetable import Drawing, milliseconds, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import picture
@@ -45,6 +45,11 @@ class Options:
     times: str = "1,1,1,0"
     norm: str = "barrier"
     memory: float | None = None
+
+    @staticmethod
+    def each(schedules: Sequence[str] | None, *others: Any) -> list[Options]:
+        """Those of several schedules, or of the one that is not said; ``others`` are the fields after it, which they share."""
+        return [Options(schedule, *others) for schedule in schedules or (None,)]
 
 
 def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
@@ -90,7 +95,7 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
                     f"run of parallel.schedule = {one.schedule}"
                 )
             name, order = one.schedule, timetable(one.schedule, ranks, microbatches, stages // ranks)
-        title = f"{name}, {_plural(ranks, 'rank')}, {_plural(microbatches, 'microbatch')}, without communication"
+        title = f"{name}, {plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}, without communication"
         found.append((replace(one, ranks=ranks, microbatches=microbatches), title, simulate(order, costs, one.norm)))
     _tell(found, json)
 
@@ -149,12 +154,8 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     else:
         name, simulation = schedule, simulate(timetable(schedule, ranks, microbatches, each), costs, options.norm)
     several = f" x {each} stages" if each > 1 else ""
-    title = f"{name}, {_plural(ranks, 'rank')}{several}, {_plural(microbatches, 'microbatch')}"
+    title = f"{name}, {plural(ranks, 'rank')}{several}, {plural(microbatches, 'microbatch')}"
     return title, simulation, costs
-
-
-def _plural(number: int, word: str) -> str:
-    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
 
 
 def _times(text: str) -> list[float]:

@@ -137,7 +137,7 @@ class _Subject:
         options = {"microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split}
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
-        own = [b for b in trace.buckets if mesh.index(rank, PIPELINE) in self.cut.holders(b)]
+        own = self.cut.own(trace.buckets, mesh.index(rank, PIPELINE))
         there, here = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
         envs = [Env(parts=parts, index=index, rows=n) for n in self.sizes]
         times, alike = program.batches, [profiles[n] for n in self.sizes]

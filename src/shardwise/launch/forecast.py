@@ -20,7 +20,7 @@ from shardwise.estimate.predict import Prediction, predict
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.parallel.data import shard_axes
 from shardwise.report.memory import Account
-from shardwise.report.tables import count, size
+from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Trace
@@ -239,7 +239,7 @@ def headline(forecast: Forecast) -> str:
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
     words = [f"{plan.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
-    words += [stage, f"{config.data.batch_size} rows", f"{plan.microbatches} microbatch{'es' if plan.microbatches > 1 else ''}"]
+    words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
     words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
     words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []
     words += [f"reduced by {plan.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []

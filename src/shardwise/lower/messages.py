@@ -15,17 +15,23 @@ BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
 
 @dataclass(frozen=True)
-class _Message:
-    """From after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing; ``ends``: nothing reads it after that."""
+class _Edge:
+    """Live ``tensors`` of ``unit``, or their gradients, which ``source`` sends to ``to`` in every microbatch."""
 
     source: int
     to: int
-    made: int
-    needed: int
     unit: int
-    microbatch: int
     tensors: tuple[str, ...]
     gradient: bool
+
+
+@dataclass(frozen=True)
+class _Message(_Edge):
+    """An edge in one microbatch: from after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing."""
+
+    microbatch: int
+    made: int
+    needed: int
 
     @property
     def sent(self) -> Buffer:
@@ -70,29 +76,35 @@ def messages(drafts: Sequence[Draft], cut: Cut, microbatches: int) -> None:
     the transfer runs under that; a SEND as soon as there is something to send.
     """
     places = [_Places(draft) for draft in drafts]
-    found = [one for m in range(microbatches) for one in (*_activations(places, cut, m), *_gradients(places, cut, m))]
-    found.sort(key=lambda one: (one.made, one.to))
+    edges = _edges(cut)
+    sent: list[list[_Message]] = [[] for _ in places]
+    received: list[dict[int, list[_Message]]] = [{} for _ in places]  # by source
+    found = [one for m in range(microbatches) for one in _in_microbatch(edges, places, m)]
+    for one in sorted(found, key=lambda one: (one.made, one.to)):
+        sent[one.source].append(one)
+        received[one.to].setdefault(one.source, []).append(one)
     for rank, here in enumerate(places):
-        _send(here, [one for one in found if one.source == rank])
-        for source in sorted({one.source for one in found if one.to == rank}):
-            _receive(here, [one for one in found if (one.source, one.to) == (source, rank)])
+        _send(here, sent[rank])
+        for _, mine in sorted(received[rank].items()):
+            _receive(here, mine)
 
 
-def _activations(places: Sequence[_Places], cut: Cut, m: int) -> Iterator[_Message]:
-    for unit in range(len(cut.units)):
-        for to in cut.readers(unit):
-            source, buffer = cut.rank(unit), Buffer("activation", unit, m)
-            made, needed = places[source].forward[unit, m], places[to].read[buffer]
-            yield _Message(source, to, made, needed, unit, m, cut.crossing(unit, to), False)
+def _edges(cut: Cut) -> list[_Edge]:
+    """Those of activations, then those of gradients."""
+    pairs = [(unit, rank) for unit in range(len(cut.units)) for rank in cut.readers(unit)]
+    forward = [_Edge(cut.rank(unit), reader, unit, cut.crossing(unit, reader), False) for unit, reader in pairs]
+    backward = [_Edge(reader, cut.rank(unit), unit, cut.crossing(unit, reader, gradients=True), True) for unit, reader in pairs]
+    return [*forward, *(edge for edge in backward if edge.tensors)]
 
 
-def _gradients(places: Sequence[_Places], cut: Cut, m: int) -> Iterator[_Message]:
-    for unit in range(len(cut.units)):
-        for source in cut.readers(unit):
-            to, names = cut.rank(unit), cut.crossing(unit, source, gradients=True)
-            if names and (unit, m) in places[to].backward:
-                made, needed = places[source].written[Buffer("gradient", unit, m)], places[to].backward[unit, m]
-                yield _Message(source, to, made, needed, unit, m, names, True)
+def _in_microbatch(edges: Sequence[_Edge], places: Sequence[_Places], m: int) -> Iterator[_Message]:
+    """What travels in a microbatch; in evaluation no gradients do."""
+    for edge in edges:
+        source, to, key = places[edge.source], places[edge.to], (edge.unit, m)
+        if not edge.gradient:
+            yield _Message(**vars(edge), microbatch=m, made=source.forward[key], needed=to.read[Buffer("activation", *key)])
+        elif key in to.backward:
+            yield _Message(**vars(edge), microbatch=m, made=source.written[Buffer("gradient", *key)], needed=to.backward[key])
 
 
 def _send(here: _Places, mine: Sequence[_Message]) -> None:

@@ -16,8 +16,8 @@ from shardwise.trace.cost import cost
 from shardwise.trace.trace import Bucket, Trace
 from shardwise.trace.units import Unit
 
-FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "cuda": 150.0}
-"""What a device computes while it moves a byte: products and the rest of a unit in one number."""
+FLOPS_PER_BYTE = 20.0
+"""What a CPU computes while it moves a byte: products and the rest of a unit in one number."""
 EVERYWHERE = -1
 """The stage of what follows from batch fields alone: each rank computes it for itself."""
 
@@ -97,6 +97,10 @@ class Cut:
         """The ranks whose units use a bucket's parameters: each has them.  (Units have other numbers in another trace of the model.)"""
         return tuple(sorted({rank for parameter in bucket.parameters for rank in self._users.get(parameter.name, ())}))
 
+    def own(self, buckets: Sequence[Bucket], rank: int) -> list[Bucket]:
+        """Those of the buckets that a rank of the pipeline has."""
+        return [b for b in buckets if rank in self.holders(b)]
+
     @cached_property
     def _users(self) -> dict[str, set[int]]:
         """The ranks that use each parameter."""
@@ -162,12 +166,11 @@ def _costs(trace: Trace, units: Sequence[int]) -> list[float]:
     """Of each unit, in FLOPs: what memory traffic takes of a device's time, too."""
     rows = trace.rows or 2
     each = {c.index: c for c in cost(trace, rows)}
-    ratio = FLOPS_PER_BYTE["cpu"]
     found = []
     for u in units:
         c = each[u]
         flops = c.forward_flops + c.backward_flops
-        found.append(flops + 3 * ratio * c.forward_bytes)
+        found.append(flops + 3 * FLOPS_PER_BYTE * c.forward_bytes)
     return found
 
 

@@ -93,8 +93,7 @@ class _Lowering:
     @cached_property
     def own(self) -> list[Bucket]:
         """The buckets that this rank has."""
-        used = {b.index for u in self.units for b in self.used[u]}
-        return [b for b in self.buckets if b.index in used]
+        return self.cut.own(self.buckets, self.rank)
 
     def draft(self) -> Draft:
         """What computes, and what ends with it."""

@@ -78,6 +78,11 @@ def count(number: float) -> str:
     return f"{number:.1f} P"
 
 
+def plural(number: int, word: str) -> str:
+    """``1 rank``, ``2 ranks``, ``3 microbatches``."""
+    return f"{number} {word}" if number == 1 else f"{number} {word}{'es' if word.endswith('h') else 's'}"
+
+
 def size(nbytes: float) -> str:
     """``3.7 MiB``: a number of bytes."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

@@ -73,7 +73,7 @@ class Engine:
         self.cut = compiled.cut(trace)
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
-        own = [b for b in trace.buckets if self.pipe in self.holders[b.index]]
+        own = self.cut.own(trace.buckets, self.pipe)
         buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in own}
         for memory in buckets.values():
             memory.load(values)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from shardwise.core.instruction import Instruction
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.interpreter import Interpreter
 
 TRACE = "trace"
@@ -108,7 +109,7 @@ class Recorder:
         self._settle()
         comm = self._comm
         events = tuple(self._event(*stamps) for stamps in self._stamps.values())
-        pipeline = comm.mesh.group(comm.rank, "pp")[0]
+        pipeline = comm.mesh.group(comm.rank, PIPELINE)[0]
         return RankStep(
             step, comm.rank, comm.mesh.size, pipeline, socket.gethostname(), self._wall, self._since(self._ended), memory, events
         )

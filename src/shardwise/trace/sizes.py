@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.core.layout import Layout
 from shardwise.trace import ops
 from shardwise.trace.capture import Uncapturable
 
@@ -33,6 +34,22 @@ def expression(size: Any) -> Any:
     """A size as an int or a sympy expression: equal ones are equal for every number of rows."""
     expr = size.node.expr if isinstance(size, torch.SymInt) else size
     return expr if getattr(expr, "free_symbols", None) else int(expr)
+
+
+def known(size: Any, rows: int, most: int | None = None) -> int:
+    """A size for a microbatch of ``rows`` rows; one that depends on data is ``most``, without which there must be none."""
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    if most is not None and not size.node.has_hint():
+        return most
+    return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, rows)))
+
+
+def local_shape(value: torch.Tensor, layout: Layout, env: ops.Env, most: int | None = None) -> tuple[int, ...]:
+    """The shape on one rank of a value of the captured graph: a sharded dim has so many elements a row.  ``most`` as in :func:`known`."""
+    shape = [known(size, env.rows, most) for size in value.shape]
+    sharded = [any(factor.axes for factor in factors) for factors in layout.dims]
+    return tuple(n * ops.local_rows(env) // env.rows if own else n for n, own in zip(shape, sharded, strict=True))
 
 
 class Sizes:

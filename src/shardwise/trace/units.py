@@ -19,6 +19,7 @@ from shardwise.trace import entropy, ops
 from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
+from shardwise.trace.sizes import local_shape
 
 _INTEGER_OPS = {ops.rows, ops.local_rows}
 
@@ -59,14 +60,8 @@ class Unit:
 
     def local(self, name: str, env: ops.Env) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape of a live tensor on one rank for one microbatch, and its dtype."""
-        node = self.values[name]
-        value, shape = node.meta["val"], []
-        for size, factors in zip(node.meta["val"].shape, node.meta["layout"].dims, strict=True):
-            symbolic = isinstance(size, torch.SymInt)
-            known = int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, env.rows))) if symbolic else int(size)
-            sharded = any(factor.axes for factor in factors)  # of so many elements a row
-            shape.append(known * ops.local_rows(env) // env.rows if sharded else known)
-        return tuple(shape), value.dtype
+        meta = self.values[name].meta
+        return local_shape(meta["val"], meta["layout"], env), meta["val"].dtype
 
     @property
     def differentiable(self) -> bool:

@@ -21,6 +21,7 @@ from shardwise.trace.ops import Env, local_rows
 from shardwise.trace.products import Product
 from shardwise.trace.recall import recalled
 from shardwise.trace.saved import COMPOSED, DEVICES, is_known
+from shardwise.trace.sizes import known, local_shape
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 
@@ -83,14 +84,6 @@ class Walk:
             grad = kind == "p" and name not in self.frozen
             self.leaves[kind, name] = torch.empty(shape, dtype=value.dtype, device=META, requires_grad=grad)
         return self.leaves[kind, name]
-
-    def size(self, size: Any, most: int) -> int:
-        """A size in the captured graph, for the rows at hand; ``most`` where it depends on data."""
-        if not isinstance(size, torch.SymInt):
-            return int(size)
-        if not size.node.has_hint():
-            return most
-        return int(size.node.expr.subs(dict.fromkeys(size.node.expr.free_symbols, self.env.rows)))
 
 
 class Run:
@@ -156,12 +149,9 @@ class Run:
         made: list[Any] = []
         for one, placed in zip(values, layouts, strict=True):
             if not isinstance(one, Tensor):
-                made.append(self.walk.size(one, most))
+                made.append(known(one, self.walk.env.rows, most))
                 continue
-            shape = [self.walk.size(s, most) for s in one.shape]
-            for d, factors in enumerate(placed.dims):
-                if any(f.axes for f in factors):
-                    shape[d] = shape[d] * local_rows(self.walk.env) // self.walk.env.rows
+            shape = local_shape(one, placed, self.walk.env, most)
             made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
         return made if several else made[0]
 
