@@ -48,7 +48,7 @@ def test_json_round_trip(program: Program) -> None:
 
 def test_json_leaves_defaults_out() -> None:
     data = json.loads(Program("all", (), (Instruction(Op.FORWARD, unit=3),)).to_json())
-    pools = {"slots": [], "unreduced": []}
+    pools = {"slots": [], "unreduced": [], "stashes": [], "batches": 1}
     assert data == {"name": "all", "coordinates": {}, **pools, "instructions": [{"op": "FORWARD", "unit": 3}]}
 
 

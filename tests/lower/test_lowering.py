@@ -101,7 +101,7 @@ def test_replicas_are_summed_once_a_step(gpt: Trace) -> None:
 
 def test_evaluation_gathers_and_frees(gpt: Trace) -> None:
     program = lowered(gpt, 3, training=False)
-    assert {str(one.op) for one in program.instructions} == {"COUNT", "GATHER", "FORWARD", "REDUCE"}
+    assert {str(one.op) for one in program.instructions} == {"COUNT", "GATHER", "FORWARD", "REDUCE", "REPORT"}
     freed = [buffer for one in program.instructions for buffer in one.frees if buffer.kind == "activation"]
     assert {buffer.index for buffer in freed} == {unit.index for unit in gpt.units}
 

@@ -6,6 +6,7 @@ import os
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import APPLIES
+from shardwise.core.plan import check_asynchronous
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
 from shardwise.parallel.schedule import SCHEDULES, check_schedule
@@ -193,6 +194,11 @@ def _pipeline(draft: Draft) -> None:
     draft.default("parallel.stages_per_rank", SCHEDULES[name].stages_per_rank)
     try:
         check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])
+        if draft.sound("parallel.zero", "parallel.precision", "parallel.reduce", "parallel.vertical_sync"):
+            check_asynchronous(
+                name, pp, microbatches, draft["parallel.precision"], draft["parallel.reduce"], draft["parallel.vertical_sync"],
+                sharded=draft["parallel.zero"] > 0 and draft["parallel.dp"] > 1,
+            )  # fmt: skip
     except ConfigError as error:
         key, _, rest = str(error).partition(":")
         draft.refuse(f"parallel.{key}", rest.partition("legal: ")[2].rstrip("."), f'With schedule "{name}" over {pp} ranks')

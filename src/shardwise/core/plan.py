@@ -165,26 +165,10 @@ class Plan:
         check_count("window", self.window)
         if not isinstance(self.vertical_sync, bool):
             raise ConfigError(f"vertical_sync: {self.vertical_sync!r} is not legal; legal: true, false.")
-        if self.vertical_sync and self.schedule != "pipedream":
-            raise ConfigError(f'vertical_sync: true is not legal with schedule "{self.schedule}"; legal: with "pipedream".')
-        if not self.asynchronous:
-            return
-        with_it = f'with schedule "{self.schedule}"'
-        if any(rule.sharded for rule in self.parameters) and self.mesh.axis_size("dp") > 1:
-            raise ConfigError(
-                f"zero: sharded states are not legal {with_it}, whose stages keep several versions; legal: zero = 0."
-            )
-        if self.reduce not in ("auto", "fp64", "fp32"):
-            raise ConfigError(f'reduce: "{self.reduce}" is not legal {with_it}; legal: "auto".')
-        if self.schedule == "pipedream" and self.microbatches != 1:
-            raise ConfigError(
-                f"microbatches: {self.microbatches} is not legal {with_it}, which updates after each microbatch; legal: 1, with batches as "
-                "large as a microbatch shall be."
-            )
-        if self.schedule == "pipedream" and self.precision == "fp16":
-            raise ConfigError(
-                f'precision: "fp16" is not legal {with_it}: its loss scale is decided by all stages together; legal: "fp32", "bf16", "fp64".'
-            )
+        check_asynchronous(
+            self.schedule, self.mesh.axis_size("pp"), self.microbatches, self.precision, self.reduce, self.vertical_sync,
+            sharded=any(rule.sharded for rule in self.parameters) and self.mesh.axis_size("dp") > 1,
+        )  # fmt: skip
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -250,6 +234,30 @@ class Plan:
         if "parameters" in values:
             values["parameters"] = tuple(_records("parameters", values["parameters"], ParameterRule))
         return Plan(**values)
+
+
+def check_asynchronous(
+    schedule: str, pp: int, microbatches: int, precision: str, reduce: str, vertical_sync: bool, sharded: bool
+) -> None:
+    """:class:`ConfigError` where a schedule that does not wait for an empty pipeline cannot do what is asked of it."""
+    name = f'schedule "{schedule}"'
+    if vertical_sync and schedule != "pipedream":
+        raise ConfigError(f'vertical_sync: true is not legal with {name}; legal: false, or schedule "pipedream".')
+    if schedule not in ASYNCHRONOUS or pp == 1:
+        return
+    if sharded:
+        raise ConfigError(f"zero: sharded states are not legal with {name}, which keeps several versions of weights; legal: 0.")
+    if reduce not in ("auto", "fp64", "fp32"):
+        raise ConfigError(f'reduce: "{reduce}" is not legal with {name}; legal: "auto".')
+    if schedule == "pipedream" and microbatches != 1:
+        raise ConfigError(
+            f"microbatches: {microbatches} is not legal with {name}, which updates after each microbatch; legal: 1, with batches as large as "
+            "a microbatch shall be."
+        )
+    if schedule == "pipedream" and precision == "fp16":
+        raise ConfigError(
+            f'precision: "fp16" is not legal with {name}, for all stages decide on its loss scale together; legal: "fp32", "bf16", "fp64".'
+        )
 
 
 def _records(where: str, items: object, kind: type[Any]) -> list[Any]:

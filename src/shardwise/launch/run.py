@@ -110,7 +110,7 @@ class Run:
     def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
         """A step that is not finite ends the run; the weights before it are saved."""
         trainer, step, steps = self.trainer, first, self.config.train.steps
-        self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)
+        self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)  # or soon after
         try:
             while step < steps and not trainer.stopping:
                 stop = self._window(step)
@@ -131,10 +131,15 @@ class Run:
         plan, train = self.trainer.plan, self.config.train
         if not plan.asynchronous:
             return step + 1
-        special = [at for at in (*train.trace_steps, self._to_measure) if at > step]
         every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
-        size = steady(plan) if step == self._to_measure else plan.window
-        return min(train.steps, step + size, *special, *(step + n - step % n for n in every))
+        stop = min(train.steps, step + plan.window, *(step + n - step % n for n in every))
+        return min(stop, step + steady(plan)) if self._measures(step) and not self._traced(step, stop) else stop
+
+    def _traced(self, step: int, stop: int) -> list[int]:
+        return [at for at in self.config.train.trace_steps if step <= at < stop]
+
+    def _measures(self, step: int) -> bool:
+        return 0 <= self._to_measure <= step
 
     def _train(self, step: int, stop: int, loader: Loader, measuring: StepMemory | None) -> None:
         rows = deque[int]()
@@ -155,10 +160,12 @@ class Run:
     @contextmanager
     def _watched(self, step: int, stop: int) -> Iterator[StepMemory | None]:
         """Steps are recorded, or their memory is measured, if it is their turn."""
-        if step in self.config.train.trace_steps:
-            with self._recorded(step):
+        if traced := self._traced(step, stop):
+            with self._recorded(traced[0]):
                 yield None
-        elif step == self._to_measure and self.metrics is not None:
+            return
+        measures, self._to_measure = self._measures(step), -1 if self._measures(step) else self._to_measure
+        if measures and self.metrics is not None:
             with self._measured() as measuring:
                 yield measuring
         else:
@@ -166,7 +173,7 @@ class Run:
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """A step, or a window from it on, of which every rank writes down what it did when."""
+        """A step, or the window that it is in, of which every rank writes down what it did when."""
         trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
