@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import LINKS, Axis, Mesh
 from shardwise.core.plan import CHOICES, DATA_PARALLEL_ROWS, ParameterRule, Plan
+from shardwise.core.timetable import written
+from shardwise.parallel.schedule import SCHEDULES
 
 axes = st.builds(Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9), st.sampled_from(LINKS))
 rows = st.sampled_from(list(DATA_PARALLEL_ROWS))
@@ -26,7 +28,11 @@ def plans(draw: st.DrawFn) -> Plan:
     if any(rule.sharded for rule in parameters) and all(axis.name != "dp" for axis in found):
         found.append(Axis("dp", 3))
     counts = {"microbatches": draw(st.integers(1, 10**6)), "prefetch": draw(st.integers(0, 9))}
-    return Plan(mesh=Mesh(tuple(found)), parameters=tuple(parameters), **counts, **words)
+    mesh, timetable = Mesh(tuple(found)), ()
+    if words["schedule"] == "auto":
+        counts["microbatches"] = draw(st.integers(1, 4))
+        timetable = written(SCHEDULES["1f1b"].tasks(mesh.axis_size("pp"), counts["microbatches"], 1))
+    return Plan(mesh=mesh, parameters=tuple(parameters), timetable=timetable, **counts, **words)
 
 
 @settings(max_examples=200, deadline=None)

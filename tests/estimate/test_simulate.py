@@ -10,7 +10,8 @@ import pytest
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.estimate.simulate import Costs, Simulation, simulate
-from shardwise.parallel.schedule import SCHEDULES, Task, Timetable, timetable
+from shardwise.core.timetable import Task, Timetable
+from shardwise.parallel.schedule import SCHEDULES, timetable
 from timetables import NAMES, SYNCHRONOUS, alive, numbers, play
 
 EXACT = 1e-9

@@ -19,7 +19,7 @@ from shardwise.lower.tied import tied
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.schedule import Task, rank_of
+from shardwise.core.timetable import Task
 from shardwise.trace.trace import Bucket, Trace
 
 LOSS = Buffer("loss")
@@ -122,9 +122,7 @@ class _Lowering:
     def tasks(self) -> Sequence[Task]:
         if self.training:
             return self.cut.tasks(self.plan.microbatches)[self.rank]
-        stages = [
-            s for s in range(self.cut.stages) if self.cut.ranks == 1 or rank_of(self.cut.schedule, s, self.cut.ranks) == self.rank
-        ]
+        stages = [s for s in range(self.cut.stages) if self.cut.home[s] == self.rank]
         return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
 
     def add(self, task: Task, out: list[Instruction]) -> None:

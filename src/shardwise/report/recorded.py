@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardwise.core.errors import ConfigError
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import Task, Timetable
+from shardwise.core.timetable import Task, Timetable
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
 from .kinds import OF_OP
