@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Draft, Filler
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.core.timetable import Timetable
 from shardwise.parallel.schedule import SCHEDULES, timetable
 from timetables import SYNCHRONOUS, numbers
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from shardwise.estimate.simulate import Costs
 from shardwise.core.timetable import Task, Timetable
+from shardwise.estimate.simulate import Costs
 
 
 @dataclass(frozen=True)

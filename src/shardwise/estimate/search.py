@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
+from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Draft, Filler
 from shardwise.estimate.simulate import NORMS, Costs, Simulation, simulate
-from shardwise.core.timetable import Timetable
 from shardwise.parallel.schedule import SCHEDULES
 
 FITS = (0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)

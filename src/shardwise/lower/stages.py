@@ -10,8 +10,8 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
-from shardwise.parallel.pipeline import PIPELINE, balance
 from shardwise.core.timetable import Timetable, first, homes, read
+from shardwise.parallel.pipeline import PIPELINE, balance
 from shardwise.parallel.schedule import rank_of, timetable
 from shardwise.trace.cost import cost
 from shardwise.trace.trace import Bucket, Trace

@@ -10,6 +10,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.core.timetable import Task
 from shardwise.lower.draft import Draft
 from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
@@ -19,7 +20,6 @@ from shardwise.lower.tied import tied
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.core.timetable import Task
 from shardwise.trace.trace import Bucket, Trace
 
 LOSS = Buffer("loss")

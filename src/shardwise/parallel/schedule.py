@@ -22,7 +22,6 @@ from itertools import pairwise
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.timetable import Task, Timetable
 
-
 Order = Callable[[int, int, int, int], Iterable[Task]]
 """The tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError
-from shardwise.estimate.simulate import Costs, simulate
 from shardwise.core.timetable import Task, Timetable
+from shardwise.estimate.simulate import Costs, simulate
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
 from .kinds import OF_OP
