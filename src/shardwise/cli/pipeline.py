@@ -14,8 +14,9 @@ from rich.text import Text
 from shardwise.core.errors import ConfigError, check_count
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
+from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
-from shardwise.parallel.schedule import check_schedule, timetable
+from shardwise.parallel.schedule import AUTO, check_schedule, timetable
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
 from shardwise.report.tables import grid, make_console, pairs, print_json, show
@@ -23,7 +24,6 @@ from shardwise.report.timetable import Drawing, milliseconds, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import picture
 
-AUTO = "auto"
 WIDEST = 160  # columns of a chart
 TIMES = (
     "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's parts for inputs "
@@ -77,10 +77,21 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
     ranks, stages = len(own), len(costs.forward)
     microbatches = 1 + max(task.microbatch for tasks in own for task in tasks)
     found = []
+    before = chosen_before(folder)
     for one in pipelines:
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
             raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
         name, order = "as it ran", own
+        if before is not None and one.schedule in (None, AUTO):
+            chosen, timetable_, times = before
+            words = f"{chosen}, as chosen before the run for the times of its units"
+            found.append((replace(one, schedule=AUTO, ranks=ranks), words, simulate(timetable_, times, one.norm)))
+        if one.schedule == AUTO:
+            if before is None:
+                raise ConfigError(
+                    f'--schedule {AUTO}: {folder} has no order that was found; legal: a run of parallel.schedule = "{AUTO}"'
+                )
+            continue
         if one.schedule is not None:
             legal = check_schedule(one.schedule, ranks, microbatches, stages // ranks)
             if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):

@@ -23,11 +23,12 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     from shardwise.verify.verify import STEPS, run_threads, verify
 
     from .forecast import left_open
+    from .ordering import unordered
     from .subject import settled, subject
 
     found = subject(config, STEPS)
     plan = found.plan
-    if left_open(config):
+    if left_open(config) or unordered(config):
         plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
     run = run_threads if comm is None else _one_rank(comm)
     return verify(found.module, found.batches, plan, loss=found.loss, seed=config.train.seed, run=run)

@@ -91,10 +91,16 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
 
 
 def _tasks(one: RankStep) -> dict[Task, float]:
-    """The tasks of a rank in its order, and how long their instructions took; recomputing is a part of backward."""
+    """The tasks of a rank in its order, and how long their instructions took; recomputing is a part of backward.
+
+    Where a backward is in two parts, what has no second one is a part of the first.
+    """
     found: dict[Task, float] = {}
+    halved = {(event.stage, event.microbatch) for event in one.events if OF_OP.get(event.op) == "W"}
     for event in one.events:
         kind = "B" if event.op == "RECOMPUTE" else OF_OP.get(event.op)
+        if kind == "B" and (event.stage, event.microbatch) in halved:
+            kind = "I"
         if kind is not None and event.microbatch >= 0:
             task = Task(kind, event.stage, event.microbatch)
             found[task] = found.get(task, 0.0) + event.stop - event.start
