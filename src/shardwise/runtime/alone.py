@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from shardwise.runtime.communicator import BaseCommunicator, Call, Completed
+from shardwise.runtime.communicator import BaseCommunicator, Call, Completed, Handle
 
 
 class AloneCommunicator(BaseCommunicator):
@@ -14,14 +12,27 @@ class AloneCommunicator(BaseCommunicator):
     own.  A program runs as ever, so that the times of what it computes can be taken without waiting for others; its results mean nothing.
     """
 
-    def _done(self, call: Call, *_: Any) -> Completed:
+    def _all_reduce(self, call: Call, x: Tensor) -> Handle:
         return Completed()
 
-    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Completed:
+    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return Completed()
+
+    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return Completed()
+
+    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return Completed()
+
+    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
+        return Completed()
+
+    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
+        return Completed()
+
+    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
         x.zero_()
         return Completed()
 
     def _barrier(self, call: Call) -> None:
         return None
-
-    _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _broadcast = _send = _done
