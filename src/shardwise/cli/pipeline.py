@@ -72,38 +72,45 @@ def _tell(found: Sequence[tuple[Options, str, Simulation]], json: bool) -> None:
 
 
 def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], json: bool) -> None:
-    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages."""
+    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages.
+
+    Of a run whose order was found first what that takes by the times that were measured before it, which serve other schedules too.
+    """
     own, costs = measured(folder, step)
+    before = chosen_before(folder)
     ranks, stages = len(own), len(costs.forward)
     microbatches = 1 + max(task.microbatch for tasks in own for task in tasks)
+    numbers = f"{_plural(ranks, 'rank')}, {_plural(microbatches, 'microbatch')}"
     found = []
-    before = chosen_before(folder)
     for one in pipelines:
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
             raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
-        name, order = "as it ran", own
+        options = replace(one, ranks=ranks, microbatches=microbatches)
         if before is not None and one.schedule in (None, AUTO):
-            chosen, timetable_, times = before
-            words = f"{chosen}, as chosen before the run for the times of its units"
-            found.append((replace(one, schedule=AUTO, ranks=ranks), words, simulate(timetable_, times, one.norm)))
-        if one.schedule == AUTO:
+            title = f"{before[0]}, {numbers}, by the times before the run"
+            found.append((replace(options, schedule=AUTO), title, simulate(before[1], before[2], one.norm)))
+        if one.schedule is None:
+            found.append((options, f"as it ran, {numbers}, without communication", simulate(own, costs, one.norm)))
+        elif one.schedule != AUTO:
             if before is None:
-                raise ConfigError(
-                    f'--schedule {AUTO}: {folder} has no order that was found; legal: a run of parallel.schedule = "{AUTO}"'
-                )
-            continue
-        if one.schedule is not None:
-            legal = check_schedule(one.schedule, ranks, microbatches, stages // ranks)
-            if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
-                both = ("I and W", "B") if legal.splits else ("B", "I and W")
-                raise ConfigError(
-                    f"--schedule {one.schedule}: needs the times of {both[0]}, and {folder} has recorded {both[1]}; legal: another schedule, or a "
-                    f"run of parallel.schedule = {one.schedule}"
-                )
-            name, order = one.schedule, timetable(one.schedule, ranks, microbatches, stages // ranks)
-        title = f"{name}, {_plural(ranks, 'rank')}, {_plural(microbatches, 'microbatch')}, without communication"
-        found.append((replace(one, ranks=ranks, microbatches=microbatches), title, simulate(order, costs, one.norm)))
+                _check_recorded(folder, one.schedule, ranks, microbatches, costs)
+            order = timetable(one.schedule, ranks, microbatches, stages // ranks)
+            times, words = (costs, "without communication") if before is None else (before[2], "by the times before the run")
+            found.append((options, f"{one.schedule}, {numbers}, {words}", simulate(order, times, one.norm)))
+        elif before is None:
+            raise ConfigError(f'--schedule {AUTO}: no order was found for {folder}; legal: a run of parallel.schedule = "{AUTO}"')
     _tell(found, json)
+
+
+def _check_recorded(folder: Path, schedule: str, ranks: int, microbatches: int, costs: Costs) -> None:
+    """Has a run recorded the kinds of tasks that a schedule has?"""
+    legal = check_schedule(schedule, ranks, microbatches, len(costs.forward) // ranks)
+    if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
+        both = ("I and W", "B") if legal.splits else ("B", "I and W")
+        raise ConfigError(
+            f"--schedule {schedule}: needs the times of {both[0]}, and {folder} has recorded {both[1]}; legal: another schedule, or a "
+            f"run of parallel.schedule = {schedule}"
+        )
 
 
 def run_draw(

@@ -84,6 +84,7 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
         for task, length in tasks.items():
             like[task.kind, task.stage].append(length)
     medians = {kind: [statistics.median(like[kind, s]) if (kind, s) in like else 0.0 for s in range(stages)] for kind in "FBIW"}
+    medians["I"] = [medians["I" if ("I", s) in like else "B"][s] for s in range(stages)]  # a stage without anything to put off
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
         updates[next(iter(tasks)).stage] += sum(event.stop - event.start for event in one.events if event.op == "STEP")
