@@ -43,7 +43,9 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     assert "as it ran" in ran["title"]
     (again,) = json.loads(shardwise("simulate", str(folder), "--schedule", "auto", "--json"))["simulations"]
     assert again["step_seconds"] == chosen["step_seconds"]
-    others = [name for name in SCHEDULES if SCHEDULES[name].takes(plan.stages_per_rank) and name in ("gpipe", "1f1b", "zb-h1", "zbv")]
+    others = [
+        name for name in SCHEDULES if SCHEDULES[name].takes(plan.stages_per_rank) and name in ("gpipe", "1f1b", "zb-h1", "zbv")
+    ]
     known = json.loads(shardwise("simulate", str(folder), *(f"--schedule={name}" for name in others), "--json"))["simulations"]
     assert len(known) == len(others) and all(one["step_seconds"] >= chosen["step_seconds"] * (1 - 1e-8) for one in known)
     assert list(dict.fromkeys(_tasks(folder))) == [word.replace("I", "B") for word in plan.timetable[0].split() if word[0] != "W"]
@@ -54,6 +56,21 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     losses = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [one["step"] for one in losses] == list(range(5)), "nothing was written while units were measured"
     assert losses[0]["loss"] == pytest.approx(5.5, abs=0.3) and losses[-1]["loss"] < losses[0]["loss"]
+
+
+def test_an_order_of_ones_own() -> None:
+    """Is simulated as it is, and verified."""
+    texts = ["F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1"]
+    given = [
+        *RUN[:6],
+        "parallel.pp=2",
+        "parallel.schedule=auto",
+        "parallel.microbatches=2",
+        f"parallel.timetable={json.dumps(texts)}",
+    ]
+    (found,) = json.loads(shardwise("simulate", *given, "--times", "1,1,1,0", "--json"))["simulations"]
+    assert found["title"].startswith("auto: the config's") and found["step_seconds"] == pytest.approx(8e-3)
+    shardwise("verify", *given)  # ends with 0 only if all errors are at most 1e-10
 
 
 def _tasks(folder: Path) -> Iterator[str]:

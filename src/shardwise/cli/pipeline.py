@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.core.errors import ConfigError, check_count
+from shardwise.core.timetable import read
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
 from shardwise.launch.ordering import chosen_before
@@ -35,7 +36,8 @@ TIMES = (
 class Options:
     """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks.
 
-    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank.
+    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank; ``timetable`` its
+    order, where the config has one.
     """
 
     schedule: str | None = None
@@ -45,6 +47,7 @@ class Options:
     times: str = "1,1,1,0"
     norm: str = "barrier"
     memory: float | None = None
+    timetable: tuple[str, ...] | None = None
 
 
 def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
@@ -130,10 +133,11 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
 
 def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
     """The options with what they leave open; :class:`ConfigError` where they are not legal."""
-    schedule, ranks, microbatches, stages = "1f1b", 4, 8, None
+    schedule, ranks, microbatches, stages, texts = "1f1b", 4, 8, None, None
     if path is not None or overrides:
         given = load_anywhere(path, overrides).parallel
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
+        texts = given.timetable
     found = []
     for one in pipelines:
         name = schedule if one.schedule is None else one.schedule
@@ -146,7 +150,8 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         each = least if own is None else own
         for field, value in (("ranks", p), ("microbatches", m), ("stages_per_rank", each)):
             check_count(field, value)
-        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each))
+        own_order = texts if name == AUTO and one.memory is None and (p, m, each) == (ranks, microbatches, stages) else None
+        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each, timetable=own_order))
     return found
 
 
@@ -160,7 +165,12 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
         [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages, transfer=[transfer] * (stages - 1),
         activations=[1 / each] * stages,
     )  # fmt: skip
-    if schedule == AUTO:
+    if options.timetable is not None:
+        name, simulation = (
+            f"{AUTO}: the config's",
+            simulate(read(options.timetable, ranks, each, microbatches), costs, options.norm),
+        )
+    elif schedule == AUTO:
         limit = float("inf") if options.memory is None else options.memory * (1 + 1e-9)
         chosen = auto(ranks, microbatches, costs, limit, options.norm)
         name, simulation = f"{AUTO}: {chosen.name.removeprefix(f'{AUTO} ')}", chosen.simulation
