@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from alternate import Step
 from task import Task
@@ -176,30 +175,14 @@ class Alone:
 
 def alone(rank: int, ranks: int, *, pipeline: Pipeline) -> Alone:
     """A rank by itself."""
-    one = Alone(None, None)
-    one.trainer, one.given = _trainer(rank, pipeline, comm=silent(rank, ranks), progress=one.before)
-    return one
-
-
-def silent(rank: int, ranks: int) -> Any:
-    """The communicator of a rank that is by itself on a mesh of several."""
     from shardwise.core.mesh import Mesh
-    from shardwise.runtime.communicator import BaseCommunicator, Call, Completed
+    from shardwise.runtime.alone import AloneCommunicator
 
-    class Silent(BaseCommunicator):
-        def _done(self, call: Call, *_: Any) -> Completed:
-            return Completed()
-
-        def _receive(self, call: Call, x: Tensor, from_rank: int) -> Completed:
-            x.zero_()
-            return Completed()
-
-        def _barrier(self, call: Call) -> None:
-            return None
-
-        _all_reduce = _all_gather = _reduce_scatter = _all_to_all = _broadcast = _send = _done
-
-    return Silent(Mesh.of(pp=ranks), rank, torch.device("cpu"))
+    one = Alone(None, None)
+    one.trainer, one.given = _trainer(
+        rank, pipeline, comm=AloneCommunicator(Mesh.of(pp=ranks), rank, torch.device("cpu")), progress=one.before
+    )
+    return one
 
 
 def costs(measured: Sequence[Sequence[Mapping[str, float]]]) -> list[dict[str, float]]:

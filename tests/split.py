@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from shardwise.core.timetable import Task
 from shardwise.lower import step
-from shardwise.parallel.schedule import Task
 
 Key = Callable[[int, int], tuple[int, ...]]
 """(microbatch, number of microbatches) → after which microbatch the second part comes; ties are broken by what follows."""

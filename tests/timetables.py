@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwise.parallel.schedule import SCHEDULES, Task, Timetable
+from shardwise.core.timetable import Task, Timetable
+from shardwise.parallel.schedule import SCHEDULES
 
 NAMES = tuple(SCHEDULES)
 SYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)

@@ -73,6 +73,39 @@ def llama():
 """
 
 
+PIPE = ["train.devices=2", "parallel.pp=2", "parallel.microbatches=2", "parallel.schedule=auto"]
+ORDER = 'parallel.timetable=["F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1"]'
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["parallel.pp=1"], 'parallel.schedule = "auto" .*: legal: another, or parallel.pp of at least 2'),
+        (["parallel.microbatches=1"], 'parallel.microbatches = 1 .*: legal: at least 2. With schedule "auto"'),
+        (["parallel.stages=[1, 2, 3]"], "parallel.stages = .*: legal: a multiple of 2 numbers"),
+        (["parallel.stages=[3, 3]", "parallel.stages_per_rank=2"], "parallel.stages = .*: legal: 4 numbers"),
+        ([ORDER, "parallel.stages=[1, 1, 2, 2]"], "parallel.stages = .*: legal: 2 numbers"),
+        ([ORDER, "parallel.stages_per_rank=2"], r"parallel.timetable = .*: legal: 2 \(stages_per_rank\) on every rank. Rank 0: its stages are 0"),
+        ([ORDER, "parallel.microbatches=4"], "parallel.timetable = .*: legal: at least microbatches = 4. It has 2 microbatches"),
+        ([ORDER, "parallel.schedule=1f1b"], 'parallel.timetable = .*: legal: left out, for "1f1b" has its own'),
+        (["parallel.timetable=F0.0"], "parallel.timetable = .*: legal: a list, each a text for each rank"),
+    ],
+)  # fmt: skip
+def test_orders_that_cannot_be_are_refused(more: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load_config(None, [*PIPE, *more], hardware=Hardware(cores=2))
+
+
+def test_an_open_order_is_measured_with_a_named_schedule() -> None:
+    open_ = load_config(None, PIPE, hardware=Hardware(cores=2))
+    assert (build_plan(open_).schedule, open_.parallel.stages_per_rank) == ("1f1b", None)
+    several = load_config(None, [*PIPE, "parallel.stages=[1, 2, 2, 1]"], hardware=Hardware(cores=2))
+    assert (build_plan(several).schedule, several.parallel.stages_per_rank) == ("interleaved", 2)
+    given = load_config(None, [*PIPE, ORDER], hardware=Hardware(cores=2))
+    assert (build_plan(given).schedule, given.parallel.stages_per_rank) == ("auto", 1)
+    assert build_plan(given).timetable == given.parallel.timetable
+
+
 @pytest.fixture(autouse=True)
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are kept in one folder for all tests here, not in the user's."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from dataclasses import FrozenInstanceError, fields
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import LINKS, Axis, Mesh
-from shardwise.core.plan import CHOICES, DATA_PARALLEL_ROWS, ParameterRule, Plan
+from shardwise.core.plan import ASYNCHRONOUS, CHOICES, DATA_PARALLEL_ROWS, ParameterRule, Plan
+from shardwise.core.timetable import written
+from shardwise.parallel.schedule import SCHEDULES
 
 axes = st.builds(Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9), st.sampled_from(LINKS))
 rows = st.sampled_from(list(DATA_PARALLEL_ROWS))
@@ -26,7 +29,18 @@ def plans(draw: st.DrawFn) -> Plan:
     if any(rule.sharded for rule in parameters) and all(axis.name != "dp" for axis in found):
         found.append(Axis("dp", 3))
     counts = {"microbatches": draw(st.integers(1, 10**6)), "prefetch": draw(st.integers(0, 9))}
-    return Plan(mesh=Mesh(tuple(found)), parameters=tuple(parameters), **counts, **words)
+    mesh, timetable = Mesh(tuple(found)), ()
+    if words["schedule"] == "auto":
+        counts["microbatches"] = draw(st.integers(1, 4))
+        timetable = written(SCHEDULES["1f1b"].tasks(mesh.axis_size("pp"), counts["microbatches"], 1))
+    if words["schedule"] in ASYNCHRONOUS:
+        parameters, counts["window"] = [ParameterRule("*")], draw(st.integers(1, 100))
+        words["reduce"] = "auto"
+    sync = False
+    if words["schedule"] == "pipedream":
+        counts["microbatches"], sync = 1, draw(st.booleans())
+        words["precision"] = draw(st.sampled_from(("fp32", "fp64", "bf16")))
+    return Plan(mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, **counts, **words)
 
 
 @settings(max_examples=200, deadline=None)
@@ -148,3 +162,23 @@ def test_impossible_combinations_are_refused() -> None:
         Plan(precision="fp64", reduce="fp32")
     with pytest.raises(ConfigError, match="prefetch: -1 is not legal; legal: an integer of at least 0"):
         Plan(prefetch=-1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"schedule": "pipedream", "microbatches": 3}, 'microbatches: 3 is not legal with schedule "pipedream".*legal: 1'),
+        ({"schedule": "pipedream", "precision": "fp16"}, 'precision: "fp16" is not legal.*"bf16"'),
+        ({"schedule": "pipedream-2bw", "reduce": "bf16"}, 'reduce: "bf16" is not legal'),
+        ({"schedule": "1f1b", "vertical_sync": True}, 'vertical_sync: true is not legal with schedule "1f1b"'),
+        ({"schedule": "pipedream-2bw", "vertical_sync": True}, "vertical_sync"),
+        ({"window": 0}, "window: 0"),
+        ({"vertical_sync": 1}, "vertical_sync: 1 is not legal"),
+        ({"schedule": "pipedream-2bw", "parameters": (ParameterRule("*", state="S"),)}, "zero: .*legal: 0"),
+    ],
+)
+def test_what_asynchronous_schedules_cannot_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan(Mesh.of(pp=2, dp=2), **changes)
+    if "window" not in changes and changes.get("vertical_sync") is not True and changes.get("vertical_sync") != 1:
+        Plan(Mesh.of(pp=1, dp=2), **changes)  # nothing overlaps there

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Draft, Filler
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import SCHEDULES, Timetable, timetable
+from shardwise.parallel.schedule import SCHEDULES, timetable
 from timetables import SYNCHRONOUS, numbers
 
 KEPT = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304), "6.2B": 32 / 74, "14.6B": 32 / 74, "28.3B": 32 / 74}
@@ -144,7 +145,7 @@ def test_fills_gaps() -> None:
     """Rank 0 of 1F1B waits for the first gradient with nothing to do, then for the second with W 0 due: a gap of 1.5 is half of a W of 3."""
     costs = Costs([1, 1], [1, 2.5], [3, 3])
     draft = Draft.of(timetable("1f1b", 2, 2), "I")
-    filler = Filler(costs, {0: 0, 1: 1}, 2, float("inf"))
+    filler = Filler(costs, {0: 0, 1: 1}, 2, [float("inf")] * 2)
 
     def first(fit: float) -> str:
         filled = filler.fill(draft, fit, (0, 0))

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from shardwise.core.errors import ConfigError
-from shardwise.parallel.schedule import SCHEDULES, Task, check_schedule, rank_of, timetable
+from shardwise.core.timetable import Task
+from shardwise.parallel.schedule import SCHEDULES, check_schedule, rank_of, timetable
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from timetables import NAMES, SYNCHRONOUS, alive, numbers, play
 

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli.main import app
 from shardwise.core.errors import ConfigError
+from shardwise.core.timetable import written
 from shardwise.report.recorded import measured, of_recorded, predicted, read_step
 from shardwise.runtime.recorder import TRACE, Event, RankStep, trace_name
 
@@ -180,3 +181,17 @@ def test_other_schedules_of_the_recorded_stages(tmp_path: Path) -> None:
     ):  # fmt: skip
         refused = CliRunner().invoke(app, ["simulate", str(tmp_path), *arguments])
         assert refused.exit_code == 2 and words in " ".join(refused.stderr.split())
+
+
+def test_a_backward_in_two_parts(tmp_path: Path) -> None:
+    """What of its units has no second part belongs to the first; a stage without any has all of it there."""
+
+    def rank(stage: int, *ops: str) -> RankStep:
+        events = [event(op, float(at), at + 1.0, 0, stage=stage) for at, op in enumerate(ops)]
+        return RankStep(3, stage, 2, 0, "a", 0.0, 9.0, 0, tuple(events))
+
+    steps = rank(0, "FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"), rank(1, "FORWARD", "BACKWARD", "BACKWARD")
+    order, costs = measured(write(tmp_path, *steps))
+    assert written(order) == ("F0.0 I0.0 W0.0", "F1.0 B1.0")
+    assert (costs.forward, costs.input, costs.weight, costs.backward) == ((1, 1), (2, 2), (1, 0), (0, 2))
+    assert predicted(tmp_path).step == 7

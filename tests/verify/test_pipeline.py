@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,11 +17,14 @@ from models import CASES, deep, tokens
 from shardwise.core.check import ProgramError
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
+from shardwise.core.timetable import Task, Timetable, needs, written
+from shardwise.estimate.search import auto
+from shardwise.estimate.simulate import Costs
 from shardwise.lower import messages as lowering_of_messages
 from shardwise.lower import step as lowering
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import SCHEDULES
+from shardwise.parallel.schedule import AUTO, SCHEDULES
 from shardwise.runtime.compiled import Compiled
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads, verify
@@ -104,7 +109,7 @@ def test_every_pipeline_equals_one_device(case: Case) -> None:
 
 
 def test_a_plan_takes_every_synchronous_schedule() -> None:
-    assert CHOICES["schedule"] == SYNCHRONOUS
+    assert CHOICES["schedule"] == (*SYNCHRONOUS, AUTO)
 
 
 # ---- the same bits -------------------------------------------------------------------------------------------------------
@@ -239,3 +244,54 @@ def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(lowering_of_messages, "_receive", lambda here, mine: original(here, mine[::-1]))
     with pytest.raises(ProgramError, match="mismatched messages"):
         steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
+
+
+# ---- orders of one's own -------------------------------------------------------------------------------------------------
+
+
+def any_order(home: Sequence[int], microbatches: int, draw: random.Random) -> Timetable:
+    """Tasks in an order that ranks can compute, one drawn after the other among all that could be next; backward now whole, now in two."""
+    last = len(home) - 1
+    left = [Task(kind, s, m) for s in range(last + 1) for m in range(microbatches) for kind in draw.choice(("FB", "FIW"))]
+    found: list[list[Task]] = [[] for _ in range(1 + max(home))]
+    done: set[tuple[str, int, int]] = set()
+    while left:
+        task = draw.choice([one for one in left if done.issuperset(needs(one, last))])
+        left.remove(task)
+        found[home[task.stage]].append(task)
+        done.add((task.kind.replace("I", "B"), *task[1:]))
+    return tuple(map(tuple, found))
+
+
+HOMES = ((0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 2, 1, 1, 0, 2))
+"""Ranks of stages: round, in a V, and as no schedule has them."""
+
+
+@pytest.mark.parametrize("seed", range(len(HOMES)))
+def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
+    """Also of a batch with fewer rows than microbatches."""
+    home, m, dp = HOMES[seed], 4, 1 + seed % 2
+    ranks = 1 + max(home)
+    order = any_order(home, m, random.Random(seed))
+    base: Any = Plan(microbatches=m, recompute=RECOMPUTE[seed % 3], precision="fp64")  # type: ignore[arg-type]
+    plan = pipeline(data_parallel(base, dp, seed % 4 if dp > 1 else 0), ranks, "auto", timetable=written(order))
+    plan = Plan.from_toml(plan.to_toml())
+    name = MODELS[seed % 3]
+    found = compare(steps(name, plan)[0], truth(name, m))
+    assert len(found.differences) > 100
+    assert found.passes(TOLERANCE), (found.largest, found.worst(3))
+    module, make = deep(name, 6)
+    few = verify(module, [make(3), make(9)], plan.replace(precision="fp32"))
+    assert few.passed
+
+
+@pytest.mark.parametrize(("pp", "v", "m", "seed"), [(2, 1, 4, 3), (2, 2, 4, 1), (3, 1, 5, 7), (3, 2, 6, 5)])
+def test_what_auto_finds_equals_one_device(pp: int, v: int, m: int, seed: int) -> None:
+    """With times that no named schedule is best for."""
+    draw = random.Random(seed)
+    seconds = [[draw.uniform(0.5, 2) for _ in range(pp * v)] for _ in range(3)]
+    order = auto(pp, m, Costs(*seconds, transfer=[0.2] * (pp * v - 1)), events=50_000).timetable
+    assert order not in [SCHEDULES[name].tasks(pp, m, v) for name in SYNCHRONOUS if SCHEDULES[name].takes(v)]
+    plan = pipeline(Plan(microbatches=m, precision="fp64"), pp, "auto", timetable=written(order))
+    found = compare(steps("gpt", plan)[0], truth("gpt", m))
+    assert found.passes(TOLERANCE), (found.largest, found.worst(3))

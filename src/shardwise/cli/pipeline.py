@@ -12,10 +12,12 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.core.errors import ConfigError, check_count
+from shardwise.core.timetable import read
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
+from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
-from shardwise.parallel.schedule import check_schedule, timetable
+from shardwise.parallel.schedule import AUTO, check_schedule, timetable
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
 from shardwise.report.tables import grid, make_console, pairs, plural, print_json, show
@@ -23,7 +25,6 @@ from shardwise.report.timetable import Drawing, milliseconds, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import picture
 
-AUTO = "auto"
 WIDEST = 160  # columns of a chart
 TIMES = (
     "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's parts for inputs "
@@ -35,7 +36,8 @@ TIMES = (
 class Options:
     """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks.
 
-    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank.
+    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank; ``timetable`` its
+    order, where the config has one.
     """
 
     schedule: str | None = None
@@ -45,6 +47,7 @@ class Options:
     times: str = "1,1,1,0"
     norm: str = "barrier"
     memory: float | None = None
+    timetable: tuple[str, ...] | None = None
 
     @staticmethod
     def each(schedules: Sequence[str] | None, *others: Any) -> list[Options]:
@@ -77,27 +80,45 @@ def _tell(found: Sequence[tuple[Options, str, Simulation]], json: bool) -> None:
 
 
 def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], json: bool) -> None:
-    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages."""
+    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages.
+
+    Of a run whose order was found first what that takes by the times that were measured before it, which serve other schedules too.
+    """
     own, costs = measured(folder, step)
+    before = chosen_before(folder)
     ranks, stages = len(own), len(costs.forward)
     microbatches = 1 + max(task.microbatch for tasks in own for task in tasks)
+    numbers = f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}"
     found = []
     for one in pipelines:
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
             raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
-        name, order = "as it ran", own
-        if one.schedule is not None:
-            legal = check_schedule(one.schedule, ranks, microbatches, stages // ranks)
-            if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
-                both = ("I and W", "B") if legal.splits else ("B", "I and W")
-                raise ConfigError(
-                    f"--schedule {one.schedule}: needs the times of {both[0]}, and {folder} has recorded {both[1]}; legal: another schedule, or a "
-                    f"run of parallel.schedule = {one.schedule}"
-                )
-            name, order = one.schedule, timetable(one.schedule, ranks, microbatches, stages // ranks)
-        title = f"{name}, {plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}, without communication"
-        found.append((replace(one, ranks=ranks, microbatches=microbatches), title, simulate(order, costs, one.norm)))
+        options = replace(one, ranks=ranks, microbatches=microbatches)
+        if before is not None and one.schedule in (None, AUTO):
+            title = f"{before[0]}, {numbers}, by the times before the run"
+            found.append((replace(options, schedule=AUTO), title, simulate(before[1], before[2], one.norm)))
+        if one.schedule is None:
+            found.append((options, f"as it ran, {numbers}, without communication", simulate(own, costs, one.norm)))
+        elif one.schedule != AUTO:
+            if before is None:
+                _check_recorded(folder, one.schedule, ranks, microbatches, costs)
+            order = timetable(one.schedule, ranks, microbatches, stages // ranks)
+            times, words = (costs, "without communication") if before is None else (before[2], "by the times before the run")
+            found.append((options, f"{one.schedule}, {numbers}, {words}", simulate(order, times, one.norm)))
+        elif before is None:
+            raise ConfigError(f'--schedule {AUTO}: no order was found for {folder}; legal: a run of parallel.schedule = "{AUTO}"')
     _tell(found, json)
+
+
+def _check_recorded(folder: Path, schedule: str, ranks: int, microbatches: int, costs: Costs) -> None:
+    """Has a run recorded the kinds of tasks that a schedule has?"""
+    legal = check_schedule(schedule, ranks, microbatches, len(costs.forward) // ranks)
+    if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
+        both = ("I and W", "B") if legal.splits else ("B", "I and W")
+        raise ConfigError(
+            f"--schedule {schedule}: needs the times of {both[0]}, and {folder} has recorded {both[1]}; legal: another schedule, or a "
+            f"run of parallel.schedule = {schedule}"
+        )
 
 
 def run_draw(
@@ -117,10 +138,11 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
 
 def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
     """The options with what they leave open; :class:`ConfigError` where they are not legal."""
-    schedule, ranks, microbatches, stages = "1f1b", 4, 8, None
+    schedule, ranks, microbatches, stages, texts = "1f1b", 4, 8, None, None
     if path is not None or overrides:
         given = load_anywhere(path, overrides).parallel
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
+        texts = given.timetable
     found = []
     for one in pipelines:
         name = schedule if one.schedule is None else one.schedule
@@ -133,7 +155,8 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         each = least if own is None else own
         for field, value in (("ranks", p), ("microbatches", m), ("stages_per_rank", each)):
             check_count(field, value)
-        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each))
+        own_order = texts if name == AUTO and one.memory is None and (p, m, each) == (ranks, microbatches, stages) else None
+        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each, timetable=own_order))
     return found
 
 
@@ -147,7 +170,12 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
         [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages, transfer=[transfer] * (stages - 1),
         activations=[1 / each] * stages,
     )  # fmt: skip
-    if schedule == AUTO:
+    if options.timetable is not None:
+        name, simulation = (
+            f"{AUTO}: the config's",
+            simulate(read(options.timetable, ranks, each, microbatches), costs, options.norm),
+        )
+    elif schedule == AUTO:
         limit = float("inf") if options.memory is None else options.memory * (1 + 1e-9)
         chosen = auto(ranks, microbatches, costs, limit, options.norm)
         name, simulation = f"{AUTO}: {chosen.name.removeprefix(f'{AUTO} ')}", chosen.simulation

@@ -29,7 +29,7 @@ from shardwise.runtime.progress import Progress, record_path
 from .common import INTERRUPTED
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
-STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", PLAN)
+STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", "schedule.json", PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 

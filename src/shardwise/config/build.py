@@ -20,6 +20,7 @@ from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.schedule import AUTO
 
 from .config import Config
 from .defaults import KEYS_OF_KIND
@@ -144,7 +145,10 @@ def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def build_plan(config: Config) -> Plan:
-    """How the work of a step is divided; where the config leaves ``gathered`` or ``reduced`` open, with the least memory."""
+    """How the work of a step is divided; where the config leaves ``gathered`` or ``reduced`` open, with the least memory.
+
+    Where it leaves the timetable of schedule "auto" open, it is a schedule that needs little memory: one to measure with.
+    """
     parallel = config.parallel
     plan = Plan(
         microbatches=parallel.microbatches,
@@ -159,7 +163,10 @@ def build_plan(config: Config) -> Plan:
         window=parallel.window,
     )
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
-    plan = pipeline(plan, parallel.pp, parallel.schedule, parallel.stages_per_rank, parallel.stages or ())
+    schedule = parallel.schedule
+    if schedule == AUTO and parallel.timetable is None:
+        schedule = "1f1b" if parallel.stages_per_rank in (None, 1) else "interleaved"
+    plan = pipeline(plan, parallel.pp, schedule, parallel.stages_per_rank, parallel.stages or (), parallel.timetable or ())
     return plan.replace(vertical_sync=parallel.vertical_sync)
 
 

@@ -7,9 +7,10 @@ import os
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import APPLIES
 from shardwise.core.plan import check_asynchronous
+from shardwise.core.timetable import homes, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
-from shardwise.parallel.schedule import SCHEDULES, check_schedule
+from shardwise.parallel.schedule import AUTO, SCHEDULES, check_schedule
 
 from .data import complete_data
 from .draft import Draft
@@ -187,10 +188,16 @@ def _devices(draft: Draft, hardware: Hardware) -> None:
 
 def _pipeline(draft: Draft) -> None:
     """Is the schedule legal for its ranks, stages and microbatches?"""
-    keys = ("pp", "schedule", "stages_per_rank", "stages", "microbatches")
+    keys = ("pp", "schedule", "stages_per_rank", "stages", "timetable", "microbatches")
     if not draft.sound(*(f"parallel.{key}" for key in keys)):
         return
     pp, name, microbatches = (draft[f"parallel.{key}"] for key in ("pp", "schedule", "microbatches"))
+    if name == AUTO:
+        _auto(draft, pp, microbatches)
+        return
+    if draft["parallel.timetable"] is not None:
+        draft.refuse("parallel.timetable", f'left out, for "{name}" has its own, or schedule "{AUTO}"')
+        return
     draft.default("parallel.stages_per_rank", SCHEDULES[name].stages_per_rank)
     try:
         check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])
@@ -211,6 +218,29 @@ def _pipeline(draft: Draft) -> None:
     draft.default("train.clip_norm", 0.0 if alone else 1.0)
     if alone and draft["train.clip_norm"]:
         draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')
+
+
+def _auto(draft: Draft, pp: int, microbatches: int) -> None:
+    """Can the given timetable be computed, or, without one, is there anything to look for?"""
+    texts, stages, each = (draft[f"parallel.{key}"] for key in ("timetable", "stages", "stages_per_rank"))
+    if texts is not None:
+        try:
+            each = len(homes(read(texts, pp, each, microbatches))) // pp
+        except ConfigError as error:
+            what, _, legal = str(error).removeprefix("timetable").lstrip(":, ").partition("; legal: ")
+            draft.refuse("parallel.timetable", legal.rstrip("."), what[0].upper() + what[1:])
+            return
+    elif pp == 1:
+        draft.refuse("parallel.schedule", "another, or parallel.pp of at least 2", "A rank by itself waits for nobody")
+    elif microbatches == 1:
+        draft.refuse(
+            "parallel.microbatches", "at least 2", f'With schedule "{AUTO}", which measures backward whole and in two parts'
+        )
+    if stages is not None:
+        if len(stages) % pp or (each is not None and len(stages) != each * pp):
+            draft.refuse("parallel.stages", f"{pp * each if each else f'a multiple of {pp}'} numbers, one for each stage")
+        each = len(stages) // pp
+    draft.default("parallel.stages_per_rank", each)
 
 
 def _shards(draft: Draft, ranks: int) -> None:

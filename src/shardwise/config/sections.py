@@ -113,6 +113,8 @@ class ParallelConfig:
     ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are the numbers of
     units in each stage, by default so that their costs are balanced.  An asynchronous schedule empties the pipeline after ``window``
     steps, and before evaluations and checkpoints; ``vertical_sync`` is PipeDream's.
+    units in each stage, by default so that their costs are balanced.  Schedule "auto" goes by ``timetable``, as in :class:`shardwise.Plan`;
+    without one the launcher measures the units before the first step and looks for the best, of as many stages as that takes.
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
     ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
     ``reduced`` are by default what communicates least of all that fits into the memory.
@@ -120,10 +122,11 @@ class ParallelConfig:
 
     pp: int = key(integer(1), 1)
     schedule: str = key(choice(*plan.CHOICES["schedule"]), "1f1b")
-    stages_per_rank: int = key(integer(1))
+    stages_per_rank: int | None = key(integer(1))
     stages: tuple[int, ...] | None = key(several(integer(1)))
     window: int = key(integer(1), 32)
     vertical_sync: bool = key(switch(), False)
+    timetable: tuple[str, ...] | None = key(several(text('a text for each rank, such as "F0.0 F0.1 B0.0 B0.1"')))
     dp: int = key(integer(1))
     dp_replicate: int = key(integer(1), 1)
     zero: int = key(integer(0, most=3), 0)

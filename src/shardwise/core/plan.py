@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
 from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.timetable import read
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -23,7 +24,19 @@ Offload = Literal["none", "optimizer", "activations", "all"]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
     "precision": ("fp32", "fp64", "bf16", "fp16"),
-    "schedule": ("naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "pipedream", "pipedream-2bw"),
+    "schedule": (
+        "naive",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-h2",
+        "zbv",
+        "dualpipe-v",
+        "pipedream",
+        "pipedream-2bw",
+        "auto",
+    ),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
@@ -85,8 +98,9 @@ class Plan:
 
     ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
     rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  An asynchronous schedule empties the
-    pipeline after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.
-    ``recompute`` says whether units are run forward again in backward, under
+    pipeline after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule
+    "auto" goes by ``timetable``, a text for each rank over ``pp`` (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in
+    the order in which the rank computes them.  ``recompute`` says whether units are run forward again in backward, under
     "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
     computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
@@ -116,6 +130,7 @@ class Plan:
     stages: tuple[int, ...] = ()
     vertical_sync: bool = False
     window: int = 32
+    timetable: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -126,6 +141,7 @@ class Plan:
         self._check_stages()
         for field, legal in CHOICES.items():
             check_choice(field, getattr(self, field), legal)
+        self._check_timetable()
         rules = self.parameters
         if not isinstance(rules, tuple | list) or not rules or not all(isinstance(rule, ParameterRule) for rule in rules):
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
@@ -145,6 +161,20 @@ class Plan:
                 f"stages: {list(self.stages)} are {len(self.stages)} stages; legal: {wanted}, for {self.mesh.axis_size('pp')} ranks over "
                 f"pp with {self.stages_per_rank} each."
             )
+
+    def _check_timetable(self) -> None:
+        if self.schedule != "auto":
+            if self.timetable:
+                raise ConfigError(f'timetable: "{self.schedule}" has its own; legal: schedule = "auto" with a timetable.')
+            object.__setattr__(self, "timetable", ())
+            return
+        if not self.timetable:
+            raise ConfigError(
+                'schedule: "auto" needs a timetable; legal: one text for each rank over pp, such as "F0.0 F0.1 B0.0 B0.1", or '
+                "`shardwise train`, which measures the stages and finds one."
+            )
+        read(self.timetable, self.mesh.axis_size("pp"), self.stages_per_rank, self.microbatches)
+        object.__setattr__(self, "timetable", tuple(self.timetable))
 
     def _check_shards(self) -> None:
         sharded = next((rule for rule in self.parameters if rule.sharded), None)
@@ -205,6 +235,7 @@ class Plan:
         lines = [f"{field} = {getattr(self, field)}" for field in ("microbatches", "prefetch", "stages_per_rank", "window")]
         lines += [f"vertical_sync = {str(self.vertical_sync).lower()}"]
         lines += [f"stages = {list(self.stages)}"]
+        lines += ["timetable = [", *(f"    {_quote(text)}," for text in self.timetable), "]"]
         lines += [f"{field} = {_quote(getattr(self, field))}" for field in CHOICES]
         if not self.mesh.axes:
             lines += ["mesh = []"]

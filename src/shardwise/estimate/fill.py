@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs
-from shardwise.parallel.schedule import Task, Timetable
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,18 @@ class Draft:
 class _Rank:
     """What a rank has done of a draft, and has still to do."""
 
-    __slots__ = ("ahead", "backwards", "begin", "done", "due", "forwards", "now", "tasks", "used")
+    __slots__ = ("ahead", "backwards", "begin", "done", "due", "forwards", "limit", "now", "tasks", "used")
 
     def __init__(
-        self, forwards: Sequence[Task], backwards: Sequence[Task], ahead: Iterable[int], least: Iterable[int], shift: int
+        self,
+        forwards: Sequence[Task],
+        backwards: Sequence[Task],
+        ahead: Iterable[int],
+        least: Iterable[int],
+        shift: int,
+        limit: float,
     ) -> None:
+        self.limit = limit
         self.forwards, self.backwards = deque(forwards), deque(backwards)
         self.ahead = deque(min(max(n + shift, low), len(forwards)) for n, low in zip(ahead, least, strict=True))
         self.due: deque[Task] = deque()
@@ -53,10 +60,10 @@ class _Rank:
 
 
 class Filler:
-    """Makes timetables of drafts, for these costs and at most ``limit`` bytes of activations a rank."""
+    """Makes timetables of drafts, for these costs and at most so many bytes of activations on each rank."""
 
-    def __init__(self, costs: Costs, home: Mapping[int, int], microbatches: int, limit: float) -> None:
-        self.costs, self.limit, n, m = costs, limit * (1 + 1e-12), costs.stages, microbatches
+    def __init__(self, costs: Costs, home: Mapping[int, int], microbatches: int, limits: Sequence[float]) -> None:
+        self.costs, self.limits, n, m = costs, [limit * (1 + 1e-12) for limit in limits], costs.stages, microbatches
         # A task's number: F by stage and microbatch, then all backwards.  By kind and stage: seconds, bytes that it takes, the number of its
         # task of microbatch 0 and of the one that needs this, and the seconds until it arrives there.
         self.lanes: dict[tuple[str, int], tuple[float, float, int, int, float]] = {}
@@ -77,8 +84,9 @@ class Filler:
         ``shifts[r]`` more forwards than in the draft, if there are any; one for which there is no memory waits for the next backward.
         """
         ranks = [
-            _Rank(*parts) for parts in zip(draft.forwards, draft.backwards, draft.ahead, draft.least, shifts, strict=True)
-        ]  # fmt: skip
+            _Rank(*parts)
+            for parts in zip(draft.forwards, draft.backwards, draft.ahead, draft.least, shifts, self.limits, strict=True)
+        ]
         # The last numbers are nobody's: what the backward of the first stage hands on.
         arrived: list[float | None] = [0.0] * self.microbatches + [None] * self.numbers
         waits: dict[int, int] = {}
@@ -106,12 +114,12 @@ class Filler:
             begin = arrived[first + microbatch]
             if begin is None:
                 return first + microbatch
-            while due and (one.used + taken > self.limit or one.now + fit * weight[due[0].stage] <= begin):
+            while due and (one.used + taken > one.limit or one.now + fit * weight[due[0].stage] <= begin):
                 filler = due.popleft()
                 one.tasks.append(filler)
                 one.now += weight[filler.stage]
                 one.used -= kept[filler.stage]
-            if one.used + taken > self.limit:
+            if one.used + taken > one.limit:
                 if not forward:
                     return -1
                 one.ahead[0] = one.done

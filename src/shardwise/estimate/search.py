@@ -7,14 +7,15 @@ of Qi et al. (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1). 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
+from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Draft, Filler
 from shardwise.estimate.simulate import NORMS, Costs, Simulation, simulate
-from shardwise.parallel.schedule import SCHEDULES, Timetable
+from shardwise.parallel.schedule import SCHEDULES
 
 FITS = (0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 """A gap before a task is filled by a W if it is at least this part of it."""
@@ -30,11 +31,13 @@ NEVER = (float("inf"), float("inf"))
 
 @dataclass(frozen=True)
 class Found:
-    """The timetable that was chosen.  ``name`` is its schedule's, or ``auto from`` what the search began with."""
+    """The timetable that was chosen.  ``name`` is its schedule's, or ``auto from`` what the search began with; ``named`` is the best
+    of the named schedules that fit, if any does."""
 
     name: str
     timetable: Timetable
     simulation: Simulation
+    named: Found | None = None
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,14 @@ class _Search:
     """Values of states over ``bases``, timetables of so many microbatches, until about ``events`` tasks have been played."""
 
     def __init__(
-        self, bases: Mapping[str, Timetable], microbatches: int, costs: Costs, limit: float, norm: str, events: int
+        self, bases: Mapping[str, Timetable], microbatches: int, costs: Costs, limits: Sequence[float], norm: str, events: int
     ) -> None:
         self.bases, self.norm, self.left, self.price = bases, norm, events, 3 * costs.stages * microbatches
         self.drafts = {(name, kind): Draft.of(base, kind) for name, base in bases.items() for kind in "BI"}
         self.fillers, self.steps = dict[str, Filler](), dict[str, list[float]]()
         for name, base in bases.items():
             home = {task.stage: rank for rank, tasks in enumerate(base) for task in tasks}
-            self.fillers[name] = Filler(costs, home, microbatches, limit)
+            self.fillers[name] = Filler(costs, home, microbatches, limits)
             self.steps[name] = [sum(costs.step[stage] for stage in home if home[stage] == rank) for rank in range(len(base))]
             self.ranks = range(len(base))
         self.unit = microbatches * sum(map(sum, (costs.forward, costs.input, costs.weight))) / len(self.ranks)
@@ -111,12 +114,12 @@ def auto(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    limit: float = float("inf"),
+    limit: float | Sequence[float] = float("inf"),
     norm: str = "barrier",
     split: bool = True,
     events: int = 1_000_000,
 ) -> Found:
-    """The shortest step found with at most ``limit`` bytes of activations on any rank; each rank has as many of the stages of ``costs``.
+    """The shortest step found with at most ``limit`` bytes of activations on any rank, or on each; each rank has as many of the stages of ``costs``.
 
     ``split`` says whether backwards may be in two parts, I and W.  The search is deterministic and plays about ``events`` tasks at most, at
     some microseconds each.  Raises :class:`ConfigError` if no timetable fits, with the least limit that one does.
@@ -129,14 +132,18 @@ def auto(
         raise ConfigError(f"costs: {costs.stages} stages cannot be the same number on each of {ranks} ranks.")
     tables = {name: t for name, t in _named(ranks, microbatches, each).items() if split or not SCHEDULES[name].splits}
     found = [Found(name, table, simulate(table, costs, norm)) for name, table in tables.items()]
-    found = [one for one in found if max(one.simulation.peak_bytes) <= limit]
-    if searched := _searched(ranks, microbatches, costs, limit, norm, split, events):
+    limits = [float(limit)] * ranks if isinstance(limit, int | float) else list(limit)
+    found = [one for one in found if all(peak <= most for peak, most in zip(one.simulation.peak_bytes, limits, strict=True))]
+    named = min(found, key=_order, default=None)
+    if searched := _searched(ranks, microbatches, costs, limits, norm, split, events):
         found.append(searched)
     if not found:
         whole = _named(ranks, 1, each).values()
         least = min(max(sum(costs.activations[t.stage] for t in tasks if t.kind == "F") for tasks in table) for table in whole)
-        raise ConfigError(f"activations: no timetable fits in {limit:,.0f} bytes a rank; legal: at least {least:,.0f} bytes.")
-    return min(found, key=_order)
+        raise ConfigError(
+            f"activations: no timetable fits in {min(limits):,.0f} bytes a rank; legal: at least {least:,.0f} bytes."
+        )
+    return replace(min(found, key=_order), named=named)
 
 
 def _order(found: Found) -> tuple[float, float]:
@@ -174,14 +181,16 @@ def _begin(search: _Search, ranks: int, split: bool) -> list[_State]:
     return [_State(name, kind, fit, ramp) for name in drafts.values() for kind, fit in kinds for ramp in ramps]
 
 
-def _searched(ranks: int, microbatches: int, costs: Costs, limit: float, norm: str, split: bool, events: int) -> Found | None:
+def _searched(
+    ranks: int, microbatches: int, costs: Costs, limits: Sequence[float], norm: str, split: bool, events: int
+) -> Found | None:
     """The best that the search finds: over few microbatches first, if there are many."""
     few = 3 * ranks
     sizes = (few, microbatches) if microbatches > 2 * few else (microbatches,)
     begin: list[_State] = []
     states: list[_State] = []
     for size in sizes:
-        search = _Search(_bases(ranks, size, costs.stages // ranks), size, costs, limit, norm, events // len(sizes))
+        search = _Search(_bases(ranks, size, costs.stages // ranks), size, costs, limits, norm, events // len(sizes))
         begin = begin or _begin(search, ranks, split)
         states = [search.climb(state) for state in sorted(states or begin, key=search.value)[:CLIMBS]]
     for state in (*sorted(states, key=search.value), *begin):

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import ConfigError, ShardwiseError, check_choice
-from shardwise.parallel.schedule import Task, Timetable
+from shardwise.core.timetable import Task, Timetable
 
 NORMS = ("barrier", "post-validate")
 """When ranks take their optimizer step: once all have their gradients and know the norm of all, or each at the end of its own work."""

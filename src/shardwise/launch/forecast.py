@@ -16,9 +16,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Choices, Fit, nearest
-from shardwise.estimate.predict import Prediction, predict
+from shardwise.estimate.memory import goals
+from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.timeline import CATEGORY, Category
-from shardwise.parallel.data import shard_axes
+from shardwise.lower.stages import Cut
+from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled
@@ -89,6 +91,19 @@ class Forecast:
                 rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled,
             )  # fmt: skip
         return self._known[plan, rank]
+
+    def peaks(self, plan: Plan) -> list[int]:
+        """The bytes that the fullest rank of each stage of the pipeline needs at most."""
+        trace, rows = self._trace(plan), self.config.data.batch_size
+        ranks = fullest(trace, plan, build_optimizer(self.config), rows, Cut.of(trace, plan))
+        return [self.predict(plan, rank).peak_bytes for rank in ranks]
+
+    def profile(self) -> tuple[Trace, Profile]:
+        """The trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with backwards in two parts."""
+        plan, trace = self.plan, self._trace(self.plan)
+        parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
+        options = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
+        return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:
         """Of the first and the last rank, where they need something else than the worst."""
@@ -172,6 +187,10 @@ class Forecast:
             with uncollected():
                 self._compiled[plan.precision] = self.compiled.under(plan)
         return self._compiled[plan.precision]
+
+    def _trace(self, plan: Plan) -> Trace:
+        """Of a microbatch of a whole batch."""
+        return self._traced(plan).trace(self._ones, self.config.data.batch_size // plan.microbatches)
 
     def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:
         key = (id(one), rows, parts, device, repr(options))

@@ -20,6 +20,7 @@ from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 
 from .forecast import Forecast, left_open, uncollected
+from .ordering import settle_by_costs, unordered
 
 EXAMPLE_ROWS = 2
 
@@ -55,9 +56,9 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
 
 def settled(config: Config, compiled: Compiled) -> Compiled:
     """``compiled`` under the plan that would be trained on this machine: with a note, where something is open."""
-    if not left_open(config):
+    if not left_open(config) and not unordered(config):
         return compiled
-    found = Forecast.of(config, compiled, _device(config))
+    found = _ordered(Forecast.of(config, compiled, _device(config)))
     found.compiled.general.notes.append(str(found.note))
     return found.compiled
 
@@ -79,4 +80,11 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
     with uncollected():
         module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
         compiled = Compiled(module, build_plan(config), example, loss)
-    return Forecast.of(config, compiled, device or _device(config))
+    return _ordered(Forecast.of(config, compiled, device or _device(config)))
+
+
+def _ordered(found: Forecast) -> Forecast:
+    """With an order, where the config leaves that open."""
+    if unordered(found.config):
+        settle_by_costs(found)
+    return found

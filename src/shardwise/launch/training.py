@@ -27,6 +27,7 @@ from .folder import PLAN
 from .forecast import OPEN, WAYS, Forecast, budget_of, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
+from .ordering import settle, unordered
 from .results import tokens_per_row
 from .run import Run, Side
 from .subject import EXAMPLE_ROWS
@@ -83,6 +84,9 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
         compiled = Compiled(module, plan, example, loss, comm.device, initial=initial)
     progress.phase("predicting the memory")
     forecast = _forecast(config, compiled, comm)
+    if unordered(config):
+        progress.phase("measuring the units of the pipeline")
+        settle(forecast, comm, data.train)
     trainer = Trainer(
         forecast.compiled, build_optimizer(config), forecast.plan, example, clip_norm=config.train.clip_norm or None,
         seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,

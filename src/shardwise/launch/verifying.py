@@ -23,13 +23,14 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     from shardwise.verify.verify import ASYNCHRONOUS_STEPS, STEPS, run_threads, verify
 
     from .forecast import left_open
+    from .ordering import unordered
     from .subject import settled, subject
 
     found = subject(config, STEPS)
     plan = found.plan
     if plan.asynchronous:
         found = subject(config, ASYNCHRONOUS_STEPS)
-    if left_open(config):
+    if left_open(config) or unordered(config):
         plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
     run = run_threads if comm is None else _one_rank(comm)
     return verify(

@@ -10,13 +10,14 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
+from shardwise.core.timetable import Timetable, first, homes, read
 from shardwise.parallel.pipeline import PIPELINE, balance
-from shardwise.parallel.schedule import Timetable, rank_of, timetable
+from shardwise.parallel.schedule import rank_of, timetable
 from shardwise.trace.cost import cost
 from shardwise.trace.trace import Bucket, Trace
 from shardwise.trace.units import Unit
 
-FLOPS_PER_BYTE = 20.0
+FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "cuda": 150.0}
 """What a CPU computes while it moves a byte: products and the rest of a unit in one number."""
 EVERYWHERE = -1
 """The stage of what follows from batch fields alone: each rank computes it for itself."""
@@ -30,6 +31,7 @@ class Cut:
     stage: tuple[int, ...]
     ranks: int
     schedule: str
+    order: Timetable = ()  # of schedule "auto"
 
     @staticmethod
     def of(trace: Trace, plan: Plan, like: Mapping[str, int] | None = None) -> Cut:
@@ -42,7 +44,8 @@ class Cut:
             stage = tuple(0 for _ in trace.units)
         else:
             stage = _stages(trace, plan, number)
-        return Cut(tuple(trace.units), stage, ranks, plan.schedule)
+        order = read(plan.timetable, ranks, plan.stages_per_rank, plan.microbatches) if plan.timetable else ()
+        return Cut(tuple(trace.units), stage, ranks, plan.schedule, order)
 
     @property
     def names(self) -> dict[str, int]:
@@ -55,15 +58,24 @@ class Cut:
 
     def tasks(self, microbatches: int) -> Timetable:
         """What each rank computes, in its order."""
+        if self.order:
+            return first(self.order, microbatches)
         return timetable(self.schedule, self.ranks, microbatches, self.stages // self.ranks)
 
     def of_stage(self, stage: int) -> list[int]:
         """The units of a stage."""
         return [u for u, s in enumerate(self.stage) if s == stage]
 
+    @cached_property
+    def home(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        if self.order:
+            return homes(self.order)
+        return tuple(rank_of(self.schedule, stage, self.ranks) if self.ranks > 1 else 0 for stage in range(self.stages))
+
     def rank(self, unit: int) -> int:
         """Who computes a unit, of those that one rank computes."""
-        return rank_of(self.schedule, self.stage[unit], self.ranks) if self.ranks > 1 else 0
+        return self.home[self.stage[unit]]
 
     @cached_property
     def of_rank(self) -> tuple[tuple[int, ...], ...]:
@@ -170,7 +182,7 @@ def _costs(trace: Trace, units: Sequence[int]) -> list[float]:
     for u in units:
         c = each[u]
         flops = c.forward_flops + c.backward_flops
-        found.append(flops + 3 * FLOPS_PER_BYTE * c.forward_bytes)
+        found.append(flops + 3 * FLOPS_PER_BYTE["cpu"] * c.forward_bytes)
     return found
 
 

@@ -10,6 +10,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.core.timetable import Task
 from shardwise.lower.draft import Draft
 from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
@@ -20,7 +21,6 @@ from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.schedule import Task, rank_of
 from shardwise.trace.trace import Bucket, Trace
 
 PASSING = ("activation", "kept", "saved", "gradient", "received", "putoff")
@@ -141,9 +141,7 @@ class _Lowering:
         microbatches = self.plan.microbatches * self.versions.batches
         if self.training:
             return self.cut.tasks(microbatches)[self.rank]
-        stages = [
-            s for s in range(self.cut.stages) if self.cut.ranks == 1 or rank_of(self.cut.schedule, s, self.cut.ranks) == self.rank
-        ]
+        stages = [s for s in range(self.cut.stages) if self.cut.home[s] == self.rank]
         return [Task("F", s, m) for m in range(microbatches) for s in stages]
 
     def add(self, task: Task, out: list[Instruction]) -> None:

@@ -11,23 +11,35 @@ from itertools import accumulate
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
-from shardwise.parallel.schedule import check_schedule
+from shardwise.core.timetable import homes, read
+from shardwise.parallel.schedule import AUTO, check_schedule
 
 PIPELINE = "pp"
 
 
 def pipeline(
-    plan: Plan, size: int, schedule: str = "1f1b", stages_per_rank: int | None = None, stages: Sequence[int] = ()
+    plan: Plan,
+    size: int,
+    schedule: str = "1f1b",
+    stages_per_rank: int | None = None,
+    stages: Sequence[int] = (),
+    timetable: Sequence[str] = (),
 ) -> Plan:
     """``plan`` over a pipeline of ``size`` ranks, the outermost axis: its messages are the smallest.
 
-    ``stages_per_rank`` is by default the least that the schedule takes.
+    ``stages_per_rank`` is by default the least that the schedule takes, or that of the ``timetable``, which schedule "auto" needs.
     """
-    stages_per_rank = stages_per_rank or check_schedule(schedule, size, plan.microbatches).stages_per_rank
-    check_schedule(schedule, size, plan.microbatches, stages_per_rank)
+    if schedule == AUTO:
+        found = homes(read(timetable, size, stages_per_rank, plan.microbatches)) if timetable else ()
+        stages_per_rank = stages_per_rank or max(1, len(found) // size)
+    else:
+        stages_per_rank = stages_per_rank or check_schedule(schedule, size, plan.microbatches).stages_per_rank
+        check_schedule(schedule, size, plan.microbatches, stages_per_rank)
     others = tuple(axis for axis in plan.mesh.axes if axis.name != PIPELINE)
     mesh = Mesh((Axis(PIPELINE, size), *others)) if size > 1 else Mesh(others)
-    return plan.replace(mesh=mesh, schedule=schedule, stages_per_rank=stages_per_rank, stages=tuple(stages))
+    return plan.replace(
+        mesh=mesh, schedule=schedule, stages_per_rank=stages_per_rank, stages=tuple(stages), timetable=tuple(timetable)
+    )
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:

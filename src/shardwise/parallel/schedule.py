@@ -18,21 +18,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
-
-
-class Task(NamedTuple):
-    """``kind`` F, B, I or W, of a stage (0 is the first of the model) and a microbatch."""
-
-    kind: str
-    stage: int
-    microbatch: int
-
-
-Timetable = tuple[tuple[Task, ...], ...]
-"""The tasks of each rank of a pipeline, in its order."""
+from shardwise.core.timetable import Task, Timetable
 
 Order = Callable[[int, int, int, int], Iterable[Task]]
 """The tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
@@ -244,6 +232,9 @@ class Schedule:
         """The timetable of legal numbers; :func:`timetable` checks them."""
         return tuple(tuple(self.order(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks))
 
+
+AUTO = "auto"
+"""The schedule whose timetable a plan carries itself: found for measured times (``estimate/search.py``), or a user's own."""
 
 SCHEDULES: Mapping[str, Schedule] = {
     schedule.name: schedule

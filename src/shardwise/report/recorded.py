@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import Task, Timetable
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
 from .kinds import OF_OP
@@ -84,6 +84,7 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
         for task, length in tasks.items():
             like[task.kind, task.stage].append(length)
     medians = {kind: [statistics.median(like[kind, s]) if (kind, s) in like else 0.0 for s in range(stages)] for kind in "FBIW"}
+    medians["I"] = [medians["I" if ("I", s) in like else "B"][s] for s in range(stages)]  # a stage without anything to put off
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
         updates[next(iter(tasks)).stage] += sum(event.stop - event.start for event in one.events if event.op == "STEP")
@@ -91,10 +92,16 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
 
 
 def _tasks(one: RankStep) -> dict[Task, float]:
-    """The tasks of a rank in its order, and how long their instructions took; recomputing is a part of backward."""
+    """The tasks of a rank in its order, and how long their instructions took; recomputing is a part of backward.
+
+    Where a backward is in two parts, what has no second one is a part of the first.
+    """
     found: dict[Task, float] = {}
+    halved = {(event.stage, event.microbatch) for event in one.events if OF_OP.get(event.op) == "W"}
     for event in one.events:
         kind = "B" if event.op == "RECOMPUTE" else OF_OP.get(event.op)
+        if kind == "B" and (event.stage, event.microbatch) in halved:
+            kind = "I"
         if kind is not None and event.microbatch >= 0:
             task = Task(kind, event.stage, event.microbatch)
             found[task] = found.get(task, 0.0) + event.stop - event.start

@@ -1,0 +1,147 @@
+"""Timetables of pipelines: the tasks of each rank in its order, as they are written in a plan, and whether ranks can compute them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from shardwise.core.errors import ConfigError
+
+
+class Task(NamedTuple):
+    """``kind`` F, B, I or W, of a stage (0 is the first of the model) and a microbatch.  In words: ``F0.3``."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+Timetable = tuple[tuple[Task, ...], ...]
+"""The tasks of each rank of a pipeline, in its order."""
+
+WORD = re.compile(r"([FBIW])(\d{1,9})\.(\d{1,9})")
+LEGAL = (
+    "F (forward), B (backward) or, in two parts, I (gradients of inputs) and W (gradients of weights), each with its stage and "
+    "microbatch, such as F0.3"
+)
+
+
+def written(timetable: Timetable) -> tuple[str, ...]:
+    """The tasks of each rank as a text: ``F0.0 F0.1 B0.0 B0.1``; :func:`read` reads them back unchanged."""
+    return tuple(" ".join(map(word, tasks)) for tasks in timetable)
+
+
+def word(task: Task) -> str:
+    """``F0.3``."""
+    return f"{task.kind}{task.stage}.{task.microbatch}"
+
+
+def read(texts: Sequence[str], ranks: int, stages_per_rank: int | None, microbatches: int) -> Timetable:
+    """The timetable of a text for each rank, if ``ranks`` that have ``stages_per_rank`` stages each (None: whatever number) can compute
+    a step of so many microbatches by it; else :class:`ConfigError`.
+
+    It may have more microbatches: those are left out of it when it is used (:func:`first`).
+    """
+    if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts) or len(texts) != ranks:
+        raise ConfigError(f"timetable: {texts!r} is not legal; legal: {ranks} texts, one for each rank over pp, of {LEGAL}.")
+    timetable = tuple(tuple(_task(rank, one) for one in text.split()) for rank, text in enumerate(texts))
+    _check_stages(timetable, stages_per_rank)
+    found = 1 + max(task.microbatch for tasks in timetable for task in tasks)
+    if found < microbatches:
+        raise ConfigError(f"timetable: it has {found} microbatches; legal: at least microbatches = {microbatches}.")
+    for rank, tasks in enumerate(timetable):
+        _check_complete(rank, tasks, found)
+    _check_order(timetable)
+    return timetable
+
+
+def first(timetable: Timetable, microbatches: int) -> Timetable:
+    """What is left of it if there are only so many microbatches: tasks of different ones never need each other."""
+    return tuple(tuple(task for task in tasks if task.microbatch < microbatches) for tasks in timetable)
+
+
+def homes(timetable: Timetable) -> tuple[int, ...]:
+    """The rank of each stage."""
+    found = {task.stage: rank for rank, tasks in enumerate(timetable) for task in tasks}
+    return tuple(found[stage] for stage in range(len(found)))
+
+
+def _task(rank: int, text: str) -> Task:
+    match = WORD.fullmatch(text)
+    if match is None:
+        raise ConfigError(f'timetable, rank {rank}: "{text}" is not legal; legal: {LEGAL}.')
+    return Task(match[1], int(match[2]), int(match[3]))
+
+
+def _check_stages(timetable: Timetable, stages_per_rank: int | None) -> None:
+    """Each rank has as many stages, and each stage one rank."""
+    home: dict[int, int] = {}
+    for rank, tasks in enumerate(timetable):
+        for stage in {task.stage for task in tasks}:
+            if (other := home.setdefault(stage, rank)) != rank:
+                raise ConfigError(f"timetable: stage {stage} is on ranks {other} and {rank}; legal: each stage on one rank.")
+    each = Counter(home.values())
+    wanted = stages_per_rank or max(each.values(), default=1)
+    for rank in range(len(timetable)):
+        if each[rank] != wanted:
+            words = ", ".join(str(stage) for stage in sorted(home) if home[stage] == rank) or "none"
+            raise ConfigError(f"timetable, rank {rank}: its stages are {words}; legal: {wanted} (stages_per_rank) on every rank.")
+    missing = [stage for stage in range(len(home)) if stage not in home]
+    if missing:
+        raise ConfigError(f"timetable: no rank has stage {missing[0]}; legal: stages 0 to {len(home) - 1}.")
+
+
+def _check_complete(rank: int, tasks: Sequence[Task], microbatches: int) -> None:
+    """Of each microbatch every stage has F, and B or I and W, once."""
+    times = Counter(tasks)
+    for task in tasks:
+        if times[task] > 1:
+            raise ConfigError(f"timetable, rank {rank}: {word(task)} is there {times[task]} times; legal: once.")
+    for stage in sorted({task.stage for task in tasks}):
+        for m in range(microbatches):
+            kinds = "".join(kind for kind in "FBIW" if Task(kind, stage, m) in times)
+            if kinds not in ("FB", "FIW"):
+                found = ", ".join(f"{kind}{stage}.{m}" for kind in kinds) or "nothing"
+                raise ConfigError(
+                    f"timetable, rank {rank}: of stage {stage} and microbatch {m} there is {found}; legal: F{stage}.{m} and B{stage}.{m}, "
+                    f"or F{stage}.{m}, I{stage}.{m} and W{stage}.{m}."
+                )
+
+
+def needs(task: Task, last: int) -> Iterable[tuple[str, int, int]]:
+    """What must have been computed before a task; B and I are both called B.  ``last`` is the last stage."""
+    kind, stage, m = task
+    if kind == "W":
+        return (("B", stage, m),)
+    if kind == "F":
+        return (("F", stage - 1, m),) if stage else ()
+    return (("F", stage, m), *((("B", stage + 1, m),) if stage < last else ()))
+
+
+def _check_order(timetable: Timetable) -> None:
+    """No tasks wait for each other in a circle."""
+    last = max(task.stage for tasks in timetable for task in tasks)
+    done: set[tuple[str, int, int]] = set()
+    place = [0] * len(timetable)
+
+    def awaited(rank: int) -> tuple[str, int, int] | None:
+        return next((need for need in needs(timetable[rank][place[rank]], last) if need not in done), None)
+
+    before: list[int] = []
+    while before != place:
+        before = list(place)
+        for rank, tasks in enumerate(timetable):
+            while place[rank] < len(tasks) and awaited(rank) is None:
+                kind, stage, m = tasks[place[rank]]
+                done.add(("B" if kind == "I" else kind, stage, m))
+                place[rank] += 1
+    home = homes(timetable)
+    waits = [
+        f"rank {rank} has {word(tasks[place[rank]])} next, which waits for {need[0]}{need[1]}.{need[2]} on rank {home[need[1]]}"
+        for rank, tasks in enumerate(timetable)
+        if place[rank] < len(tasks) and (need := awaited(rank)) is not None
+    ]
+    if waits:
+        raise ConfigError(f"timetable: {'; '.join(waits)}; legal: orders in which no ranks wait for each other.")

@@ -1,0 +1,285 @@
+"""Schedule ``auto`` before the first step: what each unit of the model takes, measured by the ranks that will train, and the best order."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.config import Config, build_optimizer
+from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
+from shardwise.core.timetable import Task, Timetable, read, written
+from shardwise.data.loader import Batch, Loader
+from shardwise.estimate.order import Order, UnitCosts, order
+from shardwise.estimate.search import Found
+from shardwise.estimate.simulate import Costs
+from shardwise.lower.stages import EVERYWHERE, FLOPS_PER_BYTE, Cut
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.schedule import AUTO
+from shardwise.report.tables import size
+from shardwise.report.timetable import milliseconds
+from shardwise.runtime.alone import AloneCommunicator
+from shardwise.runtime.background import Background
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.recorder import RankStep, Recorder
+from shardwise.trace.cost import cost
+
+from .folder import PLAN
+from .forecast import Forecast
+from .results import write_json
+
+SCHEDULE = "schedule.json"
+"""What rank 0 writes of the choice into the run's folder."""
+WARMUP, STEPS, PINGS = 1, 3, 5
+
+Seconds = Mapping[str, Mapping[str, float]]
+"""Of units by name and by kind of task."""
+
+
+def unordered(config: Config) -> bool:
+    """Whether a config leaves its timetable to be found."""
+    return config.parallel.schedule == AUTO and config.parallel.timetable is None
+
+
+def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
+    """Give the plan of ``forecast``, which is one to measure with, the order that is best for what the units take on these ranks.
+
+    A run that goes on keeps the order in its folder if it fits the config.  All ranks call it together.  :class:`ConfigError`, on all
+    of them, if no order fits into the memory.
+    """
+    config, first, talk = forecast.config, comm.rank == 0, Background(comm)
+    folder = Path(config.train.run_dir)
+    try:
+        kept, *_ = talk.gather(_kept(forecast, folder).encode() if first else b"")
+        if kept:
+            _take(forecast, Plan.from_toml(kept.decode()), f'parallel.schedule = "{AUTO}": the order of {folder / PLAN}')
+            return
+        each = [json.loads(one) for one in talk.gather(json.dumps(_measured(forecast, comm, dataset)).encode())]
+        answer, *_ = talk.gather(json.dumps(_answer(forecast, each, folder)).encode() if first else b"")
+    finally:
+        talk.close()
+    found = json.loads(answer)
+    if "error" in found:
+        raise ConfigError(found["error"])
+    _take(forecast, Plan.from_toml(found["plan"]), found["note"])
+
+
+def settle_by_costs(forecast: Forecast) -> None:
+    """The same where nothing trains, by the units' FLOPs and memory traffic."""
+    trace, _ = forecast.profile()
+    ratio, found = FLOPS_PER_BYTE[forecast.device.kind], {}
+    for c in cost(trace, trace.rows or 2, device=forecast.device.kind):
+        traffic = ratio * c.forward_bytes
+        f, i, w = c.forward_flops + traffic, c.input_flops + 2 * traffic, float(c.weight_flops)
+        found[c.name] = {"F": f, "B": i + w, "I": i, "W": w}
+    chosen = _order(forecast, found, 0.0)
+    note = f'parallel.schedule = "{AUTO}": an order for the units\' FLOPs and memory traffic; `shardwise train` measures first'
+    _take(forecast, _planned(forecast.plan, chosen.stages, chosen.found.timetable), note)
+
+
+def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
+    """What :func:`settle` chose in a run's folder: in words, the order, and the costs of its stages; None where it did not."""
+    path = folder / SCHEDULE
+    try:
+        values = json.loads(path.read_bytes())
+        plan = Plan.from_toml(values["plan"])
+        return values["name"], read(plan.timetable, plan.mesh.axis_size(PIPELINE), None, 1), Costs(**values["costs"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+        raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; legal: what a run has written") from None
+
+
+def _take(forecast: Forecast, plan: Plan, note: str) -> None:
+    forecast.compiled = forecast.compiled.under(plan)
+    forecast.note = note if forecast.note is None else f"{forecast.note}; {note}"
+
+
+def _kept(forecast: Forecast, folder: Path) -> str:
+    """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing."""
+    try:
+        before = Plan.from_toml((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, ConfigError):
+        return ""
+    now, given = forecast.plan, forecast.config.parallel
+    same = ("microbatches", "schedule")
+    if [getattr(before, key) for key in same] != [now.microbatches, AUTO] or before.mesh.axis_size(PIPELINE) != given.pp:
+        return ""
+    if given.stages not in (None, before.stages) or given.stages_per_rank not in (None, before.stages_per_rank):
+        return ""
+    plan = _planned(now, before.stages, read(before.timetable, given.pp, before.stages_per_rank, before.microbatches))
+    return plan.to_toml() if max(forecast.peaks(plan)) <= forecast.budget else ""
+
+
+def _planned(plan: Plan, stages: Sequence[int], timetable: Timetable) -> Plan:
+    each = len(stages) // plan.mesh.axis_size(PIPELINE)
+    return plan.replace(schedule=AUTO, stages=tuple(stages), stages_per_rank=each, timetable=written(timetable))
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------------
+
+
+def _halved(timetable: Timetable) -> Timetable:
+    """The backwards of every other microbatch in two parts, one after the other."""
+
+    def parts(task: Task) -> tuple[Task, ...]:
+        halves = task.kind == "B" and task.microbatch % 2
+        return (task._replace(kind="I"), task._replace(kind="W")) if halves else (task,)
+
+    return tuple(tuple(part for task in tasks for part in parts(task)) for tasks in timetable)
+
+
+def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str, Any]:
+    """What this rank's units take, by unit and kind, and messages to the next rank: all seconds that were measured.
+
+    An engine of its own runs some steps of a batch while the other ranks do the same; nobody waits for anybody within a step, and nothing
+    of it stays.
+    """
+    plan = forecast.plan
+    cut = forecast.compiled.cut(forecast.compiled.general)
+    plan = plan.replace(schedule=AUTO, timetable=written(_halved(cut.tasks(plan.microbatches))))
+    compiled = forecast.compiled.under(plan)
+    alone = AloneCommunicator(plan.mesh, comm.rank, comm.device)
+    engine = Engine(compiled, alone, build_optimizer(forecast.config), seed=forecast.config.train.seed)
+    with Loader(
+        dataset, plan.mesh, comm.rank, forecast.config.data.batch_size, plan.microbatches, forecast.config.train.seed
+    ) as loader:
+        batch = next(loader)
+    units = engine.choose(batch.fields, batch.rows)[0].units
+    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step in range(WARMUP + STEPS):
+        comm.barrier(what="a measured step")
+        recorded = _step(engine, batch)
+        for (unit, kind), each in _seconds(recorded).items() if step >= WARMUP else ():
+            found[units[unit].name][kind] += each
+    longest = max(unit.outputs for unit in forecast.profile()[1].units)
+    return {"units": found, "transfers": list(_transfers(comm, longest))}
+
+
+def _step(engine: Engine, batch: Batch) -> RankStep:
+    with Recorder(engine.interpreter, lambda one: one.unit) as recorder:
+        engine.step(batch.fields, batch.rows)
+    return recorder.found(0, 0)
+
+
+def _seconds(recorded: RankStep) -> dict[tuple[int, str], list[float]]:
+    """By unit and kind those of each microbatch; here the recorder has taken units for stages."""
+    spent: dict[tuple[int, str, int], float] = defaultdict(float)
+    for one in recorded.events:
+        kind = {"FORWARD": "F", "BACKWARD_WEIGHT": "W"}.get(one.op, "I" if one.microbatch % 2 else "B")
+        if one.op in ("FORWARD", "RECOMPUTE", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"):
+            spent[one.stage, kind, one.microbatch] += one.stop - one.start
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for (unit, kind, _), seconds in spent.items():
+        found[unit, kind].append(seconds)
+    return found
+
+
+def _transfers(comm: Communicator, nbytes: int) -> Iterator[float]:
+    """Half of the seconds to the next rank of the pipeline and back, some times; the ranks take turns."""
+    ranks = comm.mesh.group(comm.rank, PIPELINE)
+    me = ranks.index(comm.rank)
+    x = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=comm.device)
+
+    def wait(handle: Any) -> None:
+        handle.wait()
+        if comm.device.type == "cuda":
+            torch.cuda.synchronize(comm.device)
+
+    for here, there in enumerate(range(1, len(ranks))):
+        comm.barrier(what="a measured message")
+        for ping in range(PINGS) if me in (here, there) else ():
+            other, start = ranks[there if me == here else here], time.perf_counter()
+            if me == there:
+                wait(comm.receive(x, other, what="a measured message"))
+            wait(comm.send(x, other, what="a measured message"))
+            if me == here:
+                wait(comm.receive(x, other, what="a measured message"))
+                if ping:  # the first one connects
+                    yield (time.perf_counter() - start) / 2
+
+
+# ---- choosing --------------------------------------------------------------------------------------------------------------
+
+
+def _answer(forecast: Forecast, each: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
+    """On rank 0, from what all ranks have measured: the plan and what to say of it, or why there is none."""
+    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for one in each:
+        for name, kinds in one["units"].items():
+            for kind, seconds in kinds.items():
+                values[name][kind] += seconds
+    seconds = {name: {kind: statistics.median(found) for kind, found in kinds.items()} for name, kinds in values.items()}
+    transfer = statistics.median([found for one in each for found in one["transfers"]])
+    try:
+        chosen = _order(forecast, seconds, transfer)
+    except ConfigError as error:
+        return {"error": str(error)}
+    plan = _planned(forecast.plan, chosen.stages, chosen.found.timetable).to_toml()
+    counted = replace(chosen.costs, activations=(), weight_activations=())
+    note = _note(chosen, forecast.config.parallel.pp)
+    write_json(folder / SCHEDULE, {"name": _name(chosen.found), "note": note, "costs": vars(counted), "plan": plan})
+    return {"plan": plan, "note": note}
+
+
+def _order(forecast: Forecast, seconds: Seconds, transfer: float) -> Order:
+    parallel = forecast.config.parallel
+    units = _unit_costs(forecast, seconds, transfer)
+    numbers = (1, 2) if parallel.stages_per_rank is None else (parallel.stages_per_rank,)
+    cuts = [units.cut(parallel.pp * n) for n in numbers if parallel.pp * n <= units.units]
+
+    def peaks(stages: tuple[int, ...], timetable: Timetable) -> list[int]:
+        return forecast.peaks(_planned(forecast.plan, stages, timetable))
+
+    given = [parallel.stages] if parallel.stages else cuts
+    return order(units, parallel.pp, parallel.microbatches, given, peaks, forecast.budget)
+
+
+def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCosts:
+    """Those of the units that a stage can have, with the bytes that a microbatch takes of each."""
+    trace, profile = forecast.profile()
+    cut = Cut.of(trace, forecast.plan)
+    units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
+    outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
+    ways = [getattr(profile.units[u.index], forecast.plan.recompute) for u in units]
+    before = [cut.producers[u.index] for u in units]
+    held = [
+        sum(outputs[p] for p in (*made, u.index) if set(trace.units[p].outputs) & set(u.held))
+        for u, made in zip(units, before, strict=True)
+    ]
+    f, b, i, w = ([seconds.get(u.name, {}).get(kind, 0.0) for u in units] for kind in "FBIW")
+    return UnitCosts(
+        f, b, i, w, transfer,
+        kept=[outputs[u.index] + way.kept for u, way in zip(units, ways, strict=True)],
+        putoff=[way.putoff + own for way, own in zip(ways, held, strict=True)],
+        inputs=[sum(outputs[p] for p in made) for made in before],
+    )  # fmt: skip
+
+
+def _name(found: Found) -> str:
+    return f"{AUTO}: {found.name.removeprefix(f'{AUTO} ')}"
+
+
+def _note(chosen: Order, ranks: int) -> str:
+    """``parallel.schedule = "auto": from zbv, 2 stages a rank: 41.3 ms a step (…); the best named one is zbv: 43.0 ms``."""
+    step, named = chosen.found.simulation, chosen.named
+    each = len(chosen.stages) // ranks
+    words = f"{chosen.found.name.removeprefix(f'{AUTO} ')}, {each} stage{'s' if each > 1 else ''} a rank of {list(chosen.stages)} units"
+    known = f"{milliseconds(step.seconds)} a step simulated, bubble {step.bubble_of_total:.2%} of total, at most {size(chosen.peak)} a rank"
+    if named is None:
+        rest = "no named schedule fits"
+    elif named.timetable == step.timetable:
+        rest = "the search found nothing better than this named schedule"
+    else:
+        less = 1 - step.seconds / named.simulation.seconds
+        rest = f"the search took {less:.2%} off {named.name}, the best named schedule ({milliseconds(named.simulation.seconds)})"
+    return f'parallel.schedule = "{AUTO}": {words}: {known}; {rest}'

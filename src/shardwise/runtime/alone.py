@@ -1,0 +1,38 @@
+"""A rank that nobody talks to."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from shardwise.runtime.communicator import BaseCommunicator, Call, Completed, Handle
+
+
+class AloneCommunicator(BaseCommunicator):
+    """The communicator of a rank that is by itself on a mesh of several: what it sends is lost, what it receives is zeros, sums are its
+    own.  A program runs as ever, so that the times of what it computes can be taken without waiting for others; its results mean nothing.
+    """
+
+    def _all_reduce(self, call: Call, x: Tensor) -> Handle:
+        return Completed()
+
+    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return Completed()
+
+    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return Completed()
+
+    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return Completed()
+
+    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
+        return Completed()
+
+    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
+        return Completed()
+
+    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
+        x.zero_()
+        return Completed()
+
+    def _barrier(self, call: Call) -> None:
+        return None
