@@ -162,10 +162,12 @@ class Trainer:
 
         Under an asynchronous schedule the steps of a window overlap: its pipeline is empty only before the first and after the last, and
         so results come later than their batches are asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at
-        the window's end.  Other schedules take one step after the other.
+        the window's end, and a wish to stop counts there.  Other schedules take one step after the other.
         """
         size = self.plan.window if self.plan.asynchronous else 1
         for start in range(0, number, size):
+            if self.stopping:
+                return
             count = min(size, number - start)
             if count == 1:
                 yield self.step(next(batches))

@@ -1,0 +1,217 @@
+"""Asynchronous pipelines equal one device that uses the same old weights; which these are, how many are kept, and where it ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models import deep, tokens
+from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import Op
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.core.scale import ScaleChoice
+from shardwise.data.loader import Batch
+from shardwise.lower import step as lowering
+from shardwise.lower.versions import steady
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.versions import double_buffered_version, stashed_version
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import run_ranks
+from shardwise.trainer import NonFiniteError, Trainer
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.verify import ASYNCHRONOUS_STEPS, TOLERANCE, verify, windows
+
+ROWS = 9  # of a batch: uneven parts of microbatches and ranks
+
+
+def plan_of(schedule: str, pp: int, microbatches: int = 1, dp: int = 1, **changes: Any) -> Plan:
+    return pipeline(data_parallel(Plan(microbatches=microbatches, **changes), dp), pp, schedule)
+
+
+def batches(number: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
+    torch.manual_seed(1)
+    return [tokens(rows) for _ in range(number)]
+
+
+CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
+    ("llama", "pipedream", 2, 1, 1, {}),
+    ("llama", "pipedream", 3, 1, 2, {"recompute": "full", "window": 5}),
+    ("llama", "pipedream", 4, 1, 1, {"recompute": "selective"}),
+    ("gpt", "pipedream-2bw", 2, 2, 1, {"window": 5}),
+    ("gpt2", "pipedream-2bw", 3, 4, 1, {"recompute": "selective"}),
+    ("llama", "pipedream-2bw", 4, 4, 2, {"recompute": "full"}),
+]
+
+
+@pytest.mark.parametrize(("name", "schedule", "pp", "microbatches", "dp", "changes"), CASES)
+def test_a_replay_with_the_same_versions_is_matched(
+    name: str, schedule: str, pp: int, microbatches: int, dp: int, changes: dict[str, Any]
+) -> None:
+    torch.manual_seed(0)
+    module, _ = deep(name, 4)
+    plan = plan_of(schedule, pp, microbatches, dp, **changes)
+    clip = None if schedule == "pipedream" else 1.0
+    report = verify(module, batches(ASYNCHRONOUS_STEPS), plan, clip_norm=clip)
+    assert report.passed, report.worst[0]
+    assert report.largest <= TOLERANCE
+
+
+def test_vertical_sync() -> None:
+    torch.manual_seed(0)
+    module, _ = deep("llama", 4)
+    plan = plan_of("pipedream", 3).replace(vertical_sync=True)
+    assert verify(module, batches(6), plan, clip_norm=None).passed
+
+
+def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison notices: with the newest weights on one device, and where nothing keeps the old ones."""
+    torch.manual_seed(0)
+    module, _ = deep("llama", 2)
+    plan = plan_of("pipedream-2bw", 2, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr("shardwise.verify.verify.versions", lambda compiled, number: None)
+        assert not verify(module, batches(4), plan).passed
+    monkeypatch.setattr(lowering, "stash", lambda draft, buckets, ends: ([[] for _ in ends], ()))
+    assert not verify(module, batches(4), plan).passed
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_the_programs_have_the_papers_versions(pp: int) -> None:
+    """PipeDream's stage s of n uses weights n - s - 1 updates old and keeps as many beside the newest; 2BW's are one update old, and
+    two versions are there."""
+    torch.manual_seed(0)
+    module, _ = deep("llama", 4)
+    number = 12
+    for schedule, m in (("pipedream", 1), ("pipedream-2bw", pp)):
+        compiled = Compiled(module, plan_of(schedule, pp, m), batches(1)[0])
+        programs = compiled.programs(compiled.general, m, number)
+        for stage, program in enumerate(programs):
+            used = {one.microbatch: one.version for one in program.instructions if one.op in (Op.FORWARD, Op.BACKWARD)}
+            expected = [
+                stashed_version(k, stage, pp) if schedule == "pipedream" else double_buffered_version(k, m)
+                for k in range(number * m)
+            ]
+            assert [used[k] for k in range(number * m)] == expected
+            both = {(one.microbatch, one.version) for one in program.instructions if one.op in (Op.FORWARD, Op.BACKWARD)}
+            assert len(both) == number * m  # forward and backward have the same
+            learning = {one.bucket for one in program.instructions if one.op is Op.STEP}
+            kept = pp - stage - 1 if schedule == "pipedream" else 1
+            if stage < pp - 1 or schedule == "pipedream":
+                assert len(program.stashes) == kept * len(learning)
+
+
+def test_what_stages_of_their_own_cannot_have() -> None:
+    torch.manual_seed(0)
+    module, _ = deep("gpt", 2)
+    compiled = Compiled(module, plan_of("pipedream", 2), batches(1)[0])
+    with pytest.raises(ConfigError, match="wte.weight is used by stages 0 and 1; legal: weights that are not tied"):
+        compiled.programs(compiled.general, 1)
+    module, _ = deep("llama", 2)
+    compiled = Compiled(module, plan_of("pipedream", 2), batches(1)[0])
+
+    def clipped(comm: Communicator) -> None:
+        Engine(compiled, comm, OptimizerChoice("sgd"), clip_norm=1.0)
+
+    with pytest.raises(ConfigError, match='clip_norm: 1 is not legal with schedule "pipedream"'):
+        run_ranks(compiled.plan.mesh, clipped, timeout=60)
+
+
+# ---- windows of a Trainer ----------------------------------------------------------------------------------------------
+
+
+def trained(plan: Plan, given: list[dict[str, Tensor]], module: nn.Module, **options: Any) -> list[Any]:
+    """What each rank gets of all steps, or its error."""
+    compiled = Compiled(module, plan, given[0])
+
+    def rank(comm: Communicator) -> Any:
+        options_of = dict(options)
+        stop_after = options_of.pop("stop_after", None)
+        with Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, given[0], comm=comm, **options_of) as trainer:
+            feed = iter([Batch(one, ROWS, (), ()) for one in given])
+            found = []
+            try:
+                for result in trainer.steps(feed, len(given)):
+                    found.append(result)
+                    if len(found) == stop_after:
+                        trainer.request_stop()
+            except NonFiniteError as error:
+                return found, error, trainer.state_dict()
+            return found, trainer.stopping, trainer.state_dict()
+
+    return run_ranks(plan.mesh, rank, timeout=120)
+
+
+def test_results_come_in_order_and_all_ranks_agree() -> None:
+    torch.manual_seed(0)
+    module, _ = deep("gpt", 2)
+    given = batches(7)
+    several = trained(plan_of("pipedream-2bw", 2, 2, window=3), given, module)
+    losses = [[float(r.loss) for r in found] for found, _, _ in several]
+    assert losses[0] == losses[1] and len(losses[0]) == 7
+    oracle = Oracle(module.eval(), precision="fp32")
+    first = [oracle.step(one).loss for one in given[:2]]  # nothing has been updated for the first two of a window
+    module.train()
+    assert abs(losses[0][0] - first[0]) < 0.2 and abs(losses[0][1] - first[1]) < 0.2  # but for dropout
+
+
+def test_a_step_that_is_not_finite_ends_the_window() -> None:
+    """2BW undoes it: what comes after is skipped, on all stages."""
+    torch.manual_seed(0)
+    module, _ = deep("llama", 2)
+    given = batches(6)
+    plan = plan_of("pipedream-2bw", 2, 2, window=6)
+    compiled = Compiled(module, plan, given[0])
+
+    def rank(comm: Communicator) -> Any:
+        with Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, given[0], comm=comm) as trainer:
+
+            def inspect(position: int, what: str, values: list[Tensor]) -> None:
+                if what == "output" and trainer.engine.step_index > 3 and values[0].requires_grad:
+                    values[0].data.fill_(float("nan"))
+
+            trainer.engine.interpreter.inspect = inspect
+            feed = iter([Batch(one, ROWS, (), ()) for one in given])
+            with pytest.raises(NonFiniteError) as caught:
+                list(trainer.steps(feed, len(given)))
+            return caught.value.step, trainer.state_dict()
+
+    found = run_ranks(plan.mesh, rank, timeout=120)
+    assert len({step for step, _ in found}) == 1
+    step, state = found[0]
+    assert step <= 3
+    before = trained(plan, given[:step], module)[0][2]
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
+def test_a_wish_to_stop_comes_after_the_window() -> None:
+    torch.manual_seed(0)
+    module, _ = deep("llama", 2)
+    for found, stopping, _ in trained(plan_of("pipedream", 2, window=4), batches(12), module, stop_after=3):
+        assert len(found) == 8 and stopping
+
+
+def test_an_overflow_under_2bw_skips_one_update_on_all_stages() -> None:
+    """The scale goes down, and batches keep the scale that their weights' time had."""
+    torch.manual_seed(0)
+    module, _ = deep("llama", 2)
+    plan = plan_of("pipedream-2bw", 2, 2, precision="fp16", window=8)
+    scale = ScaleChoice(initial=2.0**40)
+    for found, _, state in trained(plan, batches(8), module, loss_scale=scale):
+        skipped = [bool(r.skipped) for r in found]
+        assert skipped[0] and all(torch.isfinite(v).all() for v in state.values() if v.is_floating_point())
+        scales = [float(r.scale) for r in found]
+        assert scales[0] == scales[1] == 2.0**40 and scales[2] < scales[0]
+
+
+def test_a_steady_window_is_no_longer_than_the_plan_s() -> None:
+    assert steady(plan_of("1f1b", 2, 4)) == 1
+    assert steady(plan_of("pipedream-2bw", 2, 4, window=2)) == 2
+    assert steady(plan_of("pipedream", 4, window=64)) == 7
+    assert windows(plan_of("pipedream", 4, window=5), 12) == [(0, 5), (5, 10), (10, 12)]
