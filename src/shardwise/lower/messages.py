@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.lower.draft import Draft
@@ -12,6 +14,7 @@ from shardwise.lower.stages import Cut
 from shardwise.parallel.pipeline import PIPELINE
 
 BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
+NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def messages(drafts: Sequence[Draft], cut: Cut, microbatches: int) -> None:
     found = [one for m in range(microbatches) for one in (*_activations(places, cut, m), *_gradients(places, cut, m))]
     found.sort(key=lambda one: (one.made, one.to))
     for rank, here in enumerate(places):
-        _send(here, [one for one in found if one.source == rank])
+        _send(here, [one for one in found if one.source == rank], [one for one in found if one.to == rank])
         for source in sorted({one.source for one in found if one.to == rank}):
             _receive(here, [one for one in found if (one.source, one.to) == (source, rank)])
 
@@ -95,18 +98,37 @@ def _gradients(places: Sequence[_Places], cut: Cut, m: int) -> Iterator[_Message
                 yield _Message(source, to, made, needed, unit, m, names, True)
 
 
-def _send(here: _Places, mine: Sequence[_Message]) -> None:
+def _send(here: _Places, mine: Sequence[_Message], answers: Sequence[_Message]) -> None:
     last = {one.sent: one for one in mine}
+    arrived = {to: _Arrived([one for one in answers if one.source == to]) for to in {one.to for one in mine}}
+    known: dict[Buffer, int] = {}  # when all who were sent it are known to have it
+    for one in mine:
+        known[one.sent] = max(known.get(one.sent, 0), arrived[one.to].known(one))
     for one in mine:
         # What nobody here reads any more ends with its last message.
         ends = last[one.sent] is one and here.freed.get(one.sent, one.made) <= one.made
         if ends and one.sent in here.freed:
             here.draft.keep(here.freed[one.sent], one.sent)
+        if ends and known[one.sent] < NEVER:  # what frees it as well waits for the SEND
+            here.draft.edit(known[one.sent], add_frees=(one.sent,))
         send = Instruction(
             Op.SEND, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.to - one.source), lane=Lane.SEND,
             reads=(one.sent,), frees=(one.sent,) if ends else (), tensors=one.tensors,
         )  # fmt: skip
         here.draft.after[one.made].append(send)
+
+
+class _Arrived:
+    """When a rank can tell that another has what it was sent: it reads something that the other sent after having used that.  To wait
+    for the SEND there, so that what was sent ends, waits for nothing more."""
+
+    def __init__(self, answers: Sequence[_Message]) -> None:
+        self.made = [one.made for one in answers]
+        self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][::-1]  # the first from here on
+
+    def known(self, one: _Message) -> int:
+        """The position of computing; beyond the last where it does not."""
+        return self.needed[bisect_left(self.made, one.needed)]
 
 
 def _receive(here: _Places, mine: Sequence[_Message]) -> None:
