@@ -13,6 +13,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.parallel.pipeline import role
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
@@ -89,6 +90,7 @@ class Trainer:
         self._record = Progress.from_environment() if progress is None and comm is None else None
         if self._record is not None:
             progress = self._record.instruction
+            self._record.take(role(plan, self._record.rank))
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         shared = isinstance(module, Compiled)

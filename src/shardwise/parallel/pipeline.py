@@ -11,7 +11,7 @@ from itertools import accumulate
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
-from shardwise.parallel.schedule import check_schedule
+from shardwise.parallel.schedule import check_schedule, rank_of
 
 PIPELINE = "pp"
 
@@ -28,6 +28,14 @@ def pipeline(
     others = tuple(axis for axis in plan.mesh.axes if axis.name != PIPELINE)
     mesh = Mesh((Axis(PIPELINE, size), *others)) if size > 1 else Mesh(others)
     return plan.replace(mesh=mesh, schedule=schedule, stages_per_rank=stages_per_rank, stages=tuple(stages))
+
+
+def role(plan: Plan, rank: int) -> str:
+    """The stages of a rank in words, ``stage 1`` or ``stages 0, 3``; nothing where there is no pipeline."""
+    size = plan.mesh.axis_size(PIPELINE)
+    place = plan.mesh.index(rank, PIPELINE)
+    own = [str(s) for s in range(size * plan.stages_per_rank) if size > 1 and rank_of(plan.schedule, s, size) == place]
+    return f"stage{'s' * (len(own) > 1)} {', '.join(own)}" if own else ""
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
