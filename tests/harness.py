@@ -39,7 +39,7 @@ class Unseen:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.one, name)
-        if name not in ("all_reduce", "all_gather", "reduce_scatter", "wait"):
+        if name not in ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "wait"):
             return value
 
         def unseen(*args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.parallel.pipeline import role
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
@@ -93,6 +94,8 @@ class Trainer:
             progress = self._record.instruction
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
+        if self._record is not None:
+            self._record.take(role(plan, self.comm.rank))
         shared = isinstance(module, Compiled)
         self.compiled = (
             module if isinstance(module, Compiled) else Compiled(module, plan, example, loss, self.comm.device, initial=initial)

@@ -37,6 +37,49 @@ def troubled(trouble: str, sample: int) -> nn.Module:
     return Troubled(trouble, sample)
 
 
+CALLS = [0]  # of ``late`` in this process
+
+
+@torch.library.custom_op("troubled::late", mutates_args=())
+def late(x: Tensor, call: int) -> Tensor:
+    """A copy; that of this ``call`` does not come."""
+    CALLS[0] += 1
+    if CALLS[0] == call:
+        time.sleep(1000)
+    return x.clone()
+
+
+@late.register_fake
+def _(x: Tensor, call: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+late.register_autograd(
+    lambda ctx, grad: (late(grad, ctx.call), None), setup_context=lambda ctx, inputs, output: setattr(ctx, "call", inputs[1])
+)
+
+
+class Stages(nn.Module):
+    """Blocks, of which one hangs once."""
+
+    def __init__(self, block: int, blocks: int, call: int) -> None:
+        super().__init__()
+        self.block, self.call = block, call
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(blocks))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            if i == self.block:
+                x = late(x, self.call)
+        return (self.last(x) - y).square().mean()
+
+
+def stages(block: int, blocks: int, call: int) -> nn.Module:
+    return Stages(block, blocks, call)
+
+
 class Points:
     """Sixteen points."""
 

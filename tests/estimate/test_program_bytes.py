@@ -14,11 +14,14 @@ from real import compiled, differences, measured, predicted
 from torch import Tensor
 
 import zoo
+from shardwise.core.instruction import Buffer
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.timeline import Category, total
+from shardwise.lower import messages
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
@@ -52,8 +55,10 @@ def made(name: str, one: dict[str, Any]) -> tuple[Compiled, dict[str, Tensor]]:
     """A model under a plan, with a batch in its precision: each rank has a row of each microbatch, some have two."""
     model = zoo.make(name)
     batch = {k: v.double() if one.get("precision") == "fp64" and v.is_floating_point() else v for k, v in model.batch.items()}
-    fields = {k: v for k, v in one.items() if k not in ("ranks", "zero", "replicas")}
+    fields = {k: v for k, v in one.items() if k not in ("ranks", "zero", "replicas", "pp", "schedule")}
     plan = data_parallel(Plan(**fields), one.get("ranks", 1), one.get("zero", 0), one.get("replicas", 1))
+    if "pp" in one:
+        plan = pipeline(plan, one["pp"], one["schedule"])
     return Compiled(model.module, plan, batch, model.loss), batch
 
 
@@ -160,3 +165,47 @@ def test_every_instruction_of_backwards_in_two_parts(name: str, order: str, one:
         with split(order):
             subject, batch = made(name, plan)
             assert differences(subject, batch) == [], plan
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v")
+
+
+def pipelines() -> Iterator[Any]:
+    """Every schedule with every way to recompute, with and without ZeRO-3, on tied and untied models; few of them without ``full``."""
+    few = {("own gpt", "1f1b", "none", 1), ("own llama", "1f1b", "selective", 2), ("own llama", "interleaved", "full", 1)}
+    few |= {("own gpt", "zb-h1", "full", 1), ("own gpt", "zbv", "selective", 1), ("own llama", "zbv", "none", 2)}
+    for name, schedule, recompute, ranks in itertools.product(
+        ("own gpt", "own llama"), SCHEDULES, ("none", "selective", "full"), (1, 2)
+    ):
+        one: dict[str, Any] = {"pp": 2, "schedule": schedule, "recompute": recompute, "microbatches": 3}
+        one |= {"ranks": 2, "zero": 3} if ranks > 1 else {}
+        chosen = (name, schedule, recompute, ranks) in few
+        yield pytest.param(name, one, id=f"{name} {case(one)}", marks=() if chosen else pytest.mark.full)
+    for name, one in (
+        ("own gpt", {"pp": 3, "schedule": "1f1b", "microbatches": 7, "precision": "bf16"}),
+        ("own llama", {"pp": 2, "schedule": "zbv", "microbatches": 3, "ranks": 2, "zero": 1, "precision": "bf16"}),
+        ("own gpt", {"pp": 2, "schedule": "zb-h1", "microbatches": 3, "ranks": 2, "zero": 2, "recompute": "full"}),
+        ("mixtral", {"pp": 2, "schedule": "1f1b", "microbatches": 3, "precision": "fp16", "ranks": 2, "zero": 3}),
+    ):
+        yield pytest.param(name, one, id=f"{name} {case(one)}", marks=pytest.mark.full)
+
+
+@pytest.mark.parametrize(("name", "one"), pipelines())
+def test_every_instruction_of_a_pipeline(name: str, one: dict[str, Any]) -> None:
+    """On every rank of every stage: also what is received, and what is sent until it is known to have arrived."""
+    subject, batch = made(name, one)
+    assert differences(subject, batch) == []
+
+
+def held_by_the_last_stage(microbatches: int) -> int:
+    """Bytes beside model states and batch at the peak, where each microbatch is a row."""
+    subject, batch = made("own mlp", {"pp": 2, "schedule": "1f1b", "microbatches": microbatches, "recompute": "full"})
+    found = predicted(subject, {n: v[:1].repeat(microbatches, *[1] * (v.dim() - 1)) for n, v in batch.items()}, rank=1)
+    return found.peak[Category.ACTIVATIONS] - found.persistent[Buffer("batch")]
+
+
+def test_a_stage_does_not_hold_what_others_have_received(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients that a stage has sent end while the step goes on: however many microbatches there are, as many are held."""
+    assert held_by_the_last_stage(4) == held_by_the_last_stage(7)
+    monkeypatch.setattr(messages._Arrived, "known", lambda *_: messages.NEVER)
+    assert held_by_the_last_stage(4) < held_by_the_last_stage(7)

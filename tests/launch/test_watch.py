@@ -80,6 +80,16 @@ def test_a_rank_that_others_wait_for_hangs(start: Start) -> None:
     )
 
 
+def test_stages_are_named_and_who_waits_for_them(start: Start) -> None:
+    waits = "progress.take('stages 0, 3'); at(3, 7, Op.RECEIVE); progress.wait('receive of h among ranks [1, 0]'); sleep()"
+    ranks = ("progress.take('stages 1, 2'); at(3, 2, Op.BACKWARD); sleep()", *[waits] * 5)
+    found = look(start(*ranks, timeout=0.6), 20)
+    assert found is not None and found.culprits == (0,)
+    assert found.message.startswith("rank 0 (stages 1, 2) hangs at BACKWARD u2 m0 of step 3; rank 1 (stages 0, 3) waits ")
+    assert "for receive of h among ranks [1, 0], at RECEIVE u7 m0 of step 3; rank 2" in found.message
+    assert "rank 4 (stages 0, 3)" in found.message and "rank 5" not in found.message and "; 1 more rank waits (" in found.message
+
+
 def test_also_a_busy_one(start: Start) -> None:
     found = look(start("at(3, 7); progress.wait('all_reduce'); sleep()", "at(3, 2); spin()", timeout=0.6), 10)
     assert found is not None and found.culprits == (1,)

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import rank_rows
+from shardwise.data.loader import AXES, rank_rows
 from shardwise.models.gpt import GPT
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
@@ -26,9 +28,13 @@ class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.norm, self.after = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)
+        self.between = nn.ModuleList([nn.Linear(8, 8) for _ in range(2)])
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.after(F.dropout(self.norm(self.before(x)), 0.5, self.training)), y)
+        h = F.dropout(self.norm(self.before(x)), 0.5, self.training)
+        for one in self.between:
+            h = torch.tanh(one(h))
+        return F.mse_loss(self.after(h), y)
 
 
 def subject(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -45,13 +51,28 @@ def subject(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", ["normed", "gpt"])
 def test_evaluation(name: str, dp: int, microbatches: int) -> None:
+    check(name, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"))
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "schedule", "microbatches", "dp", "zero"),
+    [("gpt", 2, "1f1b", 3, 1, 0), ("gpt", 3, "zb-h1", 2, 2, 1), ("gpt", 2, "interleaved", 3, 1, 0), ("gpt", 2, "zbv", 2, 2, 3),
+     ("gpt", 4, "naive", 1, 1, 0), ("normed", 2, "1f1b", 3, 2, 0), ("normed", 2, "dualpipe-v", 3, 1, 0)],
+)  # fmt: skip
+def test_evaluation_in_a_pipeline(name: str, pp: int, schedule: str, microbatches: int, dp: int, zero: int) -> None:
+    """The first and the last stage have the same embedding, one has the running statistics."""
+    check(name, pipeline(data_parallel(Plan(microbatches=microbatches, precision="fp64"), dp, zero), pp, schedule))
+
+
+def check(name: str, plan: Plan) -> None:
+    """The loss is that of one device with the weights of that moment, on all ranks; nothing changes by it."""
     module, batch = subject(name)
-    plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64")
     compiled = Compiled(module, plan, batch)
 
     def rank(comm: Communicator) -> Any:
         engine = Engine(compiled, comm, OptimizerChoice("adamw", lr=1e-2))
-        own = [i for a, b in rank_rows(7, microbatches, dp, comm.mesh.index(comm.rank, ("dp",))) for i in range(a, b)]
+        parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
+        own = [i for a, b in rank_rows(7, plan.microbatches, parts, index) for i in range(a, b)]
         fields = {k: v[own] for k, v in batch.items()}
         engine.step(fields, 7)
         state = engine.state_dict()

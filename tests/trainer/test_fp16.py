@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.data.loader import Batch, rank_rows
+from shardwise.data.loader import AXES, Batch, rank_rows
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import LossScaleError, Trainer
@@ -43,15 +44,17 @@ def batch(step: int, spike: float = 1.0, row: int = -1) -> dict[str, Tensor]:
     return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous(), "spike": spikes}
 
 
-def run(plan: Plan, batches: list[dict[str, Tensor]], scale: ScaleChoice | None = None) -> list[list[dict[str, Any]]]:
+def run(
+    plan: Plan, batches: list[dict[str, Tensor]], scale: ScaleChoice | None = None, module: nn.Module | None = None
+) -> list[list[dict[str, Any]]]:
     """What each rank saw of each step, and its weights after it."""
-    compiled = Compiled(Spiked(), plan, batches[0])
+    compiled = Compiled(module or Spiked(), plan, batches[0])
 
     def rank(comm: ThreadCommunicator) -> list[dict[str, Any]]:
         trainer = Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, {}, clip_norm=1.0, comm=comm, loss_scale=scale)
         seen = []
         for given in batches:
-            ranges = rank_rows(ROWS, plan.microbatches, comm.mesh.size, comm.rank)
+            ranges = rank_rows(ROWS, plan.microbatches, comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES))
             mine = {n: torch.cat([v[a:b] for a, b in ranges]) for n, v in given.items()}
             result = trainer.step(Batch(mine, ROWS, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges)))
             assert result.scale is not None
@@ -124,3 +127,79 @@ def test_first_gradients_are_as_near_to_the_truth_as_one_device(zero: int, dp: i
     report = verify(Spiked(), [batch(i) for i in range(2)], data_parallel(Plan(precision="fp16", microbatches=2), dp, zero))
     assert report.passed, (report.worst[:3], report.low_precision)
     assert report.low_precision is not None
+
+
+# ---- pipelines -----------------------------------------------------------------------------------------------------------
+
+
+class Probed(nn.Module):
+    """Blocks with a *probe*, a parameter whose gradient alone is multiplied by a field: overflows begin and end there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.probes = nn.ParameterList(nn.Parameter(torch.zeros(6)) for _ in range(4))
+
+    def forward(self, x: Tensor, probe: Tensor) -> Tensor:
+        for i, (block, one) in enumerate(zip(self.blocks, self.probes, strict=True)):
+            x = torch.tanh(block(x)) + one * probe[:, i, None]
+        return x.square().mean()
+
+
+def probed(step: int, block: int = -1) -> dict[str, Tensor]:
+    """The gradient of a block's probe overflows, or none does; of the last row, so it is on one rank of the batch axes alone."""
+    probe = torch.zeros(ROWS, 4)
+    if block >= 0:
+        probe[-1, block] = 6e4
+    return {"x": torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(step)), "probe": probe}
+
+
+PROBES = [probed(0), probed(1), probed(2, 0), probed(3), probed(4, 3), probed(5, 1), probed(6)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "dp", "zero"),
+    [("1f1b", 2, 1, 0), ("zb-h1", 3, 1, 0), ("1f1b", 2, 2, 1), ("zbv", 2, 2, 3), ("interleaved", 2, 1, 0)],
+)
+def test_an_overflow_on_one_stage_skips_the_step_on_all(schedule: str, microbatches: int, dp: int, zero: int) -> None:
+    """On the first stage, on the last, on one in between; nothing of a skipped step is left on any."""
+    plan = pipeline(data_parallel(Plan(precision="fp16", microbatches=microbatches), dp, zero), 2, schedule)
+    ranks = run(plan, PROBES, module=Probed())
+    assert len(ranks) == 2 * dp
+    for seen in ranks:
+        assert [step["skipped"] for step in seen] == SKIPPED
+        assert [step["scale"] for step in seen] == SCALES
+        for before, after in zip(seen, seen[1:], strict=False):
+            same = all(torch.equal(after["state"][n], v) for n, v in before["state"].items())
+            assert same == after["skipped"]
+    assert all(torch.equal(v, ranks[-1][-1]["state"][n]) for n, v in ranks[0][-1]["state"].items())
+
+
+@pytest.mark.parametrize(("block", "unit"), [(0, "blocks.0"), (3, "tail")])  # what comes after the last block
+def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, unit: str) -> None:
+    plan = pipeline(Plan(precision="fp16", microbatches=2), 2)
+    with pytest.raises(LossScaleError, match=r"step 4: .* 3 steps in a row") as error:
+        run(plan, [probed(0), probed(1), *(probed(i, block) for i in range(2, 9))], ScaleChoice(patience=3), Probed())
+    assert error.value.unit == unit
+
+
+@pytest.mark.parametrize(
+    ("precision", "schedule", "dp", "zero"),
+    [
+        ("fp16", "1f1b", 1, 0),
+        ("fp16", "zb-h1", 2, 3),
+        ("bf16", "1f1b", 1, 0),
+        ("bf16", "zbv", 1, 0),
+        ("bf16", "interleaved", 2, 1),
+    ],
+)
+def test_first_gradients_of_pipelines_are_as_near_to_the_truth(precision: Any, schedule: str, dp: int, zero: int) -> None:
+    torch.manual_seed(0)
+    plan = pipeline(data_parallel(Plan(precision=precision, microbatches=2), dp, zero), 2, schedule)
+    report = verify(Spiked(), [batch(i) for i in range(2)], plan)
+    assert report.passed, (report.worst[:3], report.low_precision)
+    assert report.ranks_agree
+    assert (
+        report.low_precision is not None and report.low_precision["one_device"] > 1e-4
+    )  # so it is low precision that is compared

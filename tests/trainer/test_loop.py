@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import TCPStore
 
+import shardwise
 from shardwise import Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.loop import choice_of, distribute
@@ -206,3 +213,101 @@ def test_parts_in_evaluation_mode(frozen: str) -> None:
             optimizer.step()
             losses[index].append(loss.item())
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+PIPELINE = """
+import json, os, sys
+import torch
+from shardwise import Plan
+from shardwise.loop import distribute
+from shardwise.models import GPT
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.runtime.connect import connect
+
+backend, schedule, dp, zero = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+torch.set_num_threads(1)
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 31, (9, 13), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[step % 9, 3:] = -100
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+
+def run(model, optimizer, schedule, clip):
+    losses = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        clip()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if step == 3:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(**batch(99)).item())
+            model.train()
+    return losses
+
+torch.manual_seed(0)
+plain = GPT(vocabulary=31, width=16, layers=6, heads=2, context=12).double()
+ours = GPT(vocabulary=31, width=16, layers=6, heads=2, context=12).double()
+ours.load_state_dict(plain.state_dict())
+
+def made(module):
+    theirs = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    return theirs, torch.optim.lr_scheduler.StepLR(theirs, 2, gamma=0.5)
+
+theirs, rates = made(plain)
+expected = run(plain, theirs, rates, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
+theirs, rates = made(ours)
+plan = pipeline(data_parallel(Plan(precision="fp64", microbatches=4), dp, zero), 2, schedule)
+model, optimizer = distribute(ours, theirs, plan, clip_norm=0.3, comm=connect(plan.mesh, backend=backend))
+found = run(model, optimizer, rates, lambda: None)
+state = model.state_dict()
+off = max(float((state[n] - v).abs().max() / v.abs().max()) for n, v in plain.state_dict().items())
+print(json.dumps([expected, found, off]), flush=True)
+model.trainer.comm.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "schedule", "dp", "zero"),
+    [
+        ("gloo", "zb-h1", 1, 0),
+        pytest.param("shared", "1f1b", 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "zbv", 2, 3, marks=pytest.mark.full),
+    ],
+)
+def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str, dp: int, zero: int) -> None:
+    """In processes: a tied GPT, clipping, a schedule of rates and an evaluation in between, in fp64 as plain torch has them."""
+    script = tmp_path / "loop.py"
+    script.write_text(PIPELINE)
+    ranks, store = 2 * dp, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    variables = {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+        "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": Path(shardwise.__file__).parents[1],
+    }  # fmt: skip
+    common = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), backend, schedule, str(dp), str(zero)], env={**common, "RANK": str(rank)},
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    try:
+        ended = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(process.returncode for process in processes), [errors[-2000:] for _, errors in ended]
+    for output, _ in ended:
+        expected, found, off = json.loads(output.splitlines()[-1])
+        assert len(set(expected)) == 7
+        assert found == pytest.approx(expected, rel=1e-10, abs=0)
+        assert off < 1e-10

@@ -26,6 +26,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import AUTO, SCHEDULES
 from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads, verify
 
@@ -185,6 +186,40 @@ def test_other_models(name: str, schedule: str) -> None:
     report = verify(module.train(), [make(rows) for rows in (13, 12, 7)], plan, loss=loss)
     assert report.passed, (report.largest, report.worst[:3])
     assert report.ranks_agree
+
+
+# ---- clipping ------------------------------------------------------------------------------------------------------------
+
+TIED: list[Case] = [
+    ("gpt", "1f1b", 2, 4, 0, 1, "none"),
+    ("gpt", "zb-h1", 4, 4, 1, 2, "full"),
+    ("gpt2", "interleaved", 2, 5, 3, 2, "none"),
+]
+
+
+def norms(case: Case, clip_norm: float) -> list[list[float]]:
+    """Of each rank's steps."""
+    compiled = subject(case[0])[2].under(plan_of(case))
+    return [
+        [step.grad_norm for step in rank]
+        for rank in run_threads(compiled, lambda comm: run_steps(compiled, comm, subject(case[0])[1], OPTIMIZER, clip_norm, 0))
+    ]
+
+
+@pytest.mark.parametrize("case", TIED, ids=lambda case: "-".join(map(str, case)))
+def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks clip by the norm that one device has, with a limit that clips every step (so that later norms follow from it)."""
+    name, m = case[0], case[3]
+    module, batches, _ = subject(name)
+    oracle = Oracle(
+        module, None, plain_optimizer(OPTIMIZER), microbatches=m, seed=0, clip_norm=CLIP / 20, decays=OPTIMIZER.decays
+    )
+    truth = [oracle.step(batch, OPTIMIZER.learning_rate(i)).grad_norm for i, batch in enumerate(batches)]
+    assert min(truth) > 2 * CLIP / 20
+    for rank in norms(case, CLIP / 20):
+        assert rank == pytest.approx(truth, rel=TOLERANCE, abs=0)
+    monkeypatch.setattr(Engine, "counts", lambda *_: True)  # control: every stage counts what it has
+    assert norms(case, CLIP / 20)[0] != pytest.approx(truth, rel=1e-4, abs=0)
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The bytes a rank holds at every instruction of a program: pure data, from the program and the sizes of what it names.
 
-A buffer is alive from the first instruction that makes a part of it to the one that frees it; while an instruction runs it may
-need more than it leaves.  Persistent buffers are alive from the start and for good.
+A buffer is alive from the first instruction that makes a part of it to the one that frees it, or, if that communicates, to the one that
+waits for it; while an instruction runs it may need more than it leaves.  Persistent buffers are alive from the start and for good.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from shardwise.core.instruction import Buffer, Instruction
+from shardwise.core.instruction import Buffer, Instruction, Lane
 
 Made = Mapping[Buffer, Mapping[str, int]]
 """Bytes by buffer and part: a part that is made again takes the place of the one that was there."""
@@ -97,8 +97,19 @@ def timeline(instructions: Sequence[Instruction], sizes: Sizes) -> Timeline:
     for buffer, size in sizes.persistent.items():
         now[CATEGORY[buffer.kind]] += size
     moments = []
-    for one in instructions:
-        before, at, more = dict(now), dict(now), sizes.peak(one)
+    posted: dict[int, Instruction] = {}  # what frees something once it is done, which is known when somebody has waited for it
+
+    def free(one: Instruction) -> None:
+        for buffer in one.frees:
+            if buffer not in sizes.persistent:
+                now[CATEGORY[buffer.kind]] -= sum(alive.pop(buffer, {}).values())
+
+    for position, one in enumerate(instructions):
+        before = dict(now)
+        for end in one.waits:
+            for earlier in [p for p, other in posted.items() if p <= end and other.queue == instructions[end].queue]:
+                free(posted.pop(earlier))
+        at, more = dict(now), sizes.peak(one)
         for buffer, parts in sizes.made(one).items():
             held, category = alive.setdefault(buffer, {}), CATEGORY[buffer.kind]
             grown = sum(parts.values()) - sum(held.get(p, 0) for p in parts)
@@ -108,8 +119,10 @@ def timeline(instructions: Sequence[Instruction], sizes: Sizes) -> Timeline:
             at[category] += left
             more -= left
         at[Category.TEMPORARY] += more
-        for buffer in one.frees:
-            if buffer not in sizes.persistent:
-                now[CATEGORY[buffer.kind]] -= sum(alive.pop(buffer, {}).values())
+        at = max(before, at, key=total)  # what it waits for has ended before its own peak
+        if one.lane is Lane.COMPUTE:
+            free(one)
+        elif one.frees:
+            posted[position] = one
         moments.append(Moment(before, at, dict(now)))
     return Timeline(tuple(instructions), tuple(moments))

@@ -197,7 +197,7 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
     errors = read_errors(watcher.run_dir)
     first = first_cause(errors)
     if first is not None:
-        origin = f"rank {first.rank} failed at {first.place}: " if first.kind == "other" else ""
+        origin = f"{_name(watcher.run_dir, first.rank)} failed at {first.place}: " if first.kind == "other" else ""
         return _failed(watcher, origin + first.message, first.kind, first.rank, [])
     if hang is not None:
         rank = hang.culprits[0] if hang.culprits else None
@@ -209,7 +209,8 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         for rank, code in exit_codes.items():
             if rank not in failed | ours and asked == (code in (-signal.SIGTERM, 128 + signal.SIGTERM)):
                 cause = "lost" if code < 0 or asked else "other"
-                return _failed(watcher, f"rank {rank} {_ended(code)}{_place(watcher.run_dir, rank)}", cause, rank, [])
+                name, place = _name(watcher.run_dir, rank), _place(watcher.run_dir, rank)
+                return _failed(watcher, f"{name} {_ended(code)}{place}", cause, rank, [])
     if errors:
         return _failed(watcher, errors[0].message, errors[0].kind, errors[0].rank, [])
     return _failed(watcher, "the ranks ended", "lost", None, watcher.report())
@@ -225,6 +226,11 @@ def _ended(code: int) -> str:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in {int(known) for known in signal.Signals} else f"signal {-code}"
     return f"was killed ({name}{', by the system if memory ran out' if code == -signal.SIGKILL else ''})"
+
+
+def _name(run_dir: Path, rank: int) -> str:
+    record = read_record(run_dir, rank)
+    return f"rank {rank}" if record is None else record.name
 
 
 def _place(run_dir: Path, rank: int) -> str:

@@ -16,6 +16,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
+from shardwise.parallel.pipeline import role
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
@@ -50,6 +51,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
     comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
+    progress.take(role(plan, comm.rank))
     _start_log(comm.rank, Path(config.train.run_dir))
     try:
         run = _build(config, plan, comm, side)

@@ -21,6 +21,7 @@ STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
 STACK_TIME = 2.0  # seconds that it has to answer
 POLL_STACK = 0.1
 STACK_LINES = 30
+PEERS = 4  # ranks that wait which a message names; the report has all of them
 LOADER = "shardwise/data/loader.py"
 IDLE = 0.05  # share of a core below which a silent process is thought to do nothing
 
@@ -163,7 +164,7 @@ class Watcher:
 
     def report(self) -> list[str]:
         """One line a rank: where it is."""
-        return [f"rank {rank}: {one.describe()}" for rank, one in sorted(self.watched.items())]
+        return [f"{self._name(rank)}: {one.describe()}" for rank, one in sorted(self.watched.items())]
 
     def stack(self, rank: int) -> list[str]:
         """Where a rank's Python code is, as its main thread says when asked; nothing if it does not answer."""
@@ -250,8 +251,16 @@ class Watcher:
         parts = []
         for rank in sorted(culprits):
             record = self.watched[rank].record
-            parts.append(f"rank {rank} {what} at {record.place if record else 'its start'}")
+            parts.append(f"{self._name(rank)} {what} at {record.place if record else 'its start'}")
+        peers = [rank for rank, one in sorted(self.watched.items()) if rank not in culprits and one.alive and one.waiting]
+        parts += [f"{self._name(rank)} {self.watched[rank].describe()}" for rank in peers[:PEERS]]
+        more = len(peers) - PEERS
+        parts += [f"{more} more rank{'s wait' if more > 1 else ' waits'}"] if more > 0 else []
         return Hang(tuple(sorted(culprits)), f"{'; '.join(parts)} ({self._limit()})")
+
+    def _name(self, rank: int) -> str:
+        record = self.watched[rank].record
+        return record.name if record else f"rank {rank}"
 
     def _limit(self) -> str:
         return f"train.hang_timeout = {self.timeout:g} s"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+import sys
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.lower.draft import Draft
@@ -12,6 +14,7 @@ from shardwise.lower.stages import Cut
 from shardwise.parallel.pipeline import PIPELINE
 
 BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
+NEVER = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def messages(drafts: Sequence[Draft], cut: Cut, microbatches: int) -> None:
         sent[one.source].append(one)
         received[one.to].setdefault(one.source, []).append(one)
     for rank, here in enumerate(places):
-        _send(here, sent[rank])
+        _send(here, sent[rank], received[rank])
         for _, mine in sorted(received[rank].items()):
             _receive(here, mine)
 
@@ -107,18 +110,37 @@ def _in_microbatch(edges: Sequence[_Edge], places: Sequence[_Places], m: int) ->
             yield _Message(**vars(edge), microbatch=m, made=source.written[Buffer("gradient", *key)], needed=to.backward[key])
 
 
-def _send(here: _Places, mine: Sequence[_Message]) -> None:
+def _send(here: _Places, mine: Sequence[_Message], answers: Mapping[int, Sequence[_Message]]) -> None:
     last = {one.sent: one for one in mine}
+    arrived = {to: _Arrived(answers.get(to, ())) for to in {one.to for one in mine}}
+    known: dict[Buffer, int] = {}  # when all who were sent it are known to have it
+    for one in mine:
+        known[one.sent] = max(known.get(one.sent, 0), arrived[one.to].known(one))
     for one in mine:
         # What nobody here reads any more ends with its last message.
         ends = last[one.sent] is one and here.freed.get(one.sent, one.made) <= one.made
         if ends and one.sent in here.freed:
             here.draft.keep(here.freed[one.sent], one.sent)
+        if ends and known[one.sent] < NEVER:  # what frees it as well waits for the SEND
+            here.draft.edit(known[one.sent], add_frees=(one.sent,))
         send = Instruction(
             Op.SEND, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.to - one.source), lane=Lane.SEND,
             reads=(one.sent,), frees=(one.sent,) if ends else (), tensors=one.tensors,
         )  # fmt: skip
         here.draft.after[one.made].append(send)
+
+
+class _Arrived:
+    """When a rank can tell that another has what it was sent: it reads something that the other sent after having used that.  To wait
+    for the SEND there, so that what was sent ends, waits for nothing more."""
+
+    def __init__(self, answers: Sequence[_Message]) -> None:
+        self.made = [one.made for one in answers]
+        self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][::-1]  # the first from here on
+
+    def known(self, one: _Message) -> int:
+        """The position of computing; beyond the last where it does not."""
+        return self.needed[bisect_left(self.made, one.needed)]
 
 
 def _receive(here: _Places, mine: Sequence[_Message]) -> None:

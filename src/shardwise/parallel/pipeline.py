@@ -12,7 +12,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import homes, read
-from shardwise.parallel.schedule import AUTO, check_schedule
+from shardwise.parallel.schedule import AUTO, check_schedule, rank_of
 
 PIPELINE = "pp"
 
@@ -40,6 +40,19 @@ def pipeline(
     return plan.replace(
         mesh=mesh, schedule=schedule, stages_per_rank=stages_per_rank, stages=tuple(stages), timetable=tuple(timetable)
     )
+
+
+def role(plan: Plan, rank: int) -> str:
+    """The stages of a rank in words, ``stage 1`` or ``stages 0, 3``; nothing where there is no pipeline."""
+    size, place = plan.mesh.axis_size(PIPELINE), plan.mesh.index(rank, PIPELINE)
+    if size == 1:
+        return ""
+    if plan.timetable:
+        where = homes(read(plan.timetable, size, plan.stages_per_rank, plan.microbatches))
+    else:
+        where = tuple(rank_of(plan.schedule, stage, size) for stage in range(size * plan.stages_per_rank))
+    own = [str(stage) for stage, home in enumerate(where) if home == place]
+    return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
 
 
 def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.core.instruction import Instruction
 
 RUN_DIR = "SHARDWISE_RUN_DIR"  # environment variable: where the launcher of a user's script looks for records
-RECORD = struct.Struct("<Qqi???d96s200s240sQ")  # the fields of Record but for the rank, and once more the number of writes
+RECORD = struct.Struct("<Qqi???d48s96s200s240sQ")  # the fields of Record but for the rank, and once more the number of writes
 TIMELINE = 32  # phases that are remembered: those of the start
 TORN_READS = 20  # times that a record is read again because it is being written
 TORN_WAIT = 0.5e-3  # seconds in between
@@ -28,7 +28,8 @@ class Record:
 
     ``waiting``: it is blocked in a communication, ``waiting_for``; ``patient``: it is in a phase that may take long (the start,
     saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the epoch; ``step`` is -1
-    outside of steps.  ``notice`` is the last thing that it had to tell the user: here, as a full disk takes no log.
+    outside of steps.  ``role`` is what it has of a pipeline (``stage 1``).  ``notice`` is the last thing that it had to tell the user: here,
+    as a full disk takes no log.
     """
 
     rank: int
@@ -39,9 +40,15 @@ class Record:
     patient: bool
     done: bool
     time: float
+    role: str
     doing: str
     waiting_for: str
     notice: str = ""
+
+    @property
+    def name(self) -> str:
+        """``rank 1``, or ``rank 1 (stage 1)``."""
+        return f"rank {self.rank} ({self.role})" if self.role else f"rank {self.rank}"
 
     @property
     def place(self) -> str:
@@ -66,7 +73,7 @@ class Progress:
         self._texts: dict[int, tuple[Instruction, bytes]] = {}  # by identity: hashing an instruction takes longer
         self._writes, self._step, self._position = 0, -1, -1
         self._patient = self._done = False
-        self._doing = self._waiting_for = self._notice = b""
+        self._role = self._doing = self._waiting_for = self._notice = b""
         self.timeline: list[tuple[str, float]] = []  # phases and when they began (time.time()), for logs
         self.phase("starting")
 
@@ -113,6 +120,11 @@ class Progress:
         self._notice = notice.encode()
         self._write()
 
+    def take(self, role: str) -> None:
+        """What this rank has of a pipeline."""
+        self._role = role.encode()
+        self._write()
+
     def finish(self) -> None:
         """The rank has done all its work."""
         self._done = True
@@ -122,7 +134,7 @@ class Progress:
         self._writes += 1
         RECORD.pack_into(
             self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient, self._done,
-            time.time(), self._doing, self._waiting_for, self._notice, self._writes,
+            time.time(), self._role, self._doing, self._waiting_for, self._notice, self._writes,
         )  # fmt: skip
 
 
@@ -151,9 +163,9 @@ def read_record(run_dir: Path, rank: int) -> Record | None:
             return None
         if len(found) != RECORD.size + 1:
             return None
-        *numbers, doing, waiting_for, notice, writes = RECORD.unpack(found[:-1])
+        *numbers, role, doing, waiting_for, notice, writes = RECORD.unpack(found[:-1])
         if writes and writes == numbers[0]:  # a write begins with zeros and ends with the last field
-            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (doing, waiting_for, notice))
+            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (role, doing, waiting_for, notice))
             return Record(rank, *numbers, *texts)
         time.sleep(TORN_WAIT)
     return None
