@@ -94,7 +94,11 @@ def _buckets(
 def _pools(account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, common: bool) -> None:
     """Slots, each as large as the largest bucket that it has to hold; none for parameters that lie in common memory."""
     parts, summed = plan.mesh.axis_size(SHARDS), COMPUTE_DTYPE.get(plan.reduce)
-    numels = {b: trace.buckets[b].layout(choice, parts).numel for held in (*program.slots, *program.unreduced) for b in held}
+    numels = {
+        b: trace.buckets[b].layout(choice, parts).numel
+        for held in (*program.slots, *program.unreduced, *program.stashes)
+        for b in held
+    }
     for k, held in enumerate(() if common else program.slots):
         account.hold(Buffer("slot", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
     for k, held in enumerate(program.stashes):

@@ -24,8 +24,12 @@ BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 def steady(plan: Plan) -> int:
     """So many batches of a window show all that a longer one does; a plan that is not asynchronous has windows of one."""
-    ranks = plan.mesh.axis_size(PIPELINE)
-    return min(plan.window, _reported(ranks, plan.microbatches) + 3) if plan.asynchronous else 1
+    return steady_batches(plan.window, plan.mesh.axis_size(PIPELINE), plan.microbatches) if plan.asynchronous else 1
+
+
+def steady_batches(window: int, ranks: int, microbatches: int) -> int:
+    """The same of an asynchronous schedule's numbers."""
+    return min(window, _reported(ranks, microbatches) + 3)
 
 
 def _reported(ranks: int, microbatches: int) -> int:
