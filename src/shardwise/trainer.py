@@ -90,9 +90,10 @@ class Trainer:
         self._record = Progress.from_environment() if progress is None and comm is None else None
         if self._record is not None:
             progress = self._record.instruction
-            self._record.take(role(plan, self._record.rank))
         on_wait = self._record.wait if self._record is not None else None
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
+        if self._record is not None:
+            self._record.take(role(plan, self.comm.rank))
         shared = isinstance(module, Compiled)
         self.compiled = (
             module if isinstance(module, Compiled) else Compiled(module, plan, example, loss, self.comm.device, initial=initial)
