@@ -215,6 +215,22 @@ def messages(c: BaseCommunicator) -> None:
             same(out, value(before, numel, torch.int64, salt).to(dtype), (dtype, numel, salt))
 
 
+def a_receive_does_not_wait_for_what_the_sender_does_next(c: BaseCommunicator) -> None:
+    """It computes, and looks after its messages only then."""
+    c.barrier()
+    if c.rank == 0 and c.mesh.size > 1:
+        sent = c.send(value(0, 100, torch.float32), 1)
+        time.sleep(4.0)
+        sent.wait()
+    if c.rank == 1:
+        time.sleep(0.5)
+        began, x = time.monotonic(), torch.zeros(100)
+        c.receive(x, 0).wait()
+        assert time.monotonic() - began < 2.5
+        same(x, value(0, 100, torch.float32), "message")
+    c.barrier()
+
+
 def messages_both_ways(c: BaseCommunicator) -> None:
     """Each pair of ranks exchanges, both of them waiting for their receive first."""
     for peer in range(c.mesh.size):
@@ -396,7 +412,7 @@ CASES: dict[str, Case] = {
     for case in (
         all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
         all_gather, reduce_scatter,
-        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding, a_long_queue,
+        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding, a_receive_does_not_wait_for_what_the_sender_does_next, a_long_queue,
         subgroups_side_by_side, buffers, common_memory, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,
     )

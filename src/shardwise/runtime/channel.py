@@ -7,7 +7,7 @@ on every rank:
 1. *post*: write into the ring where the input lies, then raise ``posted``;
 2. *work*: once all members have posted it, do this rank's part straight from their memory, then raise
 ``done``; 3. *retire*: once all members are done: nobody looks at this rank's memory any more, and the
-results are here.
+results are here.  Who receives a message is ready when it has read it, whatever the sender does meanwhile.
 
 Input that others cannot see is copied to a staging buffer of the channel first.
 
@@ -88,6 +88,7 @@ class Operation:
     signature: int
     work: Work
     in_place: bool = False
+    reads_only: bool = False  # this rank's part is all: the others need nothing of it
     remaining: int = 0  # pieces
 
     def pieces(self) -> list[Piece]:
@@ -189,7 +190,8 @@ class Channel:
 
     def _publish(self) -> bool:
         first = self._posted
-        while self._posted - self._retired < len(self._pieces) and self._posted - self._retired < RING:
+        # An entry is free when all are done with it, which may be after this rank has retired its piece.
+        while self._posted - self._retired < len(self._pieces) and self._posted - self._lowest(DONE) < RING:
             if not self._share(self._pieces[self._posted - self._retired]):
                 break
             self._posted += 1
@@ -252,7 +254,7 @@ class Channel:
 
     def _retire(self) -> None:
         done = self._lowest(DONE)
-        while self._retired < done and self._pieces:
+        while self._pieces and self._retired < (self._worked if self._pieces[0].operation.reads_only else done):
             piece = self._pieces.popleft()
             self._retired += 1
             if piece.staged:

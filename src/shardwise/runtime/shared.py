@@ -181,7 +181,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         def work(source: Source, start: int, stop: int) -> None:
             target[start:stop].copy_(source(0, 0))
 
-        return self._post(call, None, 1, target, work)
+        return self._post(call, None, 1, target, work, reads_only=True)
 
     def _barrier(self, call: Call) -> None:
         self._post(call, None, 1, torch.empty(0, dtype=torch.uint8), _nothing).wait()
@@ -195,6 +195,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         work: Work,
         *,
         in_place: bool = False,
+        reads_only: bool = False,
         detail: str = "",
     ) -> Handle:
         """``x`` gives size and dtype; ``shared`` is what the others may read, and write when ``in_place``."""
@@ -206,7 +207,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             channel = self._channels[key] = Channel(self._board, call.group.ranks, name)
         kind = "message" if pair else call.kind
         signature = zlib.crc32(f"{kind} {detail} {x.dtype} {x.numel()}".encode())
-        operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, in_place)
+        operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, in_place, reads_only)
         channel.post(operation)
         self._active[channel] = None
         return _SharedHandle(self, channel, operation)
