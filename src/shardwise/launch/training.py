@@ -16,6 +16,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
+from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import role
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
@@ -79,7 +80,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     samples = Samples(data.train)
     example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
     progress.phase("choosing kernels")
-    rows = config.data.batch_size // (plan.microbatches * plan.mesh.size)
+    rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan)))
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
     with uncollected():
