@@ -215,3 +215,14 @@ def test_a_steady_window_is_no_longer_than_the_plan_s() -> None:
     assert steady(plan_of("pipedream-2bw", 2, 4, window=2)) == 2
     assert steady(plan_of("pipedream", 4, window=64)) == 7
     assert windows(plan_of("pipedream", 4, window=5), 12) == [(0, 5), (5, 10), (10, 12)]
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
+def test_one_stage_has_nothing_to_overlap(schedule: str) -> None:
+    torch.manual_seed(0)
+    module, _ = deep("gpt", 2)
+    plan = plan_of(schedule, 1, 4, precision="fp16")
+    assert verify(module, batches(3), plan.replace(precision="fp64")).passed
+    compiled = Compiled(module, plan, batches(1)[0])
+    (program,) = compiled.programs(compiled.general, 4)
+    assert {one.version for one in program.instructions} == {0} and program.stashes == ()

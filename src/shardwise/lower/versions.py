@@ -51,16 +51,16 @@ class Versions:
 
     def version(self, microbatch: int, stage: int) -> int:
         """The number of updates in the weights that a stage uses for a microbatch, forward and backward."""
+        if not self.plan.asynchronous:
+            return self.batch(microbatch)
         if self.plan.schedule == "pipedream":
             return stashed_version(microbatch, stage, self.cut.stages, self.plan.vertical_sync)
-        if self.plan.schedule == "pipedream-2bw":
-            return double_buffered_version(microbatch, self.microbatches)
-        return self.batch(microbatch)
+        return double_buffered_version(microbatch, self.microbatches)
 
     @property
     def alone(self) -> bool:
         """Whether stages update their weights without waiting for each other."""
-        return self.plan.schedule == "pipedream" and self.cut.ranks > 1
+        return self.plan.asynchronous and self.plan.schedule == "pipedream"
 
     @property
     def reported(self) -> int:
