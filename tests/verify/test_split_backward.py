@@ -139,14 +139,14 @@ def test_a_parameter_that_is_kept_for_the_second_part_is_found(monkeypatch: pyte
 def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(microbatches=1, precision="fp64")
     truth = steps("gpt", plan, None)
-    original = interpreter._Step.backward_weight
+    original = interpreter._Run.backward_weight
 
     def careless(self: Any, one: Any) -> None:
         self.putoff[one.unit, one.microbatch].popleft()
         original(self, one)
 
     monkeypatch.setattr(
-        interpreter._Step,
+        interpreter._Run,
         "backward_weight",
         lambda self, one: careless(self, one) if self.putoff[one.unit, one.microbatch] else None,
     )

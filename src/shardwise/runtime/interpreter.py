@@ -133,7 +133,7 @@ class _Run:
             Op.FORWARD: self.forward, Op.RECOMPUTE: self.forward, Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward,
             Op.BACKWARD_WEIGHT: self.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather, Op.ROUND: self.gradients.round,
             Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STASH: self.gathered.stash,
-            Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post,
+            Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post, Op.REPORT: self.report,
         }  # fmt: skip
         skip = self.memory.halted
         for position, one in enumerate(self.program.instructions):
@@ -142,11 +142,6 @@ class _Run:
             for at in one.waits:
                 self.wait(at)
             self.position = position
-            if one.op is Op.REPORT:
-                over = self.batches.pop(one.version)
-                skip = over.skip if self.program.batches == 1 else skip
-                yield over.result(self.alone)
-                continue
             if owner.recorder is None:
                 run_op[one.op](one)
             else:
@@ -155,6 +150,10 @@ class _Run:
                 self.free(one)
             if advance is not None and self.handles:
                 advance()
+            if one.op is Op.REPORT:
+                over = self.batches.pop(one.version)
+                skip = over.skip if self.program.batches == 1 else skip
+                yield over.result(self.alone)
         for at in list(self.handles):
             self.wait(at)
         self.commit_buffers(skip)
@@ -343,6 +342,9 @@ class _Run:
     def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
         if one.axes:
             self.handles[self.position] = (one, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
+
+    def report(self, one: Instruction) -> None:
+        """Nothing is left to do: :meth:`run` hands over the result."""
 
     def count(self, one: Instruction) -> None:
         self.sum_over(one, self.batch(one.version).count(self.gathered), "targets of the microbatches")
