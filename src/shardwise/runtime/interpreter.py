@@ -113,6 +113,7 @@ class _Run:
         self.alone = bool(norms) and norms[-1].op is Op.REDUCE
         scaling = self.memory.loss_scale
         self.scales = [] if scaling is None else [scaling.scale.clone()]  # by version of the weights
+        self.batch(0)
 
     def batch(self, number: int) -> Batch:
         """A batch of the program."""
