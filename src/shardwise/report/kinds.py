@@ -23,6 +23,7 @@ LOOKS = {
     "W": Look("backward: weights", "W", "#e3b23c", "black on yellow"),
     "RECOMPUTE": Look("recompute", "R", "#9ecae9", "black on bright_blue"),
     "STEP": Look("step", "S", "#b279a2", "white on magenta"),
+    "STASH": Look("stash", "H", "#9d755d", "white on bright_black"),
     "NORM": Look("norm", "N", "#e45756", "white on red"),
     "DECIDE": Look("decide", "D", "#c23b3b", "white on red"),
     "COUNT": Look("count", "C", "#bab0ac", "black on white"),
