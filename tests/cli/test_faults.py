@@ -30,14 +30,6 @@ ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
 STEPS = 300
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    words = random.Random(0)
-    path.write_text(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(3000)))
-    return f"data.source={path}"
-
-
 def heed_interrupts() -> None:
     """Shells let what they start in the background ignore SIGINT: these tests perhaps, but not what they test."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
 import signal
 import subprocess
@@ -24,14 +23,6 @@ TINY = [
 Start = Callable[..., "Training"]
 STEPS = 3  # that a run takes before something happens
 AN_INSTRUCTION = r"[A-Z_]+( [um]\d+)*( (to|from) pp[+-]\d)?( over [a-z,]+)?"
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    words = random.Random(0)
-    path.write_text(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(3000)))
-    return f"data.source={path}"
 
 
 class Training:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from sleeping_stages import FORWARD, INPUT, RANKS, WEIGHT, microbatches, stages
-from torch.distributed import TCPStore
 
-import shardwise
+from processes import run_processes
 from shardwise.core.plan import CHOICES
 from shardwise.estimate.simulate import Costs, simulate
 from shardwise.parallel.schedule import timetable
@@ -32,27 +28,9 @@ def simulated(schedule: str, m: int) -> float:
 
 def measured(backend: str, m: int, steps: int, schedules: Sequence[str]) -> dict[str, float]:
     """The median of some steps, each as long as its slowest rank takes."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS,
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": 1, "PYTHONPATH": Path(shardwise.__file__).parents[1],
-    }  # fmt: skip
-    common = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    command = [sys.executable, str(Path(__file__).with_name("sleeping_stages.py")), backend, str(m), str(steps), *schedules]
-    processes = [
-        subprocess.Popen(
-            command, env={**common, "RANK": str(rank)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        for rank in range(RANKS)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=250) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not any(process.returncode for process in processes), [errors[-2000:] for _, errors in ended]
-    ranks = [json.loads(output.splitlines()[-1]) for output, _ in ended]
+    command = [str(Path(__file__).with_name("sleeping_stages.py")), backend, str(m), str(steps), *schedules]
+    ended = run_processes(RANKS, command, 250, OMP_NUM_THREADS=1)
+    ranks = [json.loads(output.splitlines()[-1]) for output in ended]
     return {one: statistics.median(map(max, zip(*(rank[one] for rank in ranks), strict=True))) for one in schedules}
 
 

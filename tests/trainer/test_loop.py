@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore
 
-import shardwise
+from processes import run_processes
 from shardwise import Mesh, OptimizerChoice, Plan
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.loop import choice_of, distribute
@@ -286,27 +282,7 @@ def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str
     """In processes: a tied GPT, clipping, a schedule of rates and an evaluation in between, in fp64 as plain torch has them."""
     script = tmp_path / "loop.py"
     script.write_text(PIPELINE)
-    ranks, store = 2 * dp, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    variables = {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
-        "TORCHELASTIC_USE_AGENT_STORE": "True", "PYTHONPATH": Path(shardwise.__file__).parents[1],
-    }  # fmt: skip
-    common = {**os.environ, **{name: str(value) for name, value in variables.items()}}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), backend, schedule, str(dp), str(zero)], env={**common, "RANK": str(rank)},
-            text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for rank in range(ranks)
-    ]  # fmt: skip
-    try:
-        ended = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert not any(process.returncode for process in processes), [errors[-2000:] for _, errors in ended]
-    for output, _ in ended:
+    for output in run_processes(2 * dp, [str(script), backend, schedule, str(dp), str(zero)], 120):
         expected, found, off = json.loads(output.splitlines()[-1])
         assert len(set(expected)) == 7
         assert found == pytest.approx(expected, rel=1e-10, abs=0)

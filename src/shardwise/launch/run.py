@@ -164,12 +164,15 @@ class Run:
             with self._recorded(traced[0]):
                 yield None
             return
-        measures, self._to_measure = self._measures(step), -1 if self._measures(step) else self._to_measure
-        if measures and self.metrics is not None:
-            with self._measured() as measuring:
-                yield measuring
-        else:
+        if not self._measures(step):
             yield None
+            return
+        self._to_measure = -1  # on all ranks, whose windows have to be the same
+        if self.metrics is None:
+            yield None
+            return
+        with self._measured() as measuring:
+            yield measuring
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:

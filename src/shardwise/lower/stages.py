@@ -10,9 +10,9 @@ import torch
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
-from shardwise.core.timetable import Timetable, first, homes, read
+from shardwise.core.timetable import Timetable, first, read
 from shardwise.parallel.pipeline import PIPELINE, balance
-from shardwise.parallel.schedule import rank_of, timetable
+from shardwise.parallel.schedule import stage_ranks, timetable
 from shardwise.trace.cost import cost
 from shardwise.trace.trace import Bucket, Trace
 from shardwise.trace.units import Unit
@@ -69,9 +69,7 @@ class Cut:
     @cached_property
     def home(self) -> tuple[int, ...]:
         """The rank of each stage."""
-        if self.order:
-            return homes(self.order)
-        return tuple(rank_of(self.schedule, stage, self.ranks) if self.ranks > 1 else 0 for stage in range(self.stages))
+        return stage_ranks(self.schedule, self.ranks, self.stages, self.order)
 
     def rank(self, unit: int) -> int:
         """Who computes a unit, of those that one rank computes."""

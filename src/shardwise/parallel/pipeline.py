@@ -12,7 +12,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import homes, read
-from shardwise.parallel.schedule import AUTO, check_schedule, rank_of
+from shardwise.parallel.schedule import AUTO, check_schedule, stage_ranks
 
 PIPELINE = "pp"
 
@@ -47,10 +47,8 @@ def role(plan: Plan, rank: int) -> str:
     size, place = plan.mesh.axis_size(PIPELINE), plan.mesh.index(rank, PIPELINE)
     if size == 1:
         return ""
-    if plan.timetable:
-        where = homes(read(plan.timetable, size, plan.stages_per_rank, plan.microbatches))
-    else:
-        where = tuple(rank_of(plan.schedule, stage, size) for stage in range(size * plan.stages_per_rank))
+    order = read(plan.timetable, size, plan.stages_per_rank, plan.microbatches) if plan.timetable else ()
+    where = stage_ranks(plan.schedule, size, size * plan.stages_per_rank, order)
     own = [str(stage) for stage, home in enumerate(where) if home == place]
     return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
 

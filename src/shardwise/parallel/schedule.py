@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
-from shardwise.core.timetable import Task, Timetable
+from shardwise.core.timetable import Task, Timetable, homes
 
 Order = Callable[[int, int, int, int], Iterable[Task]]
 """The tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
@@ -285,6 +285,11 @@ def timetable(name: str, ranks: int, microbatches: int, stages_per_rank: int | N
     """
     schedule = check_schedule(name, ranks, microbatches, stages_per_rank)
     return schedule.tasks(ranks, microbatches, stages_per_rank or schedule.stages_per_rank)
+
+
+def stage_ranks(name: str, ranks: int, stages: int, order: Timetable = ()) -> tuple[int, ...]:
+    """The rank of each stage: that of the ``order``, if there is one, else the schedule's."""
+    return homes(order) if order else tuple(rank_of(name, stage, ranks) if ranks > 1 else 0 for stage in range(stages))
 
 
 def rank_of(name: str, stage: int, ranks: int) -> int:
