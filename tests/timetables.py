@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 
 from shardwise.core.timetable import Task, Timetable
+from shardwise.core.timetable import needs as computed_before
 from shardwise.parallel.schedule import SCHEDULES
 
 NAMES = tuple(SCHEDULES)
@@ -71,3 +73,17 @@ def alive(tasks: tuple[Task, ...]) -> int:
         most = max(most, now)
     assert now == 0
     return most
+
+
+def any_order(home: Sequence[int], microbatches: int, draw: random.Random) -> Timetable:
+    """Tasks in an order that ranks can compute, one drawn after the other among all that could be next; backward now whole, now in two."""
+    last = len(home) - 1
+    left = [Task(kind, s, m) for s in range(last + 1) for m in range(microbatches) for kind in draw.choice(("FB", "FIW"))]
+    found: list[list[Task]] = [[] for _ in range(1 + max(home))]
+    done: set[tuple[str, int, int]] = set()
+    while left:
+        task = draw.choice([one for one in left if done.issuperset(computed_before(one, last))])
+        left.remove(task)
+        found[home[task.stage]].append(task)
+        done.add((task.kind.replace("I", "B"), *task[1:]))
+    return tuple(map(tuple, found))

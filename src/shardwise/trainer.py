@@ -163,11 +163,11 @@ class Trainer:
     def steps(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
         """So many steps on the next of ``batches``, which all have as many rows; the results in order.
 
-        Under an asynchronous schedule the steps of a window overlap: its pipeline is empty only before the first and after the last, and
+        Under an asynchronous schedule, and where updates are validated later, the steps of a window overlap: its pipeline is empty only before the first and after the last, and
         so results come later than their batches are asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at
         the window's end, and a wish to stop counts there.  Other schedules take one step after the other.
         """
-        size = self.plan.window if self.plan.asynchronous else 1
+        size = self.plan.window if self.plan.overlaps else 1
         for start in range(0, number, size):
             if self.stopping:
                 return

@@ -197,6 +197,22 @@ def test_every_instruction_of_a_pipeline(name: str, one: dict[str, Any]) -> None
     assert differences(subject, batch) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [
+        ("own llama", {"pp": 2, "schedule": "pipedream", "microbatches": 1}),
+        ("own llama", {"pp": 3, "schedule": "pipedream-2bw", "microbatches": 3, "recompute": "full"}),
+        ("own llama", {"pp": 2, "schedule": "zbv", "microbatches": 3, "ranks": 2, "zero": 1, "precision": "bf16", "norm": "post-validate"}),
+        ("own gpt", {"pp": 3, "schedule": "zb-h2", "microbatches": 5, "ranks": 2, "zero": 3, "norm": "post-validate"}),
+        ("own mlp", {"pp": 2, "schedule": "1f1b", "microbatches": 3, "norm": "post-validate"}),
+    ],
+)  # fmt: skip
+def test_every_instruction_of_batches_that_overlap(name: str, one: dict[str, Any]) -> None:
+    """Old weights, backups, rows of several batches; but for what a verdict is made of, which depends on whether a run clips."""
+    subject, batch = made(name, one)
+    assert differences(subject, batch, scalars=6) == []
+
+
 def held_by_the_last_stage(microbatches: int) -> int:
     """Bytes beside model states and batch at the peak, where each microbatch is a row."""
     subject, batch = made("own mlp", {"pp": 2, "schedule": "1f1b", "microbatches": microbatches, "recompute": "full"})

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from training import trained
 
 from models import deep, tokens
 from shardwise.core.errors import ConfigError
@@ -26,7 +27,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.trainer import NonFiniteError, Trainer
 from shardwise.verify.oracle import Oracle
-from shardwise.verify.verify import ASYNCHRONOUS_STEPS, TOLERANCE, verify, windows
+from shardwise.verify.verify import OVERLAPPING_STEPS, TOLERANCE, verify, windows
 
 ROWS = 9  # of a batch: uneven parts of microbatches and ranks
 
@@ -58,7 +59,7 @@ def test_a_replay_with_the_same_versions_is_matched(
     module, _ = deep(name, 4)
     plan = plan_of(schedule, pp, microbatches, dp, **changes)
     clip = None if schedule == "pipedream" else 1.0
-    report = verify(module, batches(ASYNCHRONOUS_STEPS), plan, clip_norm=clip)
+    report = verify(module, batches(OVERLAPPING_STEPS), plan, clip_norm=clip)
     assert report.passed, report.worst[0]
     assert report.largest <= TOLERANCE
 
@@ -124,28 +125,6 @@ def test_what_stages_of_their_own_cannot_have() -> None:
 
 
 # ---- windows of a Trainer ----------------------------------------------------------------------------------------------
-
-
-def trained(plan: Plan, given: list[dict[str, Tensor]], module: nn.Module, **options: Any) -> list[Any]:
-    """What each rank gets of all steps, or its error."""
-    compiled = Compiled(module, plan, given[0])
-
-    def rank(comm: Communicator) -> Any:
-        options_of = dict(options)
-        stop_after = options_of.pop("stop_after", None)
-        with Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, given[0], comm=comm, **options_of) as trainer:
-            feed = iter([Batch(one, ROWS, (), ()) for one in given])
-            found = []
-            try:
-                for result in trainer.steps(feed, len(given)):
-                    found.append(result)
-                    if len(found) == stop_after:
-                        trainer.request_stop()
-            except NonFiniteError as error:
-                return found, error, trainer.state_dict()
-            return found, trainer.stopping, trainer.state_dict()
-
-    return run_ranks(plan.mesh, rank, timeout=120)
 
 
 def test_results_come_in_order_and_all_ranks_agree() -> None:

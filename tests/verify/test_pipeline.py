@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from models import CASES, deep, tokens
 from shardwise.core.check import ProgramError
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.core.timetable import Task, Timetable, needs, written
+from shardwise.core.timetable import written
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs
 from shardwise.lower import messages as lowering_of_messages
@@ -29,10 +28,10 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads, verify
+from timetables import SYNCHRONOUS, any_order
 
 MODELS = ("gpt", "llama", "gpt2")
 PP, ZERO, DP, RECOMPUTE = (2, 3, 4), (0, 1, 2, 3), (1, 2), CHOICES["recompute"]
-SYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)
 ROWS = (19, 18, 11)  # of the batches; 9 microbatches over 2 ranks: some have nothing
 CLIP = 1.0
 
@@ -283,20 +282,6 @@ def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 # ---- orders of one's own -------------------------------------------------------------------------------------------------
-
-
-def any_order(home: Sequence[int], microbatches: int, draw: random.Random) -> Timetable:
-    """Tasks in an order that ranks can compute, one drawn after the other among all that could be next; backward now whole, now in two."""
-    last = len(home) - 1
-    left = [Task(kind, s, m) for s in range(last + 1) for m in range(microbatches) for kind in draw.choice(("FB", "FIW"))]
-    found: list[list[Task]] = [[] for _ in range(1 + max(home))]
-    done: set[tuple[str, int, int]] = set()
-    while left:
-        task = draw.choice([one for one in left if done.issuperset(needs(one, last))])
-        left.remove(task)
-        found[home[task.stage]].append(task)
-        done.add((task.kind.replace("I", "B"), *task[1:]))
-    return tuple(map(tuple, found))
 
 
 HOMES = ((0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 2, 1, 1, 0, 2))

@@ -14,7 +14,7 @@ from models import CASES
 from shardwise.core.instruction import Op
 from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
-from shardwise.runtime import interpreter
+from shardwise.runtime import computing, interpreter
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads
@@ -139,14 +139,14 @@ def test_a_parameter_that_is_kept_for_the_second_part_is_found(monkeypatch: pyte
 def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(microbatches=1, precision="fp64")
     truth = steps("gpt", plan, None)
-    original = interpreter._Run.backward_weight
+    original = computing.Computing.backward_weight
 
     def careless(self: Any, one: Any) -> None:
         self.putoff[one.unit, one.microbatch].popleft()
         original(self, one)
 
     monkeypatch.setattr(
-        interpreter._Run,
+        computing.Computing,
         "backward_weight",
         lambda self, one: careless(self, one) if self.putoff[one.unit, one.microbatch] else None,
     )

@@ -145,7 +145,10 @@ Times = Annotated[str, typer.Option(metavar="F,I,W,TRANSFER", help="Of a rank an
 Memory = Annotated[
     float | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold; of schedule auto.")
 ]
-Norm = Annotated[str, typer.Option(help="barrier or post-validate: when ranks take their optimizer step.")]
+Norm = Annotated[
+    str | None,
+    typer.Option(help="barrier or post-validate: when ranks take their optimizer step (default: the config's, or barrier)."),
+]
 RecordedStep = Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")]
 
 
@@ -157,7 +160,7 @@ def simulate(
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     times: Times = "1,1,1,0",
-    norm: Norm = "barrier",
+    norm: Norm = None,
     memory: Memory = None,
     step: RecordedStep = None,
     json: Json = False,
@@ -181,7 +184,7 @@ def draw(
     microbatches: Microbatches = None,
     stages_per_rank: StagesPerRank = None,
     times: Times = "1,1,1,0",
-    norm: Norm = "barrier",
+    norm: Norm = None,
     memory: Memory = None,
     step: RecordedStep = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw a picture: .svg, .png or .pdf.")] = None,

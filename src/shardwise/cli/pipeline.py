@@ -47,7 +47,7 @@ class Options:
     microbatches: int | None = None
     stages_per_rank: int | None = None
     times: str = "1,1,1,0"
-    norm: str = "barrier"
+    norm: str | None = None
     memory: float | None = None
     timetable: tuple[str, ...] | None = None
 
@@ -93,20 +93,21 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
     numbers = f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}"
     found = []
     for one in pipelines:
+        norm = one.norm or "barrier"
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
             raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
-        options = replace(one, ranks=ranks, microbatches=microbatches)
+        options = replace(one, ranks=ranks, microbatches=microbatches, norm=norm)
         if before is not None and one.schedule in (None, AUTO):
             title = f"{before[0]}, {numbers}, by the times before the run"
-            found.append((replace(options, schedule=AUTO), title, simulate(before[1], before[2], one.norm)))
+            found.append((replace(options, schedule=AUTO), title, simulate(before[1], before[2], norm)))
         if one.schedule is None:
-            found.append((options, f"as it ran, {numbers}, without communication", simulate(own, costs, one.norm)))
+            found.append((options, f"as it ran, {numbers}, without communication", simulate(own, costs, norm)))
         elif one.schedule != AUTO:
             if before is None:
                 _check_recorded(folder, one.schedule, ranks, microbatches, costs)
             order = timetable(one.schedule, ranks, microbatches, stages // ranks)
             times, words = (costs, "without communication") if before is None else (before[2], "by the times before the run")
-            found.append((options, f"{one.schedule}, {numbers}, {words}", simulate(order, times, one.norm)))
+            found.append((options, f"{one.schedule}, {numbers}, {words}", simulate(order, times, norm)))
         elif before is None:
             raise ConfigError(f'--schedule {AUTO}: no order was found for {folder}; legal: a run of parallel.schedule = "{AUTO}"')
     _tell(found, json)
@@ -127,7 +128,7 @@ def run_draw(
     path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], out: Path | None, trace: Path | None, json: bool
 ) -> None:
     """Draw the simulations of the pipelines, one above the other."""
-    drawings = [drawing(*simulated(options), options.norm) for options in resolved(path, overrides, pipelines)]
+    drawings = [drawing(*simulated(options), options.norm or "barrier") for options in resolved(path, overrides, pipelines)]
     _deliver(drawings, None, out, trace, json)
 
 
@@ -140,11 +141,11 @@ def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | N
 
 def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
     """The options with what they leave open; :class:`ConfigError` where they are not legal."""
-    schedule, ranks, microbatches, stages, texts = "1f1b", 4, 8, None, None
+    schedule, ranks, microbatches, stages, texts, norm = "1f1b", 4, 8, None, None, "barrier"
     if path is not None or overrides:
         given = load_anywhere(path, overrides).parallel
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
-        texts = given.timetable
+        texts, norm = given.timetable, given.norm
         if schedule in ASYNCHRONOUS:  # a window shows more than a step
             microbatches *= steady_batches(given.window, ranks, microbatches)
     found = []
@@ -160,14 +161,17 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         for field, value in (("ranks", p), ("microbatches", m), ("stages_per_rank", each)):
             check_count(field, value)
         own_order = texts if name == AUTO and one.memory is None and (p, m, each) == (ranks, microbatches, stages) else None
-        found.append(replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each, timetable=own_order))
+        found.append(
+            replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each, timetable=own_order, norm=one.norm or norm)
+        )
     return found
 
 
 def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     """A pipeline, whose options are :func:`resolved`, in words, its simulation, and the costs of its stages."""
     schedule, ranks, microbatches, each = options.schedule, options.ranks, options.microbatches, options.stages_per_rank
-    assert schedule is not None and ranks is not None and microbatches is not None and each is not None
+    norm = options.norm
+    assert schedule is not None and ranks is not None and microbatches is not None and each is not None and norm is not None
     stages = ranks * each
     forward, inputs, weights, transfer = _times(options.times)
     costs = Costs(
@@ -177,14 +181,14 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     if options.timetable is not None:
         name, simulation = (
             f"{AUTO}: the config's",
-            simulate(read(options.timetable, ranks, each, microbatches), costs, options.norm),
+            simulate(read(options.timetable, ranks, each, microbatches), costs, norm),
         )
     elif schedule == AUTO:
         limit = float("inf") if options.memory is None else options.memory * (1 + 1e-9)
-        chosen = auto(ranks, microbatches, costs, limit, options.norm)
+        chosen = auto(ranks, microbatches, costs, limit, norm)
         name, simulation = f"{AUTO}: {chosen.name.removeprefix(f'{AUTO} ')}", chosen.simulation
     else:
-        name, simulation = schedule, simulate(timetable(schedule, ranks, microbatches, each), costs, options.norm)
+        name, simulation = schedule, simulate(timetable(schedule, ranks, microbatches, each), costs, norm)
     several = f" x {each} stages" if each > 1 else ""
     title = f"{name}, {plural(ranks, 'rank')}{several}, {plural(microbatches, 'microbatch')}"
     return title, simulation, costs

@@ -160,6 +160,7 @@ def build_plan(config: Config) -> Plan:
         prefetch=parallel.prefetch,
         reduced=parallel.reduced or "microbatch",
         reduce=parallel.reduce,
+        norm=parallel.norm,
         window=parallel.window,
     )
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)

@@ -201,9 +201,10 @@ def _pipeline(draft: Draft) -> None:
     draft.default("parallel.stages_per_rank", SCHEDULES[name].stages_per_rank)
     try:
         check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])
-        if draft.sound("parallel.zero", "parallel.precision", "parallel.reduce", "parallel.vertical_sync"):
+        if draft.sound("parallel.zero", "parallel.precision", "parallel.reduce", "parallel.vertical_sync", "parallel.norm"):
             check_asynchronous(
                 name, pp, microbatches, draft["parallel.precision"], draft["parallel.reduce"], draft["parallel.vertical_sync"],
+                draft["parallel.norm"],
                 sharded=draft["parallel.zero"] > 0 and draft["parallel.dp"] > 1,
             )  # fmt: skip
     except ConfigError as error:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardwise.core import optim, plan
 from shardwise.core.optim import OptimizerName, Schedule
-from shardwise.core.plan import Dropout, Gathered, Offload, Precision, Recompute, Reduced, ReduceDtype
+from shardwise.core.plan import Dropout, Gathered, Norm, Offload, Precision, Recompute, Reduced, ReduceDtype
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
 from .rules import (
@@ -111,9 +111,9 @@ class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
     ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are the numbers of
-    units in each stage, by default so that their costs are balanced.  An asynchronous schedule empties the pipeline after ``window``
-    steps, and before evaluations and checkpoints; ``vertical_sync`` is PipeDream's.
-    units in each stage, by default so that their costs are balanced.  Schedule "auto" goes by ``timetable``, as in :class:`shardwise.Plan`;
+    units in each stage, by default so that their costs are balanced.  Stages wait for each other's ``norm`` ("barrier"), or update by their own
+    and go back where that was wrong ("post-validate").  There, and under an asynchronous schedule, the pipeline is empty after every ``window``
+    steps, and before evaluations and checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``, as in :class:`shardwise.Plan`;
     without one the launcher measures the units before the first step and looks for the best, of as many stages as that takes.
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
     ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
@@ -124,6 +124,7 @@ class ParallelConfig:
     schedule: str = key(choice(*plan.CHOICES["schedule"]), "1f1b")
     stages_per_rank: int | None = key(integer(1))
     stages: tuple[int, ...] | None = key(several(integer(1)))
+    norm: Norm = key(choice(*plan.CHOICES["norm"]), "barrier")
     window: int = key(integer(1), 32)
     vertical_sync: bool = key(switch(), False)
     timetable: tuple[str, ...] | None = key(several(text('a text for each rank, such as "F0.0 F0.1 B0.0 B0.1"')))

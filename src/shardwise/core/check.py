@@ -28,6 +28,7 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.program import Program, class_of
+from shardwise.core.repeat import unrepeatable
 
 Position = tuple[int, int]
 """An instruction: the class that runs it and its position in the program."""
@@ -51,14 +52,16 @@ def check(programs: Sequence[Program], mesh: Mesh) -> None:
     Raises:
         ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two
             conflicting accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do not run the same
-            collectives in the same order; a message is not received, or is received as another; or
-            instructions wait for each other in a circle.
+            collectives in the same order; a message is not received, or is received as another; what may be run again
+            cannot be; or instructions wait for each other in a circle.
     """
     classes = _classes(programs, mesh)
     for program in {id(program): program for program in classes}.values():
         _check_races(program)
-    events = _collectives(classes, mesh) + _messages(classes, mesh)
-    _Simulation(classes, events).run()
+    collectives, messages = _collectives(classes, mesh), _messages(classes, mesh)
+    for (number, position), why in unrepeatable(classes, collectives, messages):
+        raise ProgramError(f"{_describe(classes[number], position)} {why}")
+    _Simulation(classes, collectives + messages).run()
 
 
 def _classes(programs: Sequence[Program], mesh: Mesh) -> list[Program]:

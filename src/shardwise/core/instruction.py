@@ -27,7 +27,9 @@ class Op(StrEnum):
     NORM = "NORM"  # norms of this rank's shards of all gradients
     DECIDE = "DECIDE"  # from all norms: the global one, clipping coefficient, skip flag, loss scale
     STASH = "STASH"  # a copy of parameters in a slot, before they are updated: microbatches under way use them still
+    BACKUP = "BACKUP"  # a copy of all that STEP changes of a bucket, in case that VALIDATE finds it wrong
     STEP = "STEP"  # optimizer update of one bucket
+    VALIDATE = "VALIDATE"  # the norm over all stages is here: if the update by this one's alone was wrong, go back to before it
     REPORT = "REPORT"  # the loss and the norm of a batch are known
     SEND = "SEND"  # live tensors, or their gradients, to another stage
     RECEIVE = "RECEIVE"
@@ -57,9 +59,10 @@ class Buffer:
       autograd keeps inside of it, what selective recomputation keeps, the gradients of its outputs, those that
       come from another rank, whose coordinate on ``pp`` is the ``version``, and what a BACKWARD_INPUT leaves for
       its BACKWARD_WEIGHT: inputs and output gradients of products;
-    * ``loss weight norm``: of a batch, whose number is the ``version``.
+    * ``backup``: of a bucket, what an update by this stage's norm alone has changed;
+    * ``loss weight norm verdict``: of a batch, whose number is the ``version``; the verdict is what follows from the norm.
 
-    ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch;
+    ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch.
     """
 
     kind: str
@@ -85,8 +88,9 @@ class Instruction:
     unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE, and
     ``tensors`` the names of what it carries.
     ``version`` is that of the weights which a unit uses: the number of updates since the begin of the
-    program; of what is done for a batch (COUNT, NORM, DECIDE, STEP, REPORT) the number of the batch; a STASH
-    keeps it.
+    program; of what is done for a batch (COUNT, NORM, DECIDE, BACKUP, STEP, VALIDATE, REPORT) the number of the batch; a STASH
+    keeps it.  A RECEIVE that ``crosses`` is of what its sender sends before a VALIDATE and this rank receives after that: if it
+    finds the update wrong, what has been sent is dropped, and comes once more.
     ``first`` lists the buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so
     overwrites; to all others it adds; what none has written when the gradient is first read is zero.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
     ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
@@ -110,6 +114,7 @@ class Instruction:
     first: tuple[int, ...] = ()
     slots: tuple[tuple[int, int], ...] = ()
     scatters: bool = False
+    crosses: bool = False
     frees: tuple[Buffer, ...] = ()
     waits: tuple[int, ...] = ()
 

@@ -20,6 +20,7 @@ Gathered = Literal["use", "forward", "step"]
 Reduced = Literal["microbatch", "step"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "activations", "all"]
+Norm = Literal["barrier", "post-validate"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
@@ -37,6 +38,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         "pipedream-2bw",
         "auto",
     ),
+    "norm": ("barrier", "post-validate"),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
@@ -97,8 +99,9 @@ class Plan:
     """How a step is divided over the ranks of ``mesh``.
 
     ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
-    rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  An asynchronous schedule empties the
-    pipeline after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule
+    rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  Under ``norm = "post-validate"`` stages update by
+    their own gradients' norm and go on with the next batch; when the norm of all is there a stage that should have clipped or skipped goes back (Qi et
+    al., arXiv 2401.10241, section 4).  There, and under an asynchronous schedule, the pipeline is empty after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule
     "auto" goes by ``timetable``, a text for each rank over ``pp`` (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in
     the order in which the rank computes them.  ``recompute`` says whether units are run forward again in backward, under
     "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
@@ -129,6 +132,7 @@ class Plan:
     stages_per_rank: int = 1
     stages: tuple[int, ...] = ()
     vertical_sync: bool = False
+    norm: Norm = "barrier"
     window: int = 32
     timetable: tuple[str, ...] = ()
 
@@ -191,12 +195,22 @@ class Plan:
         """Whether weights are updated while microbatches of other batches are in the pipeline."""
         return self.schedule in ASYNCHRONOUS and self.mesh.axis_size("pp") > 1
 
+    @property
+    def post_validates(self) -> bool:
+        """Whether stages update before the norm over all of them is known."""
+        return self.norm == "post-validate" and self.mesh.axis_size("pp") > 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a program is of a window of batches, of which one begins before the last is over on all ranks."""
+        return self.asynchronous or self.post_validates
+
     def _check_asynchronous(self) -> None:
         check_count("window", self.window)
         if not isinstance(self.vertical_sync, bool):
             raise ConfigError(f"vertical_sync: {self.vertical_sync!r} is not legal; legal: true, false.")
         check_asynchronous(
-            self.schedule, self.mesh.axis_size("pp"), self.microbatches, self.precision, self.reduce, self.vertical_sync,
+            self.schedule, self.mesh.axis_size("pp"), self.microbatches, self.precision, self.reduce, self.vertical_sync, self.norm,
             sharded=any(rule.sharded for rule in self.parameters) and self.mesh.axis_size("dp") > 1,
         )  # fmt: skip
 
@@ -268,7 +282,7 @@ class Plan:
 
 
 def check_asynchronous(
-    schedule: str, pp: int, microbatches: int, precision: str, reduce: str, vertical_sync: bool, sharded: bool
+    schedule: str, pp: int, microbatches: int, precision: str, reduce: str, vertical_sync: bool, norm: str, *, sharded: bool
 ) -> None:
     """:class:`ConfigError` where a schedule that does not wait for an empty pipeline cannot do what is asked of it."""
     name = f'schedule "{schedule}"'
@@ -276,6 +290,8 @@ def check_asynchronous(
         raise ConfigError(f'vertical_sync: true is not legal with {name}; legal: false, or schedule "pipedream".')
     if schedule not in ASYNCHRONOUS or pp == 1:
         return
+    if norm != "barrier":
+        raise ConfigError(f'norm: "{norm}" is not legal with {name}, which has no barrier to do without; legal: "barrier".')
     if sharded:
         raise ConfigError(f"zero: sharded states are not legal with {name}, which keeps several versions of weights; legal: 0.")
     if reduce not in ("auto", "fp64", "fp32"):

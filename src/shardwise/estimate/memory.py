@@ -13,7 +13,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, step_peak, widths
+from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, changed, step_peak, widths
 from shardwise.estimate.timeline import Made
 from shardwise.parallel.data import SHARDS, batch_axes, placement
 from shardwise.trace.casts import COMPUTE_DTYPE
@@ -33,6 +33,7 @@ class Account:
     persistent: dict[Buffer, int] = field(default_factory=dict)
     steps: dict[int, int] = field(default_factory=dict)
     final: dict[int, int] = field(default_factory=dict)  # of each bucket's gradient, what the optimizer takes
+    changed: dict[int, int] = field(default_factory=dict)  # of each bucket by its STEP
 
     def hold(self, buffer: Buffer, nbytes: int) -> None:
         if nbytes:
@@ -54,7 +55,7 @@ def accounts(
     _pools(there, trace, plan, choice, program, common)
     here.hold(Buffer("unused"), trace.beside.unused)
     there.hold(Buffer("buffer"), trace.beside.buffers)
-    there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)) * min(program.batches, 3))
+    there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)))
     there.hold(Buffer("scalar"), _scalars(plan))
     return there, here
 
@@ -88,6 +89,7 @@ def _buckets(
         # torch rounds on the host what it copies to a GPU in another dtype.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
+        taker.changed[bucket.index] = sum(changed(one, each, bucket.wide.itemsize) for one in share.updates)
         there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 
@@ -157,6 +159,12 @@ class ProgramSizes:
         learning = [b for b in trace.buckets if b.learns]
         flags = 0 if trace.opaque is None else sum(len(b.parameters) for b in learning)
         self.norms = self.scalar * (len(learning) + flags)  # of one rank
+        self.batch = self.persistent.get(Buffer("batch"), 0) + 3 * self.scalar  # its rows, loss, norm and the wish to stop
+        self.begins: dict[Instruction, int] = {}  # the first of each batch but the first, whose fields are there before
+        for one in self.program:
+            batch = one.version if one.op is Op.COUNT else one.microbatch // self.microbatches
+            if batch > 0 and batch not in self.begins.values():
+                self.begins[one] = batch
 
     @property
     def persistent(self) -> Mapping[Buffer, int]:
@@ -176,6 +184,10 @@ class ProgramSizes:
 
     def made(self, one: Instruction) -> Made:
         """What the instruction leaves, by buffer and part."""
+        found = self._made(one)
+        return {**found, Buffer("batch", version=self.begins[one]): {"": self.batch}} if one in self.begins else found
+
+    def _made(self, one: Instruction) -> Made:
         u, m = one.unit, one.microbatch
         match one.op:
             case Op.COUNT:
@@ -190,6 +202,8 @@ class ProgramSizes:
                 return {**self.gradients(one, self.unit(one).passed), Buffer("putoff", u, m): {"": self.way(one).putoff}}
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
+            case Op.BACKUP:
+                return {one.writes[0]: {"": self.account.changed.get(one.bucket, 0)}}
             case Op.RECEIVE if one.bucket < 0:
                 return {one.writes[0]: {name: self.local(one, name) for name in one.tensors}}
             case Op.RECEIVE if one.writes[0].kind == "received":
@@ -221,6 +235,9 @@ class ProgramSizes:
 
     def peak(self, one: Instruction) -> int:
         """The most that the instruction adds to what was alive before it."""
+        return self._peak(one) + (self.batch if one in self.begins else 0)
+
+    def _peak(self, one: Instruction) -> int:
         match one.op:
             case Op.COUNT:
                 number = self.microbatches  # of scalars, and then their stack

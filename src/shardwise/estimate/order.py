@@ -79,6 +79,7 @@ def order(
     cuts: Iterable[Sequence[int]],
     peaks: Peaks,
     budget: int,
+    norm: str = "barrier",
     events: int = 1_000_000,
 ) -> Order:
     """The fastest order over all ``cuts`` (units in each stage) in which no rank holds more than ``budget`` bytes.
@@ -92,7 +93,7 @@ def order(
         costs, limits = units.stages(sizes), [float("inf")] * ranks
         for _ in range(ROUNDS):
             try:
-                found = auto(ranks, microbatches, costs, limits, events=events)
+                found = auto(ranks, microbatches, costs, limits, norm, events=events)
             except ConfigError:
                 break
             held = peaks(sizes, found.timetable)

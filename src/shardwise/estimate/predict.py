@@ -29,14 +29,14 @@ DOES: Mapping[Op, str] = {
     Op.COUNT: "counting the targets", Op.FORWARD: "forward", Op.RECOMPUTE: "forward again", Op.BACKWARD: "backward",
     Op.BACKWARD_INPUT: "backward to the inputs", Op.BACKWARD_WEIGHT: "backward to the weights",
     Op.GATHER: "gathering the parameters", Op.ROUND: "rounding the gradient", Op.REDUCE: "summing", Op.ADD: "adding the summed gradient",
-    Op.STASH: "keeping parameters as they are", Op.SEND: "sending", Op.RECEIVE: "receiving", Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
+    Op.STASH: "keeping parameters as they are", Op.BACKUP: "keeping states as they are", Op.VALIDATE: "validating the step", Op.SEND: "sending", Op.RECEIVE: "receiving", Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
 }  # fmt: skip
 """Each instruction in words."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The memory of one rank in one step, or in a window of an asynchronous schedule's.
+    """The memory of one rank in one step, or in a window of batches that overlap.
 
     ``timeline`` is that of its device, ``host`` what is beside it on the host, by buffer and at most during updates (both empty
     where the device is the host).  ``persistent`` is what is on the device from step to step, by buffer.  ``unknown`` are the ops
@@ -147,7 +147,8 @@ class _Subject:
         found = timeline(program.instructions, walked)
         host = {} if here is there else _by_category(here.persistent)
         if host:
-            host[Category.TEMPORARY] = max(here.steps.values(), default=0)
+            kept = sum(here.changed.values()) if plan.post_validates else 0
+            host[Category.TEMPORARY] = max(here.steps.values(), default=0) + kept
         unknown = {u.name: u.unknown for u in profiles[self.sizes[0]].units if u.unknown}
         at = describe(found.instructions[found.at], trace)
         return Prediction(rank, self.device, program, found, there.persistent, host, at, unknown)

@@ -110,6 +110,11 @@ def bucket_states(
     return States(parameters, gradients, held * each.master + state), States()
 
 
+def changed(segments: Sequence[tuple[bool, int]], each: Widths, wide: int) -> int:
+    """Bytes that an update changes: parameters and state of ``segments`` of (whether they decay, elements)."""
+    return sum(numel * (wide + each.state) + each.scalars for _, numel in segments)
+
+
 def step_peak(choice: OptimizerChoice, segments: Sequence[tuple[bool, int]], each: Widths, wide: int, device: str) -> int:
     """Bytes that the update of a bucket takes beside its states, for ``segments`` of (whether they decay, elements).
 
@@ -117,7 +122,7 @@ def step_peak(choice: OptimizerChoice, segments: Sequence[tuple[bool, int]], eac
     """
     if choice.name in FUSED[device]:
         return SCALAR if segments else 0
-    undo = sum(numel * (wide + each.state) + each.scalars for _, numel in segments)
+    undo = changed(segments, each, wide)
     decays = bool(choice.weight_decay)
     return undo + max((UPDATE_TENSORS[choice.name, device][decays and own] * numel * wide for own, numel in segments), default=0)
 

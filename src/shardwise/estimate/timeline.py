@@ -34,7 +34,7 @@ CATEGORY: Mapping[str, Category] = {
     "state": Category.OPTIMIZER, "activation": Category.ACTIVATIONS, "saved": Category.ACTIVATIONS, "kept": Category.ACTIVATIONS,
     "gradient": Category.ACTIVATIONS, "received": Category.ACTIVATIONS, "putoff": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "batch": Category.ACTIVATIONS,
     "buffer": Category.PARAMETERS, "unused": Category.PARAMETERS, "loss": Category.TEMPORARY, "weight": Category.TEMPORARY,
-    "norm": Category.TEMPORARY, "scalar": Category.TEMPORARY,
+    "norm": Category.TEMPORARY, "verdict": Category.TEMPORARY, "backup": Category.OPTIMIZER, "scalar": Category.TEMPORARY,
 }  # fmt: skip
 """By kind of buffer: those of a program, and ``batch`` (this rank's rows of the step), ``buffer`` (all of the model's), ``unused``
 (parameters that no unit reads) and ``scalar`` (flags, loss scale), which no instruction names."""

@@ -129,7 +129,7 @@ class Run:
     def _window(self, step: int) -> int:
         """Where the steps from ``step`` on end that are taken together: at the latest where something is due after them."""
         plan, train = self.trainer.plan, self.config.train
-        if not plan.asynchronous:
+        if not plan.overlaps:
             return step + 1
         every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
         stop = min(train.steps, step + plan.window, *(step + n - step % n for n in every))

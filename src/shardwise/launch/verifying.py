@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it."""
     from shardwise.runtime.compiled import Compiled
-    from shardwise.verify.verify import ASYNCHRONOUS_STEPS, STEPS, run_threads, verify
+    from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
     from .forecast import left_open
     from .ordering import unordered
@@ -28,8 +28,8 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
 
     found = subject(config, STEPS)
     plan = found.plan
-    if plan.asynchronous:
-        found = subject(config, ASYNCHRONOUS_STEPS)
+    if plan.overlaps:
+        found = subject(config, OVERLAPPING_STEPS)
     if left_open(config) or unordered(config):
         plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
     run = run_threads if comm is None else _one_rank(comm)

@@ -12,11 +12,12 @@ from shardwise.parallel.data import placement, shard_axes
 from shardwise.trace.trace import Bucket
 
 
-def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[int, ...], ...]:
+def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Put the gathers into ``draft``; returns the slots of the pool.
 
     What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` units ahead.  What rests whole but is
-    updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the update.
+    updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the update.  All of this
+    for each batch: ``ends`` are the positions after which they are updated.
     """
     spans: list[Span] = []
     uses: list[list[int]] = []
@@ -25,13 +26,15 @@ def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket]) -> tuple[tuple[i
         readers = draft.readers(param)
         if not readers or rule.state == "R" or (rule.rest == "R" and not bucket.learns):
             continue
-        if rule.rest == "R":
-            start = draft.ahead(readers[0], plan.prefetch)
-            draft.before[start].append(_gather(plan, bucket, -1, param))
-            continue
-        for group in _groups(draft, plan, readers):
-            spans.append(Span(bucket.index, bucket.nbytes, draft.ahead(group[0], plan.prefetch), group[-1]))
-            uses.append(group)
+        for begin, end in zip((0, *(end + 1 for end in ends)), ends, strict=False):
+            mine = [i for i in readers if begin <= i <= end]
+            if mine and rule.rest == "R":
+                start = max(begin, draft.ahead(mine[0], plan.prefetch))
+                draft.before[start].append(_gather(plan, bucket, -1, param))
+                continue
+            for group in _groups(draft, plan, mine) if mine else ():
+                spans.append(Span(bucket.index, bucket.nbytes, max(begin, draft.ahead(group[0], plan.prefetch)), group[-1]))
+                uses.append(group)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
         place = Buffer("slot", slot)

@@ -11,6 +11,8 @@ from itertools import accumulate
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.lower.draft import Draft
 from shardwise.lower.stages import Cut
+from shardwise.lower.validate import Validations
+from shardwise.lower.versions import Versions
 from shardwise.parallel.pipeline import PIPELINE
 
 BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
@@ -72,8 +74,8 @@ class _Places:
         return self.draft.tasks[max(bisect_right(self.draft.tasks, position) - 2, 0)]
 
 
-def messages(drafts: Sequence[Draft], cut: Cut, microbatches: int) -> None:
-    """Put the messages into the drafts of all ranks.
+def messages(drafts: Sequence[Draft], cut: Cut, versions: Versions) -> Sequence[Sequence[int]]:
+    """Put the messages into the drafts of all ranks; returns where each rank validates its updates.
 
     What one rank sends to another is received in the same order.  A RECEIVE is posted one task before the one that needs it, so that
     the transfer runs under that; a SEND as soon as there is something to send.
@@ -82,14 +84,16 @@ def messages(drafts: Sequence[Draft], cut: Cut, microbatches: int) -> None:
     edges = _edges(cut)
     sent: list[list[_Message]] = [[] for _ in places]
     received: list[dict[int, list[_Message]]] = [{} for _ in places]  # by source
-    found = [one for m in range(microbatches) for one in _in_microbatch(edges, places, m)]
+    found = [one for m in range(versions.microbatches * versions.batches) for one in _in_microbatch(edges, places, m)]
+    validations = Validations.of(drafts, found, versions)
     for one in sorted(found, key=lambda one: (one.made, one.to)):
         sent[one.source].append(one)
         received[one.to].setdefault(one.source, []).append(one)
     for rank, here in enumerate(places):
         _send(here, sent[rank], received[rank])
         for _, mine in sorted(received[rank].items()):
-            _receive(here, mine)
+            _receive(here, mine, validations)
+    return validations.at
 
 
 def _edges(cut: Cut) -> list[_Edge]:
@@ -143,17 +147,18 @@ class _Arrived:
         return self.needed[bisect_left(self.made, one.needed)]
 
 
-def _receive(here: _Places, mine: Sequence[_Message]) -> None:
+def _receive(here: _Places, mine: Sequence[_Message], validations: Validations) -> None:
     """Those of one source, in the order in which it sends them."""
     at = len(here.draft.compute)
     posts: list[int] = []
     for one in reversed(mine):
         at = min(at, here.task_before(one.needed))
         posts.append(at)
-    for one, post in zip(mine, reversed(posts), strict=True):
+    for one, due in zip(mine, reversed(posts), strict=True):
+        post = max(due, validations.earliest(one))
         receive = Instruction(
             Op.RECEIVE, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.source - one.to), lane=Lane.RECEIVE,
-            writes=(one.received,), tensors=one.tensors,
+            writes=(one.received,), tensors=one.tensors, crosses=validations.crosses(one, post),
         )  # fmt: skip
         here.draft.before[post].append(receive)
         if one.gradient:

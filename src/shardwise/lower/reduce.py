@@ -62,17 +62,25 @@ class Reductions:
     def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
         rule = placement(self.plan, bucket.parameters[0].name)
         each, once = reductions(self.plan, rule, bucket.numel)
-        depth = max(1, self.plan.prefetch)
+        depth, end = max(1, self.plan.prefetch), self.ends[number]
         if number and (free := self.ends[number - 1]) >= writers[0]:
             ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]
         elif rule.grad == "S":
             narrow, scatters = self.narrow, [c.kind for c in each] == ["reduce_scatter"]
             ways = [
-                _Way(bucket, group, each, i == 0, False, i == 0 and scatters and not narrow, self.draft.behind(group[-1], depth))
+                _Way(
+                    bucket,
+                    group,
+                    each,
+                    i == 0,
+                    False,
+                    i == 0 and scatters and not narrow,
+                    min(end, self.draft.behind(group[-1], depth)),
+                )
                 for i, group in enumerate(_groups(self.draft, writers, self.plan.reduced))
             ]
         elif self.narrow and once:
-            ways = [_Way(bucket, writers[-1:], once, True, True, False, self.draft.behind(writers[-1], depth))]
+            ways = [_Way(bucket, writers[-1:], once, True, True, False, min(end, self.draft.behind(writers[-1], depth)))]
             once = ()
         else:
             ways = []

@@ -51,8 +51,8 @@ def lower(
     versions = Versions(cut, plan, plan.microbatches, batches)
     each = [_Lowering(trace, plan, buckets, training, cut, rank, versions) for rank in range(cut.ranks)]
     drafts = [one.draft() for one in each]
-    messages(drafts, cut, plan.microbatches * batches)
-    return tuple(one.program(draft) for one, draft in zip(each, drafts, strict=True))
+    cuts = messages(drafts, cut, versions)
+    return tuple(one.program(draft, at) for one, draft, at in zip(each, drafts, cuts, strict=True))
 
 
 @dataclass
@@ -110,12 +110,12 @@ class _Lowering:
         self.free_activations(draft)
         return draft
 
-    def program(self, draft: Draft) -> Program:
-        """With all that communicates within the batch axes, and the step."""
+    def program(self, draft: Draft, validations: Sequence[int]) -> Program:
+        """With all that communicates within the batch axes, and the step; ``validations``: where updates by this rank's norm are validated."""
         versions, own = self.versions, self.own if self.training else []
         ends = versions.ends(draft)
         reductions = Reductions(draft, self.plan, self.buckets, versions.batch, ends)
-        slots = gather(draft, self.plan, self.buckets)
+        slots = gather(draft, self.plan, self.buckets, ends)
         copies, stashes = stash(draft, own, ends)
         for batch, end in enumerate(ends):
             loss = [self.sum_over(self.all_axes, of_batch("loss", batch))] if self.all_axes else []
@@ -129,7 +129,11 @@ class _Lowering:
             draft.after[end] += [*loss, *tied(self.cut, self.rank, own)]
             if self.training:
                 draft.after[end] += self.finish(batch, copies[batch])
-            draft.after[end] += self.reports(batch)
+            if self.training and versions.validates(batch):
+                at = draft.before[validations[batch]]
+                at[:0] = [self.validate(batch), *self.reports(batch)]
+            else:
+                draft.after[end] += self.reports(batch)
         place = ((PIPELINE, self.rank),) if self.cut.ranks > 1 else ()
         name = f"stage {self.rank}" if place else "all ranks"
         instructions = tuple(derive_waits(draft.instructions()))
@@ -138,11 +142,10 @@ class _Lowering:
     # ---- computing -------------------------------------------------------------------------------------------------
 
     def tasks(self) -> Sequence[Task]:
-        microbatches = self.plan.microbatches * self.versions.batches
         if self.training:
-            return self.cut.tasks(microbatches)[self.rank]
+            return self.versions.tasks(self.rank)
         stages = [s for s in range(self.cut.stages) if self.cut.home[s] == self.rank]
-        return [Task("F", s, m) for m in range(microbatches) for s in stages]
+        return [Task("F", s, m) for m in range(self.plan.microbatches) for s in stages]
 
     def add(self, task: Task, out: list[Instruction]) -> None:
         """FORWARD, or RECOMPUTE and BACKWARD, of the units of a task's stage."""
@@ -273,16 +276,16 @@ class _Lowering:
 
         Where stages do not wait for each other, each decides by its own norm, and all hear of the whole later.
         """
-        learning, norm = [b for b in self.own if b.learns], of_batch("norm", batch)
+        learning, norm, verdict = [b for b in self.own if b.learns], of_batch("norm", batch), of_batch("verdict", batch)
         grads = tuple(Buffer("grad", b.index) for b in learning)
-        before = self.axes if self.versions.alone else self.all_axes
+        before = self.axes if self.versions.alone or self.versions.validates(batch) else self.all_axes
         after = tuple(a for a in self.all_axes if a not in before)
         steps = [
             Instruction(
                 Op.STEP,
                 bucket=b.index,
                 version=batch,
-                reads=(Buffer("grad", b.index), norm),
+                reads=(Buffer("grad", b.index), verdict),
                 # The fused optimizer leaves the clipped gradient.
                 writes=(Buffer("param", b.index), Buffer("state", b.index), Buffer("grad", b.index)),
             )
@@ -291,18 +294,41 @@ class _Lowering:
         return [
             Instruction(Op.NORM, version=batch, reads=grads, writes=(norm,)),
             *([self.sum_over(before, norm)] if before else []),
-            Instruction(Op.DECIDE, version=batch, reads=(norm,), writes=(norm,)),
-            *copies,
-            *steps,
+            Instruction(Op.DECIDE, version=batch, reads=(norm,), writes=(verdict,)),
             *([self.sum_over(after, norm)] if after else []),
+            *copies,
+            *([self.backup(b, batch) for b in learning] if self.versions.validates(batch) else []),
+            *steps,
         ]
+
+    @staticmethod
+    def backup(bucket: Bucket, batch: int) -> Instruction:
+        """A copy of what STEP changes."""
+        reads, writes = (Buffer("param", bucket.index), Buffer("state", bucket.index)), (Buffer("backup", bucket.index),)
+        return Instruction(Op.BACKUP, bucket=bucket.index, version=batch, reads=reads, writes=writes)
+
+    def validate(self, batch: int) -> Instruction:
+        """Reads gradients too: the update may have to be made again."""
+        learning = [b.index for b in self.own if b.learns]
+        backups = tuple(Buffer("backup", index) for index in learning)
+        reads = (of_batch("norm", batch), *backups, *(Buffer("grad", index) for index in learning))
+        return Instruction(Op.VALIDATE, version=batch, reads=reads, writes=(of_batch("verdict", batch),), frees=backups)
 
     def reports(self, batch: int) -> list[Instruction]:
         """Of batches that are over on all stages when this one is updated here."""
         last, late = self.versions.batches - 1, self.versions.reported
         due = range(batch - late, last + 1) if batch == last else range(batch - late, batch - late + 1)
-        kinds = ("loss", "norm") if self.training else ("loss",)
-        return [Instruction(Op.REPORT, version=k, reads=tuple(of_batch(kind, k) for kind in kinds)) for k in due if k >= 0]
+        kinds = ("loss", "norm", "verdict") if self.training else ("loss",)
+        return [
+            Instruction(
+                Op.REPORT,
+                version=k,
+                reads=tuple(of_batch(kind, k) for kind in kinds),
+                frees=tuple(of_batch(kind, k) for kind in (*kinds, "weight", "batch")),
+            )
+            for k in due
+            if k >= 0
+        ]
 
     @staticmethod
     def sum_over(axes: tuple[str, ...], buffer: Buffer) -> Instruction:

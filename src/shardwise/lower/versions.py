@@ -1,6 +1,7 @@
 """Several batches in one program: when each is updated, which version of the weights its microbatches use, and where old ones stay.
 
-A program of one batch ends with its update.  Under an asynchronous schedule microbatches of the next batches are under way when a batch
+A program of one batch ends with its update.  Under ``norm = "post-validate"`` one batch follows the other; an update by a stage's own
+norm is validated in the next (:mod:`shardwise.lower.validate`).  Under an asynchronous schedule microbatches of the next batches are under way when a batch
 is updated; a stage keeps the weights that they have begun with (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section
 3.3), in slots of a pool.  Versions and batches are counted from the begin of the program, which finds the pipeline empty.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.core.plan import Plan
+from shardwise.core.timetable import Task
 from shardwise.lower.draft import Draft
 from shardwise.lower.slots import Span, assign
 from shardwise.lower.stages import Cut
@@ -23,8 +25,10 @@ BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
 
 def steady(plan: Plan) -> int:
-    """So many batches of a window show all that a longer one does; a plan that is not asynchronous has windows of one."""
-    return steady_batches(plan.window, plan.mesh.axis_size(PIPELINE), plan.microbatches) if plan.asynchronous else 1
+    """So many batches of a window show all that a longer one does; a plan whose batches do not overlap has windows of one."""
+    if plan.asynchronous:
+        return steady_batches(plan.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
+    return min(plan.window, 3) if plan.post_validates else 1
 
 
 def steady_batches(window: int, ranks: int, microbatches: int) -> int:
@@ -66,7 +70,18 @@ class Versions:
     def reported(self) -> int:
         """So many batches after its own update comes that before which all stages have a batch's loss and norm: the first stage is the
         last to update, by as many microbatches as there are stages behind it."""
-        return _reported(self.cut.ranks, self.microbatches)
+        return _reported(self.cut.ranks, self.microbatches) if self.plan.asynchronous else 0
+
+    def validates(self, batch: int) -> bool:
+        """Whether stages update a batch by their own norms, before that of all is known: not the last, with which the program ends."""
+        return self.plan.post_validates and batch + 1 < self.batches
+
+    def tasks(self, rank: int) -> list[Task]:
+        """What a rank computes, in its order: of batch after batch, or as they overlap."""
+        if self.plan.asynchronous:
+            return [*self.cut.tasks(self.microbatches * self.batches)[rank]]
+        one = self.cut.tasks(self.microbatches)[rank]
+        return [task._replace(microbatch=task.microbatch + k * self.microbatches) for k in range(self.batches) for task in one]
 
     def ends(self, draft: Draft) -> list[int]:
         """For each batch the position after which a rank updates its weights.

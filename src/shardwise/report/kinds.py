@@ -24,6 +24,8 @@ LOOKS = {
     "RECOMPUTE": Look("recompute", "R", "#9ecae9", "black on bright_blue"),
     "STEP": Look("step", "S", "#b279a2", "white on magenta"),
     "STASH": Look("stash", "H", "#9d755d", "white on bright_black"),
+    "BACKUP": Look("backup", "K", "#8a6d5c", "white on bright_black"),
+    "VALIDATE": Look("validate", "V", "#d37295", "white on red"),
     "NORM": Look("norm", "N", "#e45756", "white on red"),
     "DECIDE": Look("decide", "D", "#c23b3b", "white on red"),
     "COUNT": Look("count", "C", "#bab0ac", "black on white"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -42,7 +42,7 @@ class StepResult:
 
     ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
     number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
-    ``overflows`` the number of skipped steps in a row.
+    ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had updated by their own norms, and that was wrong.
     """
 
     loss: Tensor
@@ -52,12 +52,16 @@ class StepResult:
     stop: Tensor
     scale: Tensor | None = None
     overflows: Tensor | None = None
+    repeated: bool = False
 
 
 class Batch:
-    """A batch of ``given``, of one trace for each microbatch; microbatches are counted from its first."""
+    """A batch of ``given``, of one trace for each microbatch; microbatches are counted from its first.
 
-    def __init__(self, owner: Interpreter, traces: Sequence[Trace], given: StepInput) -> None:
+    ``scales`` are the loss scales by version of the weights, of which the batch uses ``version``; none: there is no scaling.
+    """
+
+    def __init__(self, owner: Interpreter, traces: Sequence[Trace], given: StepInput, scales: Sequence[Tensor] = ()) -> None:
         comm = owner.comm
         self.owner, self.traces, self.given, self.memory = owner, traces, given, owner.memory
         self.microbatches = len(traces)
@@ -74,8 +78,11 @@ class Batch:
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
         self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
         self.coefficient: Tensor | None = None
+        self.clip: Tensor | None = None  # the factor of clipping alone
         self.skip = self.memory.halted
-        self.scale: Tensor | None = None
+        self.scales, self.version = scales, 0
+        self.repeated = False
+        self._unscaled: Tensor | None = None  # what gradients have been multiplied by in an update that was wrong
         self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
         self.start: list[int] = []
         taken = 0
@@ -83,6 +90,11 @@ class Batch:
             self.start.append(taken)
             a, b = self.env(m).range()
             taken += b - a
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What the loss is multiplied by."""
+        return self.scales[self.version] if self.scales else None
 
     @property
     def wide(self) -> torch.dtype:
@@ -152,20 +164,34 @@ class Batch:
     def decide(self) -> None:
         """The norm decides clipping and skipping, without the host."""
         assert self.norms is not None
-        self.norm = self._total()
+        self.norm, scale, clip = self._total(), self.scale, self.owner.clip_norm
         bad = (~torch.isfinite(self.norm)).to(torch.float32)
-        if self.scale is not None:
-            self.norm = self.norm / self.scale
-        if self.owner.clip_norm is not None:
-            self.coefficient = (self.owner.clip_norm / (self.norm + 1e-6)).clamp(max=1.0)
-        if self.scale is not None:
-            self.coefficient = self.scale.reciprocal() if self.coefficient is None else self.coefficient / self.scale
+        if scale is not None:
+            self.norm = self.norm / scale
+        self.clip = None if clip is None else (clip / (self.norm + 1e-6)).clamp(max=1.0)
+        self.coefficient = self.clip
+        if scale is not None:
+            self.coefficient = scale.reciprocal() if self.clip is None else self.clip / scale
         self._skip_if(bad)
         if self.owner.apart:
             unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
             self.unreached = dict(zip((p.name for p in self._learning()), unreached, strict=True))
-        if self.owner.keep_gradients is not None:
-            self.owner.keep_gradients.append(self._gradients())
+
+    def decide_alone(self) -> None:
+        """This stage takes its step, unclipped, unless its own gradients show that there is none to take."""
+        bad = (~torch.isfinite(self._total())).to(torch.float32)
+        self.skip = torch.maximum(self.memory.halted, bad)
+        self.coefficient = None if self.scale is None else self.scale.reciprocal()
+
+    def validate(self) -> bool:
+        """The norm over all stages decides; whether that leaves what :meth:`decide_alone` made them do as it is.  Read on the host, the same
+        on all ranks."""
+        alone = self.coefficient
+        self.decide()
+        wrong = self.skip if self.clip is None else torch.maximum(self.skip, (self.clip < 1).to(torch.float32))
+        self.repeated = bool(wrong)
+        self._unscaled = alone if self.repeated else None
+        return not self.repeated
 
     def _learning(self) -> list[Parameter]:
         """The parameters that learn of a model whose ranks have them all."""
@@ -180,7 +206,7 @@ class Batch:
             bad = (scaling.overflows >= scaling.choice.patience).to(torch.float32)
         torch.maximum(memory.halted, bad, out=memory.halted)
 
-    def _gradients(self) -> dict[str, Tensor]:
+    def gradients(self) -> dict[str, Tensor]:
         """Whole gradients of what was reached, for those who compare."""
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
@@ -197,6 +223,8 @@ class Batch:
         assert bucket.taken is not None
         if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
             bucket.taken.copy_(bucket.final_gradient)
+        elif self._unscaled is not None and coefficient is not None:
+            coefficient = coefficient / self._unscaled
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             optimizer.step(
@@ -211,7 +239,48 @@ class Batch:
             norm = self._total()
             skip = torch.maximum(skip, (~torch.isfinite(norm)).to(torch.float32))
         scaling = self.memory.loss_scale
-        fp16 = () if self.scale is None or scaling is None else (self.scale, scaling.overflows.clone())
+        overflows = None if scaling is None else scaling.overflows.clone()
         # Not torch.tensor: a copy to the GPU that the host waits for.
         rows = torch.full((), self.given.rows, device=self.owner.comm.device)
-        return StepResult(self.loss, norm, skip, rows if self.counts is None else self.counts.sum(), self.shared[1], *fp16)
+        weight = rows if self.counts is None else self.counts.sum()
+        return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated)
+
+
+class Batches:
+    """Those of a program that are under way, taken from ``given`` when they begin, of one trace for each microbatch."""
+
+    def __init__(self, owner: Interpreter, traces: Sequence[Trace], given: Iterator[StepInput]) -> None:
+        self.owner, self.traces, self.given = owner, traces, given
+        scaling = owner.memory.loss_scale
+        self.scales = [] if scaling is None else [scaling.scale.clone()]  # by version of the weights
+        self._under_way: dict[int, Batch] = {}
+        self._new(0, next(given))
+
+    def _new(self, number: int, given: StepInput) -> Batch:
+        self._under_way[number] = batch = Batch(self.owner, self.traces, given, self.scales)
+        return batch
+
+    def __getitem__(self, number: int) -> Batch:
+        return self._under_way[number] if number in self._under_way else self._new(number, next(self.given))
+
+    def number(self, microbatch: int) -> int:
+        """The batch of a microbatch; those of all batches are counted on."""
+        return microbatch // len(self.traces)
+
+    def place(self, microbatch: int) -> tuple[Batch, int]:
+        """A microbatch's batch, and its number in there."""
+        return self[self.number(microbatch)], microbatch % len(self.traces)
+
+    def again(self, number: int) -> None:
+        """Nothing has been computed of a batch, if it has begun."""
+        if number in self._under_way:
+            self._new(number, self._under_way[number].given)
+
+    def rescale(self) -> None:
+        """The next version of the weights has the loss scale as it is now."""
+        if self.owner.memory.loss_scale is not None:
+            self.scales.append(self.owner.memory.loss_scale.scale.clone())
+
+    def end(self, number: int) -> Batch:
+        """A batch that is over."""
+        return self._under_way.pop(number)

@@ -145,6 +145,19 @@ class BucketMemory:
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
 
+    @torch.no_grad()
+    def backup(self) -> list[Tensor]:
+        """Copies of all that an update changes."""
+        return [tensor.clone() for update in self.updates for tensor in update.optimizer.changed()]
+
+    @torch.no_grad()
+    def restore(self, backup: Sequence[Tensor]) -> None:
+        """Go back to what :meth:`backup` gave."""
+        changed = [tensor for update in self.updates for tensor in update.optimizer.changed()]
+        for tensor, before in zip(changed, backup, strict=True):
+            tensor.copy_(before)
+        self.publish()
+
     def whole(self, held: Tensor, comm: Communicator, what: str) -> Tensor:
         """A tensor of the held range of all ranks together; all call it, and each may change what it gets."""
         if held.numel() == self.layout.numel:

@@ -72,6 +72,10 @@ class Gathered:
         old = self._old.get((self._home.get(name, -1), self.version))
         return self._leaves[name] if old is None else old[1][name]
 
+    def updated(self, bucket: int) -> None:
+        """The other ranks' shards of a bucket are no longer those that are here."""
+        self._current.discard(bucket)
+
     def stash(self, one: Instruction) -> None:
         """Keep a bucket as it is, under the version that the instruction says."""
         memory, key = self._memory.buckets[one.bucket], (one.bucket, one.version)

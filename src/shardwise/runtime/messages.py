@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ class Messages:
     traces: Sequence[Trace]
     live: Live
     pending: Live
+    received: MutableMapping[Buffer, dict[str, Tensor]]
     strict: bool = False
-    received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)
 
     def send(self, one: Instruction, env: Env | None) -> Handle:
         """Post all that the instruction carries; a live tensor that nothing has given a gradient has one of zeros."""

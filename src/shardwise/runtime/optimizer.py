@@ -185,13 +185,16 @@ class FlatOptimizer:
         state: dict[str, Any] = self._optimizer.state[self._params[index]]
         return {key: value for key, value in state.items() if isinstance(value, Tensor)}
 
+    def changed(self) -> list[Tensor]:
+        """All that a step changes: parameters and state."""
+        return [*self._params, *(tensor for index in range(len(self._params)) for tensor in self._state(index).values())]
+
     def _mutable(self) -> list[Tensor]:
         """What a step changes on the device: all but Adagrad's ``step``, which can be on the CPU.
 
         It also counts skipped steps there; with no decay of its learning rate, Adagrad never uses it.
         """
-        states = [tensor for index in range(len(self._params)) for tensor in self._state(index).values()]
-        return [t for t in (*self._params, *states) if t.device == self._params[0].device]
+        return [t for t in self.changed() if t.device == self._params[0].device]
 
     def _divisor(self, grad_scale: Tensor | None, skip: Tensor | None) -> Tensor | None:
         """What the fused kernels shall divide gradients by, after scaling here what they cannot."""

@@ -1,6 +1,6 @@
 """What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a tracker.
 
-They are done here as ``runtime/interpreter.py`` does them, with the same objects held for as long, so that peaks are its peaks.
+They are done here as ``runtime/computing.py`` does them, with the same objects held for as long, so that peaks are its peaks.
 Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of the others are
 made from what the first one's looked like.  Parameters, buffers, constants and batch fields are given and count nothing.
 """

@@ -34,7 +34,7 @@ TOLERANCE = 1e-10
 LOW_PRECISION_FACTOR = 1.25
 LEAST_SCALE = 2.0**-16  # at which overflows are not the loss scale's fault
 STEPS = 3
-ASYNCHRONOUS_STEPS = 12
+OVERLAPPING_STEPS = 12
 OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
 """AdamW; its eps is large enough that a gradient of pure rounding noise (an attention key's bias) moves nothing."""
 
@@ -52,6 +52,7 @@ class RankStep:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    repeated: bool = False
 
 
 @dataclass
@@ -90,8 +91,8 @@ def verify(
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
     Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the
-    step.  Under an asynchronous schedule one device uses the old weights that the programs say, and parameters and buffers are compared
-    where the pipeline is empty.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
+    step; where batches overlap, parameters and buffers where the pipeline is empty.  Under an asynchronous schedule one device uses the old
+    weights that the programs say.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
     """
     start = time.perf_counter()
     run = run or run_threads
@@ -119,6 +120,10 @@ def verify(
     if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
         notes.append(
             f"one device's own loss is {broken.loss} at step {broken.step}: it is the model, its data or its numbers, not the plan"
+        )
+    if plan.post_validates:
+        notes.append(
+            f"of {len(ours[0])} updates {sum(step.repeated for step in ours[0])} were made again by the norm over all stages"
         )
     if plan.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
@@ -159,7 +164,7 @@ def run_steps(
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
         parameters = engine.parameters() | {n: p.clone() for n, p in engine.unused.items()}
         steps = [
-            RankStep(float(result.loss), float(result.grad_norm), engine.everywhere(gradients), {}, {})
+            RankStep(float(result.loss), float(result.grad_norm), engine.everywhere(gradients), {}, {}, result.repeated)
             for result, gradients in zip(results, kept, strict=True)
         ]
         steps[-1].parameters, steps[-1].buffers = parameters, engine.buffers()
@@ -169,7 +174,7 @@ def run_steps(
 
 def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
     """The ranges of batches that are one program each."""
-    size = plan.window if plan.asynchronous else 1
+    size = plan.window if plan.overlaps else 1
     return [(start, min(start + size, batches)) for start in range(0, batches, size)]
 
 

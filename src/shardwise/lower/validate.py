@@ -1,0 +1,97 @@
+"""Where ranks validate an update that each has made by its own norm (``norm = "post-validate"``).
+
+After a batch a stage updates by the norm of its own gradients and goes on with the next batch's forwards, as Qi et al. (Zero Bubble
+Pipeline Parallelism, arXiv 2401.10241, section 4) do.  The norm over all stages is summed meanwhile.  Each rank reads it before its first
+backward of the next batch: that follows a forward on every rank, which comes after that rank's own part of the sum, so nobody waits.
+Where the update was wrong all ranks go back to before it, and run again what came since: forwards and their messages alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from shardwise.core.instruction import Op
+from shardwise.lower.draft import Draft
+from shardwise.lower.versions import BACKWARD, Versions
+
+
+class Message(Protocol):
+    """From after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def to(self) -> int: ...
+    @property
+    def microbatch(self) -> int: ...
+    @property
+    def made(self) -> int: ...
+    @property
+    def needed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Validations:
+    """``at[rank][batch]``: before which position of computing a rank validates its update of a batch; ``begin[rank][batch]``: where it
+    begins to compute a batch."""
+
+    versions: Versions
+    begin: Sequence[Sequence[int]]
+    at: Sequence[Sequence[int]]
+
+    @staticmethod
+    def of(drafts: Sequence[Draft], messages: Sequence[Message], versions: Versions) -> Validations:
+        """As late as can be, so that no message from behind a validation is received before one."""
+        each = [len(draft.tasks) // versions.batches for draft in drafts]
+        begin = [[draft.tasks[k * n] for k in range(versions.batches)] for draft, n in zip(drafts, each, strict=True)]
+        found: list[list[int]] = [[] for _ in drafts]
+        for batch in range(versions.batches):
+            if versions.validates(batch):
+                last = [draft.tasks[(batch + 2) * n - 1] for draft, n in zip(drafts, each, strict=True)]
+                mine = [one for one in messages if versions.batch(one.microbatch) == batch + 1]
+                for rank, position in enumerate(_latest(drafts, mine, versions, batch + 1, last)):
+                    found[rank].append(position)
+        return Validations(versions, begin, found)
+
+    def earliest(self, one: Message) -> int:
+        """Before which position of computing its receiver may not ask for a message: in the batch before it, or before a validation if the
+        message is from behind that."""
+        batch = self.versions.batch(one.microbatch)
+        if batch == 0 or not self.versions.validates(batch - 1):
+            return 0
+        begin = self.begin[one.to][batch]
+        return begin if one.made < self.at[one.source][batch - 1] else max(begin, self.at[one.to][batch - 1])
+
+    def crosses(self, one: Message, asked: int) -> bool:
+        """Whether a message is sent before a validation, and asked for after that."""
+        batch = self.versions.batch(one.microbatch) - 1
+        return (
+            batch >= 0
+            and self.versions.validates(batch)
+            and one.made < self.at[one.source][batch]
+            and asked >= self.at[one.to][batch]
+        )
+
+
+def _latest(
+    drafts: Sequence[Draft], messages: Sequence[Message], versions: Versions, batch: int, last: Sequence[int]
+) -> list[int]:
+    """The task on each rank that has to come after the validation: the first backward of ``batch``, or what hears of another's."""
+    found = []
+    for draft, end in zip(drafts, last, strict=True):
+        backwards = (
+            p
+            for p, one in enumerate(draft.compute)
+            if one.op in (*BACKWARD, Op.RECOMPUTE) and versions.batch(one.microbatch) == batch
+        )
+        found.append(draft.task_of(next(backwards, end)))
+    moved = True
+    while moved:
+        moved = False
+        for one in messages:
+            start = drafts[one.to].task_of(one.needed)
+            if one.made >= found[one.source] and start < found[one.to]:
+                found[one.to], moved = start, True
+    return found

@@ -1,0 +1,190 @@
+"""Forward and backward of a rank's units, and what lives between the two."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.runtime.batch import Batches
+from shardwise.runtime.gathered import Gathered
+from shardwise.runtime.gradients import Gradients
+from shardwise.trace.multiply import Factors
+from shardwise.trace.ops import Env
+from shardwise.trace.products import Operand, watch
+from shardwise.trace.recall import Tape
+from shardwise.trace.trace import Trace
+from shardwise.trace.units import Unit
+
+if TYPE_CHECKING:
+    from shardwise.runtime.interpreter import Interpreter
+
+
+class _Saved(NamedTuple):
+    """What a forward leaves for its backward: outputs with gradients, operands of products, and the parameters' leaves."""
+
+    outputs: list[Tensor]
+    operands: list[Operand]  # with references to gathered parameters
+    leaves: list[Tensor]
+
+
+@dataclass
+class Computing:
+    """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending gradients and put-off
+    products by unit and microbatch, and the ``updates`` of buffers, which are not written before the end.
+
+    ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program.
+    """
+
+    owner: Interpreter
+    traces: Sequence[Trace]
+    batches: Batches
+    gathered: Gathered
+    gradients: Gradients
+    received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)
+    live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
+    tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
+    pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    putoff: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
+    updates: dict[str, Tensor] = field(default_factory=dict)
+    position: int = -1
+
+    def drop(self) -> None:
+        """All that forwards have left."""
+        for values in (self.live, self.saved, self.tapes):
+            values.clear()
+
+    def free(self, buffer: Buffer) -> None:
+        """The live tensors of a unit and microbatch."""
+        for name in self.traces[buffer.microbatch].units[buffer.index].outputs:
+            self.live.pop((name, buffer.microbatch), None)
+
+    def arguments(self, unit: Unit, microbatch: int, env: Env) -> list[Any]:
+        memory, (batch, m) = self.owner.memory, self.batches.place(microbatch)
+        return [
+            *(self.gathered[n] for n in unit.parameters),
+            *(self.updates.get(n, memory.buffers[n]) for n in unit.buffers),
+            *unit.constants,
+            *(batch.rows_of(n, m, env) for n in unit.fields),
+            *(self.live[n, microbatch] for n in unit.inputs),
+        ]
+
+    def forward(self, one: Instruction) -> None:
+        unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
+        batch, number = self.batches.place(m)
+        batch.version = self.gathered.version = one.version
+        env = batch.env(number)
+        env.ordinal = unit.ordinal
+        again = one.op is Op.RECOMPUTE
+        keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
+        env.tape = self.tapes.pop((unit.index, m), None)
+        if record:
+            env.tape = self.tapes[unit.index, m] = Tape()
+        arguments = self.arguments(unit, m, env)
+        function = unit.training_function if (keep or record) and unit.training_function is not None else unit.function
+        with env.tape.record() if record else self.autograd(keep):
+            outputs = function(env, *arguments)
+        own = len(unit.outputs) + len(unit.updates)
+        outputs, operands = outputs[:own], outputs[own:]
+        if keep:
+            good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
+            kept = [one._replace(x=self.gathered.keep(one.x)) for one in map(Operand._make, operands)]
+            self.saved[unit.index, m] = _Saved(good, kept, arguments[: len(unit.parameters)])
+        if again:
+            return
+        if self.owner.inspect is not None:
+            self.owner.inspect(self.position, "output", [*outputs])
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
+            detached = self.gathered.own(value.detach())
+            if name == "loss":
+                batch.loss += detached.to(batch.wide) * batch.weight(number)
+            else:
+                self.live[name, m] = detached.requires_grad_() if grad else detached
+        for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
+            self.updates[name] = self.gathered.own(value.detach(), update=True)
+
+    def saves(self, one: Instruction, unit: Unit, kind: str) -> bool:
+        return unit.differentiable and any(b.kind == kind for b in one.writes)
+
+    @contextmanager
+    def autograd(self, keep: bool) -> Iterator[None]:
+        """Whether autograd follows, and how it keeps parameters if it does."""
+        with torch.set_grad_enabled(keep), self.gathered.references() if keep else nullcontext():
+            yield
+
+    def backward(self, one: Instruction) -> None:
+        """BACKWARD, or all of it but the weight gradients of products."""
+        unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
+        self.gathered.version = one.version
+        self.gradients.begin(one)
+        for buffer in one.reads:
+            if buffer.kind == "received":
+                self.take_gradients(self.received[buffer], m)
+        add = self.multiply if one.op is Op.BACKWARD else self.put_off(self.putoff.setdefault((unit.index, m), deque()))
+        outputs, operands, leaves = self.saved.pop((unit.index, m))
+        names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
+        seeds = [
+            (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
+        ]
+        parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
+        live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
+        later = watch(unit.products, [p._replace(x=self.gathered.resolve(p.x)) for p in operands], add)
+        wanted: list[Any] = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
+        kept, given = zip(*seeds, strict=True)
+        del operands  # each X ends when it has been multiplied
+        grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
+        del outputs, kept, seeds
+        if self.owner.inspect is not None:
+            self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])
+        own, rest = grads[: len(parameters)], grads[len(parameters) :]
+        for name, grad in zip(parameters, own, strict=True):
+            if grad is not None:
+                self.gradients.add(name, grad)
+        for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
+            if dy is not None:
+                add(operand.factors(name, dy))
+        for name, grad in zip(live, rest[: len(live)], strict=True):
+            if grad is not None:
+                self.take_gradients({name: grad}, m)
+
+    def take_gradients(self, grads: Mapping[str, Tensor], m: int) -> None:
+        """Add to what waits for the units that made these live tensors."""
+        for name, grad in grads.items():
+            before = self.pending.get((name, m))
+            self.pending[name, m] = grad if before is None else before + grad
+
+    def seed(self, name: str, microbatch: int, value: Tensor) -> Tensor | None:
+        if name == "loss":
+            batch, m = self.batches.place(microbatch)
+            return batch.seed(m, value)
+        return self.pending.pop((name, microbatch), None)
+
+    def backward_weight(self, one: Instruction) -> None:
+        """The weight gradients that BACKWARD_INPUT has put off."""
+        self.gradients.begin(one)
+        factors = self.putoff.pop((one.unit, one.microbatch))
+        while factors:
+            self.gradients.add_product(factors.popleft())
+
+    def multiply(self, factors: Factors) -> None:
+        if self.owner.inspect is not None:
+            self.owner.inspect(self.position, "gradient", [factors.dy])
+        self.gradients.add_product(factors)
+
+    def put_off(self, held: deque[Factors]) -> Callable[[Factors], None]:
+        """Keeps factors for later; copies what lies in a slot, which may hold another bucket by then."""
+        own = self.gathered.own
+
+        def add(factors: Factors) -> None:
+            if self.owner.inspect is not None:
+                self.owner.inspect(self.position, "gradient", [factors.dy])
+            held.append(factors._replace(dy=own(factors.dy), x=own(factors.x)))
+
+        return add

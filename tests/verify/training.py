@@ -1,0 +1,51 @@
+"""Steps of a Trainer on all ranks of a plan, which are threads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.threads import run_ranks
+from shardwise.trainer import NonFiniteError, Trainer
+
+
+def trained(
+    plan: Plan,
+    given: list[dict[str, Tensor]],
+    module: nn.Module,
+    *,
+    stop_after: int | None = None,
+    ranks: Any = None,
+    **options: Any,
+) -> list[Any]:
+    """Of each rank: the results of all steps, the error that ended them or whether it was asked to stop, and the state after them.
+
+    ``ranks`` are options of the threads.
+    """
+    compiled = Compiled(module, plan, given[0])
+
+    def batch(comm: Communicator, fields: dict[str, Tensor]) -> Batch:
+        rows = next(iter(fields.values())).shape[0]
+        ranges = rank_rows(rows, plan.microbatches, comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES))
+        return Batch({n: torch.cat([v[a:b] for a, b in ranges]) for n, v in fields.items()}, rows, (), ())
+
+    def rank(comm: Communicator) -> Any:
+        with Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, given[0], comm=comm, **options) as trainer:
+            found = []
+            try:
+                for result in trainer.steps((batch(comm, one) for one in given), len(given)):
+                    found.append(result)
+                    if len(found) == stop_after:
+                        trainer.request_stop()
+            except NonFiniteError as error:
+                return found, error, trainer.state_dict()
+            return found, trainer.stopping, trainer.state_dict()
+
+    return run_ranks(plan.mesh, rank, timeout=120, **(ranks or {}))
