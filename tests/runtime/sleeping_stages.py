@@ -1,6 +1,7 @@
 """One rank of a pipeline whose units do nothing but sleep: prints the seconds of its steps under each schedule, as JSON.
 
-Its arguments are the backend, the microbatches and the number of steps, and the schedules; the environment says which rank it is.
+Its arguments are the backend, the microbatches and the number of steps, and the schedules, of which one with "+post-validate" goes on
+without a barrier; the environment says which rank it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Norm, Plan
 from shardwise.data.loader import Batch
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
@@ -29,14 +30,20 @@ WIDTH = 8  # of the blocks' weights alone
 sleeps = [time.sleep]
 
 
+def parts(schedule: str) -> tuple[str, Norm]:
+    """A schedule's own name, and when ranks update."""
+    name, post, _ = schedule.partition("+post-validate")
+    return name, "post-validate" if post else "barrier"
+
+
 def microbatches(schedule: str, wanted: int) -> int:
     """As many as the schedule takes of those."""
-    return min(wanted, SCHEDULES[schedule].most or wanted)
+    return min(wanted, SCHEDULES[parts(schedule)[0]].most or wanted)
 
 
 def stages(schedule: str) -> tuple[int, ...]:
     """Blocks of each stage."""
-    number = RANKS * SCHEDULES[schedule].stages_per_rank
+    number = RANKS * SCHEDULES[parts(schedule)[0]].stages_per_rank
     return (BLOCKS // number,) * number
 
 
@@ -97,22 +104,26 @@ def slow_weights() -> None:
 
 
 def seconds(comm: Any, schedule: str, m: int, steps: int) -> list[float]:
-    """Of each step, from when all ranks are there until this one is through.  Before them comes one without sleep."""
-    cut = list(stages(schedule))
+    """Of each step, from when all ranks are there until this one is through; where steps overlap, what so many more of them take.  Before
+    them come such without sleep."""
+    cut, (name, norm) = list(stages(schedule)), parts(schedule)
     cut[0], cut[-1] = cut[0] + 1, cut[-1] + 1  # what comes before and after the blocks takes no time
-    plan = pipeline(Plan(microbatches=m), RANKS, schedule, stages=cut)
+    plan = pipeline(Plan(microbatches=m, norm=norm), RANKS, name, stages=cut)
     batch = {"x": torch.ones(m, 3)}
     torch.manual_seed(0)
     trainer = Trainer(Sleeper(), OptimizerChoice("sgd", lr=0.1), plan, batch, comm=comm)
     given = Batch(batch, m, tuple(range(m)), (1,) * m)
+    overlapping = norm == "post-validate"
+    windows = [2, 2 + steps] if overlapping else [1] * steps
     found = []
-    for sleep in (lambda _: None, *[time.sleep] * steps):
+    for sleep, number in [(lambda _: None, n) for n in dict.fromkeys(windows)] + [(time.sleep, n) for n in windows]:
         sleeps[0] = sleep
         comm.barrier(what="the start of a step")
         began = time.perf_counter()
-        trainer.step(given)
+        for _ in trainer.steps(iter([given] * number), number):
+            pass
         found.append(time.perf_counter() - began)
-    return found[1:]
+    return [(found[-1] - found[-2]) / steps] if overlapping else found[1:]
 
 
 def main() -> None:

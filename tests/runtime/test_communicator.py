@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,29 +72,15 @@ def run_processes(ranks: int, *arguments: str) -> list[Ended]:
     return ended
 
 
-@pytest.fixture(scope="module")
-def conformance() -> Callable[[str], list[dict[str, dict[str, str]]]]:
-    """Results of a mesh by rank: {backend: {case: problem}}; one set of processes serves all cases."""
-    known: dict[str, list[dict[str, dict[str, str]]]] = {}
-
-    def results(mesh: str) -> list[dict[str, dict[str, str]]]:
-        if mesh not in known:
-            ended = run_processes(cases.parse_mesh(mesh).size, "conformance", mesh)
-            for process in ended:
-                assert process.code == 0, process.errors
-            known[mesh] = [{key: found for line in process.lines() for key, found in line.items()} for process in ended]
-        return known[mesh]
-
-    return results
-
-
-@pytest.mark.parametrize("case", cases.CASES)
 @pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("backend", ["shared", "gloo"])
-def test_processes(conformance: Callable[[str], list[dict[str, dict[str, str]]]], backend: str, mesh: str, case: str) -> None:
-    for rank, results in enumerate(conformance(mesh)):
-        problem = results[backend].get(case, "not reached")
-        assert not problem, f"rank {rank}: {problem}"
+def test_processes(mesh: str) -> None:
+    """All cases on both backends, in one set of processes."""
+    ended = run_processes(cases.parse_mesh(mesh).size, "conformance", mesh)
+    for rank, process in enumerate(ended):
+        assert process.code == 0, process.errors
+        results = {backend: found for line in process.lines() for backend, found in line.items()}
+        problems = {(b, case): results[b].get(case, "not reached") for b in ("shared", "gloo") for case in cases.CASES}
+        assert not any(problems.values()), (rank, {key: problem for key, problem in problems.items() if problem})
 
 
 @pytest.mark.parametrize("case", cases.CASES)

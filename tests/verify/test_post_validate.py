@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from post_validating import PLAN, compiled, steps
 from torch import Tensor, nn
 from training import trained
 
 from covering import covering
 from models import CASES, deep, tokens
+from processes import run_processes
 from shardwise.core.check import ProgramError, check
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Op
@@ -30,6 +34,7 @@ from shardwise.parallel.schedule import SCHEDULES
 from shardwise.runtime.batch import Batches
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.threads import run_ranks
 from shardwise.trainer import NonFiniteError
 from shardwise.verify.verify import Report, verify
 from timetables import SYNCHRONOUS, any_order
@@ -246,3 +251,16 @@ def test_where_it_is_not_legal() -> None:
     ):
         plan_of("pipedream-2bw", 2, 2)
     assert not plan_of("1f1b", 1, 2).post_validates  # nobody to wait for
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["gloo", "shared"])
+def test_processes_go_back_too(backend: str) -> None:
+    command = [str(Path(__file__).with_name("post_validating.py")), backend]
+    ended = [json.loads(output.splitlines()[-1]) for output in run_processes(3, command, 100, OMP_NUM_THREADS=1)]
+    model = compiled()
+    (truth,) = {json.dumps(found) for found in run_ranks(PLAN.mesh, lambda comm: steps(comm, model), timeout=60)}
+    assert ended == [json.loads(truth)] * 3
+    assert {found[2] for found in ended[0]} == {True, False, None}

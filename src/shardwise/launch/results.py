@@ -102,6 +102,8 @@ class MetricsWriter:
         }
         if result.scale is not None:
             values |= {"loss_scale": float(result.scale), "skipped": int(skipped)}
+        if result.repeated is not None:
+            values["repeated"] = int(result.repeated)
         if self.utilisation is not None:
             values["mfu"] = self.utilisation(rows, seconds)
         self.history.append(values)
@@ -132,6 +134,11 @@ class MetricsWriter:
             "tokens_per_second": _median(steady, "tokens_per_second"),
             "step_seconds": _median(steady, "step_seconds"),
             **({"mfu": _median(steady, "mfu")} if steady and "mfu" in steady[-1] else {}),
+            **(
+                {"repeated": sum(repeated)}
+                if (repeated := [one["repeated"] for one in self.history if "repeated" in one])
+                else {}
+            ),
             "training_seconds": sum(one["step_seconds"] for one in self.history[self._earlier :]),
             "peak_memory_bytes": max((one["peak_memory_bytes"] for one in self.history), default=None),
         }

@@ -42,7 +42,7 @@ class StepResult:
 
     ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
     number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
-    ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had updated by their own norms, and that was wrong.
+    ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had updated by their own norms, and that was wrong; None if they had not.
     """
 
     loss: Tensor
@@ -52,7 +52,7 @@ class StepResult:
     stop: Tensor
     scale: Tensor | None = None
     overflows: Tensor | None = None
-    repeated: bool = False
+    repeated: bool | None = None
 
 
 class Batch:
@@ -81,7 +81,7 @@ class Batch:
         self.clip: Tensor | None = None  # the factor of clipping alone
         self.skip = self.memory.halted
         self.scales, self.version = scales, 0
-        self.repeated = False
+        self.repeated: bool | None = None
         self._unscaled: Tensor | None = None  # what gradients have been multiplied by in an update that was wrong
         self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
         self.start: list[int] = []

@@ -52,7 +52,7 @@ class RankStep:
     gradients: dict[str, Tensor]
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
-    repeated: bool = False
+    repeated: bool | None = None
 
 
 @dataclass
@@ -123,7 +123,7 @@ def verify(
         )
     if plan.post_validates:
         notes.append(
-            f"of {len(ours[0])} updates {sum(step.repeated for step in ours[0])} were made again by the norm over all stages"
+            f"of {len(ours[0])} updates {sum(bool(step.repeated) for step in ours[0])} were made again by the norm over all stages"
         )
     if plan.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')

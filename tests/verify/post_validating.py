@@ -1,0 +1,60 @@
+"""One rank of a pipeline whose updates are validated: prints what its steps gave, as JSON.
+
+Its argument is the backend; the environment says which rank it is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from torch import Tensor
+
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import Batch
+from shardwise.models import GPT
+from shardwise.parallel.pipeline import pipeline
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.connect import connect
+from shardwise.trainer import Trainer
+
+PLAN = pipeline(Plan(microbatches=3, precision="fp64", norm="post-validate"), 3, "zb-h2")
+ROWS, STEPS = 6, 6
+CLIP = 3.0
+
+
+def batches() -> list[dict[str, Tensor]]:
+    """Of every other one the gradient is much larger."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(0, 11, (ROWS, 9), generator=generator) for _ in range(STEPS)]
+    found = [{"input_ids": x[:, :-1].contiguous(), "labels": x[:, 1:].contiguous()} for x in ids]
+    for one in found[1::2]:
+        one["labels"].fill_(3)
+    return found
+
+
+def compiled() -> Compiled:
+    torch.manual_seed(0)
+    return Compiled(GPT(vocabulary=11, width=16, layers=4, heads=2, context=8), PLAN, batches()[0])
+
+
+def steps(comm: Communicator, model: Compiled) -> list[tuple[float, float, bool | None]]:
+    """Loss, norm and whether the update was made again, and last the sum of all weights."""
+    given = [Batch(one, ROWS, (), ()) for one in batches()]
+    with Trainer(model, OptimizerChoice("adamw", lr=1e-2), PLAN, {}, clip_norm=CLIP, comm=comm) as trainer:
+        found = [(float(r.loss), float(r.grad_norm), r.repeated) for r in trainer.steps(iter(given), STEPS)]
+        return [*found, (float(sum(v.double().sum() for v in trainer.state_dict().values())), 0.0, None)]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    comm = connect(PLAN.mesh, backend=sys.argv[1])  # type: ignore[arg-type]
+    print(json.dumps(steps(comm, compiled())), flush=True)
+    comm.close()
+
+
+if __name__ == "__main__":
+    main()
