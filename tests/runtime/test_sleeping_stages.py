@@ -30,7 +30,7 @@ def simulated(schedule: str, m: int) -> float:
 def measured(backend: str, m: int, steps: int, schedules: Sequence[str]) -> dict[str, float]:
     """The median of some steps, each as long as its slowest rank takes."""
     command = [str(Path(__file__).with_name("sleeping_stages.py")), backend, str(m), str(steps), *schedules]
-    ended = run_processes(RANKS, command, 250, OMP_NUM_THREADS=1)
+    ended = run_processes(RANKS, command, 900, OMP_NUM_THREADS=1)
     ranks = [json.loads(output.splitlines()[-1]) for output in ended]
     return {one: statistics.median(map(max, zip(*(rank[one] for rank in ranks), strict=True))) for one in schedules}
 
@@ -57,7 +57,7 @@ def test_steps_take_what_is_simulated() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(2000)
 @pytest.mark.parametrize("backend", ["gloo", "shared"])
 def test_steps_of_every_schedule_take_what_is_simulated(backend: str) -> None:
     names = [one for one in CHOICES["schedule"] if one != AUTO]
