@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
+from shardwise.core.instruction import Op
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import SHARDS, held_range, placement
 from shardwise.runtime.communicator import Communicator
@@ -36,8 +39,11 @@ class BucketMemory:
     ``held`` is the range of the bucket whose masters and optimizer state this rank has: all of it, or its own of the equal ``shard``s
     over ``dp``.  ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole in memory that all ranks of
     the group have in common); ``master`` is the held range
-    of it, or its wide copy, which the optimizer updates.  ``grad`` is the whole gradient where that is a partial sum between
-    microbatches, else its shard.  Frozen buckets have neither gradient nor updates, and no wide copy.
+    of it, or its wide copy, which the optimizer updates.  Frozen buckets have neither gradient nor updates, and no wide copy.
+
+    Gradients and optimizer state are made when first asked for: by then the module with the initial values may be gone, and its memory
+    is used again.  ``host``: they and the masters are on the host.  ``apart``: an optimizer for each parameter, so that those without a
+    gradient in a step can be skipped.
     """
 
     bucket: Bucket
@@ -47,17 +53,15 @@ class BucketMemory:
     held: FlatShard
     param: Tensor
     master: Tensor
-    grad: Tensor | None
-    taken: Tensor | None  # what the optimizer takes: the held range of the gradient, on the host if that takes the step
-    updates: list[Update]
-    common: bool = False  # ``param`` is the same memory on all ranks of the group
+    common: bool  # ``param`` is the same memory on all ranks of the group
+    comm: Communicator
+    choice: OptimizerChoice
+    host: bool
+    apart: bool
 
     @staticmethod
     def allocate(bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, apart: bool = False) -> BucketMemory:
-        """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments.
-
-        ``apart``: an optimizer for each parameter, so that those without a gradient in a step can be skipped.
-        """
+        """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments."""
         parts, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
         shard, held = layout.shard(parts, index), held_range(rule, layout, parts, index, bucket.learns)
@@ -69,20 +73,36 @@ class BucketMemory:
         if param is None:
             param = comm.allocate(rest.numel, bucket.dtype)
         own = param if param.numel() == held.numel else param[held.start : held.stop]
-        if not bucket.learns:
-            return BucketMemory(bucket, rule, layout, shard, held, param, own, None, None, [], common)
         wide, host = bucket.wide, plan.offloads_optimizer
-        master = _host(held.numel, wide, comm) if host else own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
-        grad = comm.allocate(held.numel if rule.grad == "S" else layout.numel, wide)
-        memory = BucketMemory(bucket, rule, layout, shard, held, param, master, grad, None, [], common)
-        memory.taken = _host(held.numel, wide, comm) if host else memory.final_gradient
-        memory.updates = memory._updates(choice, apart)
-        return memory
+        if not bucket.learns:
+            master = own
+        elif host:
+            master = _host(held.numel, wide, comm)
+        else:
+            master = own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
+        return BucketMemory(bucket, rule, layout, shard, held, param, master, common, comm, choice, host, apart)
 
-    def _updates(self, choice: OptimizerChoice, apart: bool) -> list[Update]:
-        assert self.taken is not None
-        groups = self.held.segments(self.layout)
-        if not apart:
+    @cached_property
+    def grad(self) -> Tensor | None:
+        """The whole gradient where that is a partial sum between microbatches, else its shard."""
+        if not self.learns:
+            return None
+        return self.comm.allocate((self.held if self.rule.grad == "S" else self.layout).numel, self.bucket.wide)
+
+    @cached_property
+    def taken(self) -> Tensor | None:
+        """What the optimizer takes: the held range of the gradient, on the host if that takes the step."""
+        if not self.learns:
+            return None
+        return _host(self.held.numel, self.bucket.wide, self.comm) if self.host else self.final_gradient
+
+    @cached_property
+    def updates(self) -> list[Update]:
+        """The optimizers, with their state."""
+        if not self.learns:
+            return []
+        choice, groups = self.choice, self.held.segments(self.layout)
+        if not self.apart:
             segments = [self._segment(start, stop, group == DECAY) for group, start, stop in groups]
             return [Update(FlatOptimizer(choice, segments))]
         return [
@@ -109,7 +129,7 @@ class BucketMemory:
 
     @property
     def learns(self) -> bool:
-        return self.grad is not None
+        return self.bucket.learns
 
     @property
     def own_gradient(self) -> Tensor:
@@ -242,6 +262,16 @@ class RankMemory:
             if memory.resident
             for name, view in memory.views(memory.param).items()
         }
+        self._learns = False
         self.halted = torch.zeros(
             (), dtype=torch.float32, device=comm.device
         )  # 1 after a non-finite norm, until the host has looked
+
+    def reserve(self, program: Program) -> None:
+        """Have what a program takes: its pools and, before the first that trains, gradients and optimizer state."""
+        for pool, wanted in ((self.slots, program.slots), (self.unreduced, program.unreduced), (self.stashes, program.stashes)):
+            pool.reserve(wanted, self.buckets)
+        if not self._learns and any(one.op is Op.STEP for one in program.instructions):
+            self._learns = True
+            for bucket in self.buckets.values():
+                bucket.updates  # noqa: B018, made when asked for

@@ -60,13 +60,7 @@ class Interpreter:
 
         The program has to be run to its end: other ranks wait.  ``traces`` are those of a batch.
         """
-        memory = self.memory
-        for pool, wanted in (
-            (memory.slots, program.slots),
-            (memory.unreduced, program.unreduced),
-            (memory.stashes, program.stashes),
-        ):
-            pool.reserve(wanted, memory.buckets)
+        self.memory.reserve(program)
         return _Run(self, traces, program, given).run()
 
 

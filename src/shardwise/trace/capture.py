@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.trace.casts import COMPUTE_DTYPE, cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept
+from shardwise.trace.mapped import mapped
 
 HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
 
@@ -179,14 +180,12 @@ def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
 
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:
-    """A copy of ``module`` whose parameters are uninitialised tensors of the compute dtype (nothing is committed to memory
-    until written); buffers are copies, cast as the precision asks, and other attributes are shared."""
+    """A copy of ``module`` whose parameters are tensors of the compute dtype that take no memory, as nobody touches them; buffers are copies, cast as the precision asks, and other attributes are shared."""
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
             dtype = shadow_dtype(module, name, parameter, precision)
-            empty = torch.empty(parameter.shape, dtype=dtype, device="cpu")
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = nn.Parameter(mapped(parameter.shape, dtype), requires_grad=parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = cast_buffer(buffer.detach().to("cpu", copy=True), precision)
     return copy.deepcopy(module, memo)
