@@ -213,6 +213,17 @@ def test_every_instruction_of_batches_that_overlap(name: str, one: dict[str, Any
     assert differences(subject, batch, scalars=6) == []
 
 
+def test_going_back_takes_nothing_more() -> None:
+    """All that forwards have left which are run again ends with them, also what an op of autograd keeps of its own result."""
+    for name, recompute in (("own gpt", "none"), ("own llama", "selective")):
+        one = {"pp": 2, "schedule": "1f1b", "microbatches": 3, "norm": "post-validate", "recompute": recompute}
+        subject, batch = made(name, one)
+        expected = [predicted(subject, batch, rank=rank).timeline.peak_bytes for rank in range(2)]
+        for rank, real in enumerate(measured(subject, batch, clip_norm=1e-6)):
+            assert len(real.seen) > len(predicted(subject, batch, rank=rank).program.instructions)
+            assert real.peak <= expected[rank] + 64
+
+
 def held_by_the_last_stage(microbatches: int) -> int:
     """Bytes beside model states and batch at the peak, where each microbatch is a row."""
     subject, batch = made("own mlp", {"pp": 2, "schedule": "1f1b", "microbatches": microbatches, "recompute": "full"})

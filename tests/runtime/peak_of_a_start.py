@@ -61,7 +61,7 @@ def main() -> None:
     forget()
     engine = start(sys.argv[1], width, layers)
     peak = resident("VmHWM") - before
-    held = {t.untyped_storage().data_ptr(): t.nbytes for b in engine.memory.buckets.values() for t in (b.param, b.master, b.grad)}
+    held = {t.untyped_storage().data_ptr(): t.nbytes for b in engine.memory.buckets.values() for t in (b.param, b.master)}
     largest = max(leaf.nbytes for leaf in engine.memory.leaves.values())
     print(json.dumps({"peak": peak, "engine": sum(held.values()), "largest": largest}))
 

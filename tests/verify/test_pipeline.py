@@ -276,7 +276,7 @@ def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: py
 
 def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     original = lowering_of_messages._receive
-    monkeypatch.setattr(lowering_of_messages, "_receive", lambda here, mine: original(here, mine[::-1]))
+    monkeypatch.setattr(lowering_of_messages, "_receive", lambda here, mine, *rest: original(here, mine[::-1], *rest))
     with pytest.raises(ProgramError, match="mismatched messages"):
         steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
 

@@ -135,6 +135,23 @@ def test_other_models(name: str) -> None:
     assert any(note.startswith("of 4 updates 3") for note in report.notes)
 
 
+@pytest.mark.parametrize(("pp", "schedule", "window"), [(2, "1f1b", 2), (3, "zb-h1", 32), (2, "interleaved", 3)])
+def test_stages_without_a_backward(pp: int, schedule: str, window: int) -> None:
+    """The lower half is frozen: its stages compute forwards alone, and have nothing to update."""
+    torch.manual_seed(0)
+    module, _ = deep("llama", 6)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(not ("embed" in name or any(f"layers.{i}." in name for i in range(4))))
+    plan = plan_of(schedule, pp, 4, window=window)
+    compiled = Compiled(module, plan, batches(1)[0])
+    kinds = [{one.op for one in program.instructions} for program in compiled.programs(compiled.general, 4, 2)]
+    assert [found for found in kinds if Op.VALIDATE in found and Op.BACKWARD not in found and Op.BACKWARD_INPUT not in found]
+    ours, theirs = (trained(one, batches(), module, clip_norm=OFTEN / 2)[0] for one in (plan, plan.replace(norm="barrier")))
+    assert any(result.repeated for result in ours[0])
+    assert [float(r.loss) for r in ours[0]] == [float(r.loss) for r in theirs[0]]
+    assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
+
+
 # ---- steps that are not taken --------------------------------------------------------------------------------------------
 
 
@@ -163,7 +180,7 @@ def test_overflows_skip_steps_and_what_their_forwards_wrote(offload: Any) -> Non
     """The first and the last of a window, several in a row: scales, weights and running statistics are those with a barrier."""
     plan = plan_of("1f1b", 2, 3, precision="fp16", offload=offload, window=7)
     given = spiked(3e4, 1.0, 1.0, 3e4, 3e4, 1.0, 3e4, 1.0)
-    scale = ScaleChoice(initial=2.0**15, interval=2)
+    scale = ScaleChoice(initial=3e4, interval=2, growth=1.7)
     ours, theirs = (
         trained(p, given, Spiked(), loss_scale=scale, clip_norm=1.0) for p in (plan, plan.replace(norm="barrier", window=1))
     )

@@ -106,13 +106,13 @@ def test_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.runtime.gradients import Gradients
 
-    original = Gradients.add
+    original = Gradients._reach
 
-    def careless(self, name, grad):  # type: ignore[no-untyped-def]
+    def careless(self, name):  # type: ignore[no-untyped-def]
         self._written.discard((name, -1))
-        original(self, name, grad)
+        return original(self, name)
 
-    monkeypatch.setattr(Gradients, "add", careless)
+    monkeypatch.setattr(Gradients, "_reach", careless)
     assert not _gpt_report(dp=1, microbatches=1)
 
 

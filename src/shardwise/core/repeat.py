@@ -34,13 +34,15 @@ def unrepeatable(
     ``collectives`` and ``messages`` are what completes together; of a message first the SEND, then the RECEIVE.
     """
     spans = [repeated(program.instructions) for program in classes]
-    if not any(spans):
-        return
     batch = [{at: k for k, span in mine.items() for at in span} for mine in spans]
     for number, mine in enumerate(batch):
         for at, k in mine.items():
             if classes[number].instructions[at].op not in REPEATABLE:
                 yield (number, at), f"lies between the update of batch {k} and its VALIDATE, where it would be run again"
+    for number, program in enumerate(classes):
+        for at, one in enumerate(program.instructions):
+            if one.op is Op.BACKUP and one.version not in spans[number]:
+                yield (number, at), "is of an update that no VALIDATE looks at"
     for members in collectives:
         if len({batch[number].get(at) for number, at in members}) > 1:
             yield members[0], "is run again by some of its ranks and not by others"

@@ -89,7 +89,8 @@ def _buckets(
         # torch rounds on the host what it copies to a GPU in another dtype.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
-        taker.changed[bucket.index] = sum(changed(one, each, bucket.wide.itemsize) for one in share.updates)
+        scaled = share.held.numel * bucket.wide.itemsize if plan.precision == "fp16" and not offload else 0
+        taker.changed[bucket.index] = sum(changed(one, each, bucket.wide.itemsize) for one in share.updates) + scaled
         there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 

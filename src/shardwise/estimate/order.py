@@ -79,8 +79,8 @@ def order(
     cuts: Iterable[Sequence[int]],
     peaks: Peaks,
     budget: int,
-    norm: str = "barrier",
     events: int = 1_000_000,
+    norm: str = "barrier",
 ) -> Order:
     """The fastest order over all ``cuts`` (units in each stage) in which no rank holds more than ``budget`` bytes.
 

@@ -147,7 +147,7 @@ class _Subject:
         found = timeline(program.instructions, walked)
         host = {} if here is there else _by_category(here.persistent)
         if host:
-            kept = sum(here.changed.values()) if plan.post_validates else 0
+            kept = sum(here.changed.values()) if plan.post_validates and program.batches > 1 else 0
             host[Category.TEMPORARY] = max(here.steps.values(), default=0) + kept
         unknown = {u.name: u.unknown for u in profiles[self.sizes[0]].units if u.unknown}
         at = describe(found.instructions[found.at], trace)

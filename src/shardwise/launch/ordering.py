@@ -241,7 +241,7 @@ def _order(forecast: Forecast, seconds: Seconds, transfer: float) -> Order:
         return forecast.peaks(_planned(forecast.plan, stages, timetable))
 
     given = [parallel.stages] if parallel.stages else cuts
-    return order(units, parallel.pp, parallel.microbatches, given, peaks, forecast.budget, parallel.norm)
+    return order(units, parallel.pp, parallel.microbatches, given, peaks, forecast.budget, norm=parallel.norm)
 
 
 def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCosts:

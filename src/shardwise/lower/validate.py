@@ -49,7 +49,7 @@ class Validations:
         found: list[list[int]] = [[] for _ in drafts]
         for batch in range(versions.batches):
             if versions.validates(batch):
-                last = [draft.tasks[(batch + 2) * n - 1] for draft, n in zip(drafts, each, strict=True)]
+                last = [draft.task_of(versions.ends(draft)[batch + 1]) for draft in drafts]
                 mine = [one for one in messages if versions.batch(one.microbatch) == batch + 1]
                 for rank, position in enumerate(_latest(drafts, mine, versions, batch + 1, last)):
                     found[rank].append(position)

@@ -86,18 +86,21 @@ class Versions:
     def ends(self, draft: Draft) -> list[int]:
         """For each batch the position after which a rank updates its weights.
 
-        That is its last backward.  Under 2BW it is as late as can be, before the first forward that needs the new weights: until then the
+        That is its last backward, or where there is none all that it computes.  Under 2BW it is as late as can be, before the first forward that needs the new weights: until then the
         norm over all stages is known, for which nobody has to wait.
         """
         last = len(draft.compute) - 1
         if self.batches == 1:
             return [last]
+        backward = any(one.op in BACKWARD for one in draft.compute)
         found = [0] * self.batches
         first: dict[int, int] = {}
         for position, one in enumerate(draft.compute):
-            if one.op in BACKWARD:
+            if one.op in BACKWARD or (not backward and one.microbatch >= 0):
                 found[self.batch(one.microbatch)] = position
-            elif one.op is Op.FORWARD:
+            if one.op in BACKWARD:
+                continue
+            if one.op is Op.FORWARD:
                 first.setdefault(one.version, draft.task_of(position))
         if self.plan.schedule == "pipedream-2bw":
             found = [first.get(batch + 1, last + 1) - 1 for batch in range(self.batches)]

@@ -82,7 +82,6 @@ class Batch:
         self.skip = self.memory.halted
         self.scales, self.version = scales, 0
         self.repeated: bool | None = None
-        self._unscaled: Tensor | None = None  # what gradients have been multiplied by in an update that was wrong
         self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
         self.start: list[int] = []
         taken = 0
@@ -186,11 +185,9 @@ class Batch:
     def validate(self) -> bool:
         """The norm over all stages decides; whether that leaves what :meth:`decide_alone` made them do as it is.  Read on the host, the same
         on all ranks."""
-        alone = self.coefficient
         self.decide()
         wrong = self.skip if self.clip is None else torch.maximum(self.skip, (self.clip < 1).to(torch.float32))
         self.repeated = bool(wrong)
-        self._unscaled = alone if self.repeated else None
         return not self.repeated
 
     def _learning(self) -> list[Parameter]:
@@ -223,8 +220,6 @@ class Batch:
         assert bucket.taken is not None
         if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
             bucket.taken.copy_(bucket.final_gradient)
-        elif self._unscaled is not None and coefficient is not None:
-            coefficient = coefficient / self._unscaled
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             optimizer.step(

@@ -165,16 +165,20 @@ class BucketMemory:
         if own.data_ptr() != self.master.data_ptr():
             own.copy_(self.master)
 
-    @torch.no_grad()
-    def backup(self) -> list[Tensor]:
-        """Copies of all that an update changes."""
-        return [tensor.clone() for update in self.updates for tensor in update.optimizer.changed()]
+    def _changed(self, scaled: bool) -> list[Tensor]:
+        """All that an update changes; gradients of a ``scaled`` loss too."""
+        found = [tensor for update in self.updates for tensor in update.optimizer.changed()]
+        return [*found, self.final_gradient] if scaled and not self.host else found
 
     @torch.no_grad()
-    def restore(self, backup: Sequence[Tensor]) -> None:
+    def backup(self, scaled: bool) -> list[Tensor]:
+        """Copies of what an update changes."""
+        return [tensor.clone() for tensor in self._changed(scaled)]
+
+    @torch.no_grad()
+    def restore(self, backup: Sequence[Tensor], scaled: bool) -> None:
         """Go back to what :meth:`backup` gave."""
-        changed = [tensor for update in self.updates for tensor in update.optimizer.changed()]
-        for tensor, before in zip(changed, backup, strict=True):
+        for tensor, before in zip(self._changed(scaled), backup, strict=True):
             tensor.copy_(before)
         self.publish()
 

@@ -117,7 +117,8 @@ class Gathered:
 
     def references(self) -> saved_tensors_hooks:
         """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded."""
-        return saved_tensors_hooks(self.keep, self._unpack)
+        # Detached: an output that its own node saves would hold that node, and a forward without a backward would never end.
+        return saved_tensors_hooks(lambda value: self.keep(value.detach()), self._unpack)
 
     def keep(self, value: Any) -> Any:
         """What is kept of ``value`` for a backward: a reference, if it is (a view of) a gathered parameter, or what is offloaded."""

@@ -224,7 +224,7 @@ class _Run:
         self.gathered.updated(one.bucket)
 
     def backup(self, one: Instruction) -> None:
-        self.backups[one.bucket] = self.memory.buckets[one.bucket].backup()
+        self.backups[one.bucket] = self.memory.buckets[one.bucket].backup(self.memory.loss_scale is not None)
 
     def validate(self, one: Instruction) -> None:
         """If the update was wrong, go back to before it, as all ranks do: :meth:`positions` goes on there."""
@@ -239,7 +239,7 @@ class _Run:
                 self.before = self.after
             self.computing.updates = dict(self.before)
             for bucket, backup in self.backups.items():
-                self.memory.buckets[bucket].restore(backup)
+                self.memory.buckets[bucket].restore(backup, self.memory.loss_scale is not None)
             self.going_back = True
         self.backups.clear()
 

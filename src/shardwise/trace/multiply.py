@@ -137,8 +137,20 @@ def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, *rest: Any) -> N
     _put(goal, aten.convolution_backward(dy, x, weight, None, *rest, [False, True, False])[1], add)
 
 
+def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, padding: int) -> None:
+    """Y = W[X], straight into the rows that are used; on a GPU, whose sums into rows have no order, and where the goal is less precise than
+    dY, by way of the whole gradient."""
+    if goal.is_cuda or goal.dtype.itemsize < dy.dtype.itemsize:
+        _put(goal, aten.embedding_dense_backward(dy, x, goal.shape[0], padding, False), add)
+        return
+    rows, index = dy.reshape(-1, dy.shape[-1]).to(goal.dtype), x.reshape(-1)
+    if padding >= 0:
+        rows = rows.masked_fill((index == padding)[:, None], 0)
+    (goal if add else goal.zero_()).index_add_(0, index, rows)
+
+
 MULTIPLY: Mapping[str, Callable[..., None]] = {
     "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
-    "convolution": _of_filters,
+    "convolution": _of_filters, "embedding": _of_rows,
 }  # fmt: skip
 """By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, *rest)."""

@@ -1,11 +1,12 @@
 """Weight gradients of products taken out of backward: their operands become outputs of the unit.
 
-A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of experts.  The
+A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of experts, an embedding
+(a product with rows of the identity).  The
 gradient of its weight needs only the input X and the output's gradient dY.  A unit that trains computes its products with
 detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its results,
 and whoever runs the unit multiplies the two when and where it likes: straight into the gradient buffer, without a copy, or later.
 
-Which ops are products is the table ``PRODUCTS``; every other gradient (of biases, norms, embeddings, of slices of parameters)
+Which ops are products is the table ``PRODUCTS``; every other gradient (of biases, norms, of slices of parameters)
 is left to autograd.  The weight of a product may be a parameter with its dims permuted.
 """
 
@@ -275,7 +276,16 @@ def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[An
     return "convolution", each("stride", 1), pad, dilation, transposed, each("output_padding", 0), given(node, "groups", 1)
 
 
+def _rows(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, int] | None:
+    """Rows of the weight, each as it is; with the index that has no gradient."""
+    if given(node, "scale_grad_by_freq", False) or given(node, "sparse", False):
+        return None
+    padding = given(node, "padding_idx", -1)
+    return ("embedding", padding) if isinstance(padding, int) else None
+
+
 PRODUCTS: Mapping[str, _Rule] = {
+    "embedding": _Rule(1, 0, _rows),
     "linear": _Rule(0, 1, _left),
     **dict.fromkeys(("mm", "matmul", "bmm"), _Rule(0, 1, _right)),
     **dict.fromkeys(("addmm", "baddbmm"), _Rule(1, 2, _right)),
