@@ -135,7 +135,7 @@ def test_other_models(name: str) -> None:
     assert any(note.startswith("of 4 updates 3") for note in report.notes)
 
 
-@pytest.mark.parametrize(("pp", "schedule", "window"), [(2, "1f1b", 2), (3, "zb-h1", 32), (2, "interleaved", 3)])
+@pytest.mark.parametrize(("pp", "schedule", "window"), [(2, "1f1b", 2), (3, "zb-h1", 32), (2, "gpipe", 3)])
 def test_stages_without_a_backward(pp: int, schedule: str, window: int) -> None:
     """The lower half is frozen: its stages compute forwards alone, and have nothing to update."""
     torch.manual_seed(0)
