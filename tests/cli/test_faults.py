@@ -104,7 +104,7 @@ def same(folder: Path, whole: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.full), signal.SIGTERM])
 def test_a_signal_stops_with_a_checkpoint(tmp_path: Path, text: str, whole: Path, number: signal.Signals) -> None:
     folder = tmp_path / "run"
     command = Command(folder, text)
@@ -180,7 +180,7 @@ def kills(folder: Path, text: str, whole: Path, count: int, seed: int, steps: in
 
 
 def test_kills_at_random_moments(tmp_path: Path, text: str, whole: Path) -> None:
-    kills(tmp_path / "run", text, whole, 4, seed=1)
+    kills(tmp_path / "run", text, whole, 2, seed=1)
 
 
 @pytest.mark.full

@@ -390,7 +390,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-        "parallel": "pp schedule stages_per_rank stages timetable window vertical_sync dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
+        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
         "max_restarts trace_steps tensorboard resume memory_gib",

@@ -78,7 +78,7 @@ FEW = list(covering(random.Random(0).sample(SHAPES, 600)))
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full if i >= 12 else ()) for i, c in enumerate(FEW)]
+    "case", [pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full if i >= 8 else ()) for i, c in enumerate(FEW)]
 )
 def test_it_equals_one_device(case: Case) -> None:
     name, schedule, pp, m, dp, zero, recompute, clip = case

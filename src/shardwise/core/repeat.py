@@ -23,7 +23,7 @@ def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
 
 def of_norm(one: Instruction) -> bool:
     """Whether it sums the norms of ranks."""
-    return one.op is Op.REDUCE and one.reads[0].kind == "norm"
+    return one.op is Op.REDUCE and any(buffer.kind == "norm" for buffer in one.reads)
 
 
 def unrepeatable(
