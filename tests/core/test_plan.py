@@ -35,7 +35,7 @@ def plans(draw: st.DrawFn) -> Plan:
         timetable = written(SCHEDULES["1f1b"].tasks(mesh.axis_size("pp"), counts["microbatches"], 1))
     if words["schedule"] in ASYNCHRONOUS:
         parameters, counts["window"] = [ParameterRule("*")], draw(st.integers(1, 100))
-        words["reduce"] = "auto"
+        words["reduce"], words["norm"] = "auto", "barrier"
     sync = False
     if words["schedule"] == "pipedream":
         counts["microbatches"], sync = 1, draw(st.booleans())
