@@ -17,8 +17,11 @@ REPEATABLE = (Op.STEP, Op.COUNT, Op.FORWARD, Op.GATHER, Op.SEND, Op.RECEIVE)
 
 def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
     """By batch that is validated: the positions that are run again if it was wrong, behind the decision and what it needs."""
+    stop = {one.version: at for at, one in enumerate(instructions) if one.op is Op.VALIDATE}
+    if not stop:  # as in most programs, which are asked at every step
+        return {}
     begin = {one.version: at + 1 for at, one in enumerate(instructions) if one.op in (Op.DECIDE, Op.BACKUP) or of_norm(one)}
-    return {one.version: range(begin[one.version], at) for at, one in enumerate(instructions) if one.op is Op.VALIDATE}
+    return {batch: range(begin[batch], at) for batch, at in stop.items()}
 
 
 def of_norm(one: Instruction) -> bool:

@@ -47,11 +47,14 @@ class Validations:
         each = [len(draft.tasks) // versions.batches for draft in drafts]
         begin = [[draft.tasks[k * n] for k in range(versions.batches)] for draft, n in zip(drafts, each, strict=True)]
         found: list[list[int]] = [[] for _ in drafts]
+        ends = [versions.ends(draft) for draft in drafts]
+        by: list[list[Message]] = [[] for _ in range(versions.batches)]
+        for one in messages:
+            by[versions.batch(one.microbatch)].append(one)
         for batch in range(versions.batches):
             if versions.validates(batch):
-                last = [draft.task_of(versions.ends(draft)[batch + 1]) for draft in drafts]
-                mine = [one for one in messages if versions.batch(one.microbatch) == batch + 1]
-                for rank, position in enumerate(_latest(drafts, mine, versions, batch + 1, last)):
+                spans = [(first[batch + 1], end[batch + 1]) for first, end in zip(begin, ends, strict=True)]
+                for rank, position in enumerate(_latest(drafts, by[batch + 1], spans)):
                     found[rank].append(position)
         return Validations(versions, begin, found)
 
@@ -75,17 +78,12 @@ class Validations:
         )
 
 
-def _latest(
-    drafts: Sequence[Draft], messages: Sequence[Message], versions: Versions, batch: int, last: Sequence[int]
-) -> list[int]:
-    """The task on each rank that has to come after the validation: the first backward of ``batch``, or what hears of another's."""
+def _latest(drafts: Sequence[Draft], messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The task on each rank that has to come after the validation: the first backward of a batch, of which a rank computes ``spans`` from
+    first to last, or what hears of another's; at the latest the last."""
     found = []
-    for draft, end in zip(drafts, last, strict=True):
-        backwards = (
-            p
-            for p, one in enumerate(draft.compute)
-            if one.op in (*BACKWARD, Op.RECOMPUTE) and versions.batch(one.microbatch) == batch
-        )
+    for draft, (begin, end) in zip(drafts, spans, strict=True):
+        backwards = (p for p in range(begin, end) if draft.compute[p].op in (*BACKWARD, Op.RECOMPUTE))
         found.append(draft.task_of(next(backwards, end)))
     moved = True
     while moved:

@@ -96,10 +96,8 @@ class Versions:
         found = [0] * self.batches
         first: dict[int, int] = {}
         for position, one in enumerate(draft.compute):
-            if one.op in BACKWARD or (not backward and one.microbatch >= 0):
+            if one.microbatch >= 0 and (one.op in BACKWARD or not backward):
                 found[self.batch(one.microbatch)] = position
-            if one.op in BACKWARD:
-                continue
             if one.op is Op.FORWARD:
                 first.setdefault(one.version, draft.task_of(position))
         if self.plan.schedule == "pipedream-2bw":

@@ -1,7 +1,7 @@
-"""Memory that lives for the whole run, or that nobody ever writes, beside the allocator's heap.
+"""Memory that nobody ever writes, beside the allocator's heap.
 
-Between two steps the heap gives nothing back to the system (that would cost page faults in every step), so what lies in it decides
-what else can: the hole that a model leaves once its values have been taken shall be there for what comes and goes.
+Between two steps the heap gives nothing back to the system (that would cost page faults in every step).  What has lain there without
+being touched leaves a hole, and what is put into that takes new pages, beside those of the holes that a model's values have left.
 """
 
 from __future__ import annotations
@@ -23,5 +23,4 @@ def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if nbytes < LEAST:
         return torch.zeros(tuple(shape), dtype=dtype)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    memory = torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype)
-    return torch.ops.aten.lift_fresh(memory).view(tuple(shape))  # type: ignore[no-any-return]
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=dtype).view(tuple(shape))
