@@ -39,3 +39,12 @@ def test_a_run_has_the_numbers_of_one_with_a_barrier(tmp_path: Path) -> None:
     (simulated,) = json.loads(shardwise("simulate", *given, "parallel.norm=post-validate", "--json"))["simulations"]
     assert simulated["norm"] == "post-validate" and simulated["bubble_of_total"] < 0.01
     assert "step 6 of 2 ranks, recorded" in " ".join(shardwise("draw", str(twice)).split())
+    (own,) = json.loads(shardwise("simulate", str(twice), "--json"))["simulations"]
+    assert (own["norm"], own["microbatches"]) == ("post-validate", 4), "one batch of the recorded window"
+    recorded = json.loads((twice / "trace" / "rank_0.jsonl").read_text().splitlines()[0])["events"]
+    forwards = [event for event in recorded if event[0] == "FORWARD"]
+    assert {event[3] for event in forwards} == set(range(20)), "five batches of four microbatches"
+    lasting = [(event[2], event[3], event[7]) for event in forwards if event[8]]
+    assert len(set(lasting)) == len(lasting)
+    dropped = {event[3] // 4 for event in forwards if not event[8]}
+    assert dropped == {step - 4 for step in range(5, 9) if again[step]}, "of the batches after those that were wrong"

@@ -13,15 +13,18 @@ from torch import Tensor
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import Batch
+from shardwise.data.loader import Batch, rank_rows
 from shardwise.models import GPT
+from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.trainer import Trainer
 
-PLAN = pipeline(Plan(microbatches=3, precision="fp64", norm="post-validate"), 3, "zb-h2")
+ONE = Plan(microbatches=3, precision="fp64", norm="post-validate")
+PLANS = {"gloo": pipeline(ONE, 3, "zb-h2"), "shared": pipeline(data_parallel(ONE, 2, 3), 2, "zb-h2")}
+"""By backend; the second has its parameters in memory that replicas have in common."""
 ROWS, STEPS = 6, 6
 CLIP = 3.0
 
@@ -36,23 +39,31 @@ def batches() -> list[dict[str, Tensor]]:
     return found
 
 
-def compiled() -> Compiled:
+def compiled(plan: Plan) -> Compiled:
     torch.manual_seed(0)
-    return Compiled(GPT(vocabulary=11, width=16, layers=4, heads=2, context=8), PLAN, batches()[0])
+    return Compiled(GPT(vocabulary=11, width=16, layers=4, heads=2, context=8), plan, batches()[0])
+
+
+def rows_of(comm: Communicator, fields: dict[str, Tensor]) -> Batch:
+    """This rank's."""
+    mesh = comm.mesh
+    own = rank_rows(ROWS, ONE.microbatches, mesh.axis_size("dp"), mesh.index(comm.rank, ("dp",)))
+    return Batch({k: torch.cat([v[a:b] for a, b in own]) for k, v in fields.items()}, ROWS, (), ())
 
 
 def steps(comm: Communicator, model: Compiled) -> list[tuple[float, float, bool | None]]:
     """Loss, norm and whether the update was made again, and last the sum of all weights."""
-    given = [Batch(one, ROWS, (), ()) for one in batches()]
-    with Trainer(model, OptimizerChoice("adamw", lr=1e-2), PLAN, {}, clip_norm=CLIP, comm=comm) as trainer:
+    given = [rows_of(comm, one) for one in batches()]
+    with Trainer(model, OptimizerChoice("adamw", lr=1e-2), model.plan, {}, clip_norm=CLIP, comm=comm) as trainer:
         found = [(float(r.loss), float(r.grad_norm), r.repeated) for r in trainer.steps(iter(given), STEPS)]
         return [*found, (float(sum(v.double().sum() for v in trainer.state_dict().values())), 0.0, None)]
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    comm = connect(PLAN.mesh, backend=sys.argv[1])  # type: ignore[arg-type]
-    print(json.dumps(steps(comm, compiled())), flush=True)
+    plan = PLANS[sys.argv[1]]
+    comm = connect(plan.mesh, backend=sys.argv[1])  # type: ignore[arg-type]
+    print(json.dumps(steps(comm, compiled(plan))), flush=True)
     comm.close()
 
 

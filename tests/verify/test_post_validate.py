@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from post_validating import PLAN, compiled, steps
+from post_validating import PLANS, compiled, steps
 from torch import Tensor, nn
 from training import trained
 
@@ -201,6 +201,7 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     for (results, error, state), (_, stopping, good) in zip(found, before, strict=True):
         assert isinstance(error, NonFiniteError) and error.step == 2 and "the weights are as before this step" in str(error)
         assert len(results) == 6 and stopping is False
+        assert [one.repeated for one in results] == [False, False, True, False, False, None], "nobody goes back at a halt"
         assert all(torch.equal(value, good[name]) for name, value in state.items())
 
 
@@ -273,11 +274,12 @@ def test_where_it_is_not_legal() -> None:
 # ---- processes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shared"])
+@pytest.mark.parametrize("backend", PLANS)
 def test_processes_go_back_too(backend: str) -> None:
     command = [str(Path(__file__).with_name("post_validating.py")), backend]
-    ended = [json.loads(output.splitlines()[-1]) for output in run_processes(3, command, 100, OMP_NUM_THREADS=1)]
-    model = compiled()
-    (truth,) = {json.dumps(found) for found in run_ranks(PLAN.mesh, lambda comm: steps(comm, model), timeout=60)}
-    assert ended == [json.loads(truth)] * 3
+    mesh = PLANS[backend].mesh
+    ended = [json.loads(output.splitlines()[-1]) for output in run_processes(mesh.size, command, 100, OMP_NUM_THREADS=1)]
+    model = compiled(PLANS[backend])
+    (truth,) = {json.dumps(found) for found in run_ranks(mesh, lambda comm: steps(comm, model), timeout=60)}
+    assert ended == [json.loads(truth)] * mesh.size
     assert {found[2] for found in ended[0]} == {True, False, None}

@@ -16,6 +16,7 @@ from shardwise.core.plan import ASYNCHRONOUS
 from shardwise.core.timetable import read
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
+from shardwise.launch.folder import plan_of
 from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
 from shardwise.lower.versions import steady_batches
@@ -82,18 +83,21 @@ def _tell(found: Sequence[tuple[Options, str, Simulation]], json: bool) -> None:
 
 
 def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], json: bool) -> None:
-    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages.
+    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages; of batches that each
+    stage updates by its own norm one.
 
     Of a run whose order was found first what that takes by the times that were measured before it, which serve other schedules too.
     """
-    own, costs = measured(folder, step)
+    plan = plan_of(folder)
+    validated = plan is not None and plan.post_validates
+    own, costs = measured(folder, step, plan.microbatches if plan is not None and validated else None)
     before = chosen_before(folder)
     ranks, stages = len(own), len(costs.forward)
     microbatches = 1 + max(task.microbatch for tasks in own for task in tasks)
     numbers = f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}"
     found = []
     for one in pipelines:
-        norm = one.norm or "barrier"
+        norm = one.norm or ("post-validate" if validated else "barrier")
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
             raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
         options = replace(one, ranks=ranks, microbatches=microbatches, norm=norm)

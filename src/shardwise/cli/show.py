@@ -16,6 +16,7 @@ from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
+from shardwise.lower.versions import steady
 from shardwise.parallel.data import batch_axes
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
@@ -35,9 +36,11 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
     trace, plan = compiled.general, compiled.plan
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), "cuda" if torch.cuda.is_available() else "cpu")
-    programs = compiled.programs(trace, plan.microbatches)
+    batches = steady(plan)
+    programs = compiled.programs(trace, plan.microbatches, batches)
     if picture is not None:
-        title = f"A step of {plan.mesh.size} ranks, {plan.microbatches} microbatches"
+        what = "A step" if batches == 1 else f"{batches} batches of a window"
+        title = f"{what} of {plan.mesh.size} ranks, {plan.microbatches} microbatches"
         draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
     elif json:

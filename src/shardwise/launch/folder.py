@@ -14,6 +14,7 @@ from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.config import Config
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
 from shardwise.report.lines import parsed_line
 
 from .monitor import RANKS_LOCK
@@ -43,6 +44,14 @@ class Found:
     checkpoint: Path | None = None
     step: int = 0
     notices: list[str] = field(default_factory=list)
+
+
+def plan_of(folder: Path) -> Plan | None:
+    """The plan that a run in ``folder`` has trained with so far; None where there is none to read."""
+    try:
+        return Plan.from_toml((folder / PLAN).read_text(encoding="utf-8"))
+    except (OSError, UnicodeError, ConfigError):
+        return None
 
 
 def prepare_folder(config: Config) -> Found:

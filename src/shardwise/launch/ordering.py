@@ -33,7 +33,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.recorder import RankStep, Recorder
 from shardwise.trace.cost import cost
 
-from .folder import PLAN
+from .folder import PLAN, plan_of
 from .forecast import Forecast
 from .results import write_json
 
@@ -106,9 +106,8 @@ def _take(forecast: Forecast, plan: Plan, note: str) -> None:
 
 def _kept(forecast: Forecast, folder: Path) -> str:
     """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing."""
-    try:
-        before = Plan.from_toml((folder / PLAN).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, ConfigError):
+    before = plan_of(folder)
+    if before is None:
         return ""
     now, given = forecast.plan, forecast.config.parallel
     same = ("microbatches", "schedule")

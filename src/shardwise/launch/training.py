@@ -12,7 +12,6 @@ from torch import nn
 from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
-from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
@@ -25,7 +24,7 @@ from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
-from .folder import PLAN
+from .folder import PLAN, plan_of
 from .forecast import OPEN, WAYS, Forecast, budget_of, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
@@ -117,11 +116,8 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecas
 
 def _before(folder: Path) -> int | None:
     """What the plan of an earlier start of this run chose of :data:`WAYS`."""
-    try:
-        plan = Plan.from_toml((folder / PLAN).read_text(encoding="utf-8"))
-    except (OSError, UnicodeError, ConfigError):
-        return None
-    return WAYS.index(tuple(getattr(plan, key) for key in OPEN))
+    plan = plan_of(folder)
+    return None if plan is None else WAYS.index(tuple(getattr(plan, key) for key in OPEN))
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:

@@ -23,7 +23,8 @@ LEGAL = "legal: the folder of a run (train.run_dir) that has come to one of its 
 
 
 def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) -> Drawing:
-    """What the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have recorded.
+    """What the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have recorded; a second time too, what
+    was done again.
 
     ``whole``: instructions of a kind, stage and microbatch that follow each other are one box.  Raises :class:`ConfigError` where there
     is no such step.
@@ -64,10 +65,18 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
     )  # fmt: skip
 
 
-def measured(folder: Path, step: int | None = None) -> tuple[Timetable, Costs]:
-    """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its stages."""
+def measured(folder: Path, step: int | None = None, microbatches: int | None = None) -> tuple[Timetable, Costs]:
+    """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its stages.
+
+    ``microbatches``: of a window of several batches, of so many each, the first batch.
+    """
     ranks = read_step(folder, step)
-    return _costs([one for one in ranks if one.pipeline == ranks[0].pipeline])
+    timetable, costs = _costs([one for one in ranks if one.pipeline == ranks[0].pipeline])
+    if microbatches is None:
+        return timetable, costs
+    batches = (1 + max(task.microbatch for tasks in timetable for task in tasks)) / microbatches
+    first = tuple(tuple(task for task in tasks if task.microbatch < microbatches) for tasks in timetable)
+    return first, replace(costs, step=[seconds / batches for seconds in costs.step])
 
 
 def _simulated(group: Sequence[RankStep]) -> Drawing:
@@ -87,7 +96,9 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
     medians["I"] = [medians["I" if ("I", s) in like else "B"][s] for s in range(stages)]  # a stage without anything to put off
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
-        updates[next(iter(tasks)).stage] += sum(event.stop - event.start for event in one.events if event.op == "STEP")
+        updates[next(iter(tasks)).stage] += sum(
+            event.stop - event.start for event in one.events if event.op == "STEP" and event.lasting
+        )
     return tuple(map(tuple, seconds)), Costs(medians["F"], medians["I"], medians["W"], medians["B"], step=updates)
 
 
@@ -102,7 +113,7 @@ def _tasks(one: RankStep) -> dict[Task, float]:
         kind = "B" if event.op == "RECOMPUTE" else OF_OP.get(event.op)
         if kind == "B" and (event.stage, event.microbatch) in halved:
             kind = "I"
-        if kind is not None and event.microbatch >= 0:
+        if kind is not None and event.microbatch >= 0 and event.lasting:
             task = Task(kind, event.stage, event.microbatch)
             found[task] = found.get(task, 0.0) + event.stop - event.start
     return found
@@ -138,14 +149,14 @@ def _read(path: Path) -> dict[int, RankStep]:
 
 def _boxes(one: RankStep, begin: float) -> Iterator[Box]:
     """A box for each instruction.  A lane runs in order, so what is posted there begins when the one before is done.  Messages between
-    two ranks are matched in order too."""
+    two ranks are matched in order too, of those that come twice the last."""
     free: dict[str, float] = {}
     sent: Counter[tuple[int, int]] = Counter()
     for event in one.events:
         start = max(begin + event.start, free.get(event.lane, 0.0))
         stop = free[event.lane] = max(start, begin + event.stop)
         flow = ""
-        if event.peer >= 0:
+        if event.peer >= 0 and event.lasting:
             ends = (one.rank, event.peer) if event.op == "SEND" else (event.peer, one.rank)
             flow = f"{ends[0]} to {ends[1]}: {sent[ends]}"
             sent[ends] += 1

@@ -81,7 +81,9 @@ class Batch:
         self.clip: Tensor | None = None  # the factor of clipping alone
         self.skip = self.memory.halted
         self.scales, self.version = scales, 0
+        self.halted = self.memory.halted  # before the batch's update
         self.repeated: bool | None = None
+        self.skips = False  # known where an update is validated
         self.unreached: dict[str, Tensor] = {}  # 1 for parameters that no rank has a gradient of
         self.start: list[int] = []
         taken = 0
@@ -178,6 +180,7 @@ class Batch:
 
     def decide_alone(self) -> None:
         """This stage takes its step, unclipped, unless its own gradients show that there is none to take."""
+        self.halted = self.memory.halted.clone()
         bad = (~torch.isfinite(self._total())).to(torch.float32)
         self.skip = torch.maximum(self.memory.halted, bad)
         self.coefficient = None if self.scale is None else self.scale.reciprocal()
@@ -187,7 +190,8 @@ class Batch:
         on all ranks."""
         self.decide()
         wrong = self.skip if self.clip is None else torch.maximum(self.skip, (self.clip < 1).to(torch.float32))
-        self.repeated = bool(wrong)
+        wrong = torch.minimum(wrong, 1 - self.halted)  # when all was at a halt nobody has taken a step
+        self.repeated, self.skips = (bool(one) for one in torch.stack([wrong, self.skip]).tolist())
         return not self.repeated
 
     def _learning(self) -> list[Parameter]:

@@ -231,12 +231,10 @@ class _Run:
         batch = self.batches[one.version]
         right = batch.validate()
         self.rescale(one)
-        if right:
+        if not batch.skips:
             self.before = self.after
-        else:
+        if not right:
             self.drop(one.version + 1)
-            if not bool(batch.skip):
-                self.before = self.after
             self.computing.updates = dict(self.before)
             for bucket, backup in self.backups.items():
                 self.memory.buckets[bucket].restore(backup, self.memory.loss_scale is not None)

@@ -27,8 +27,8 @@ def trace_name(rank: int) -> str:
 class Event(NamedTuple):
     """An instruction from ``start`` to ``stop``, in seconds since the recording began on its rank.
 
-    What is only posted, such as a collective, stops where it has been waited for.  ``peer`` is the rank at the other side of a message,
-    else -1; ``text`` the instruction in words.
+    What is only posted, such as a collective, stops where it has been waited for.  What is run again has an event for each time.  ``peer`` is the rank at the other side of a message,
+    else -1; ``text`` the instruction in words.  ``lasting``: it was not run again later.
     """
 
     op: str
@@ -39,6 +39,7 @@ class Event(NamedTuple):
     start: float
     stop: float
     text: str
+    lasting: bool = True
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class Recorder:
         self._interpreter, self._comm = interpreter, interpreter.comm
         self._stage = stage or (lambda one: 0 if one.unit >= 0 else -1)
         self._on_gpu = self._comm.device.type == "cuda"
-        self._stamps: dict[int, tuple[Instruction, Any, Any]] = {}
+        self._stamps: list[tuple[Instruction, Any, Any]] = []
+        self._latest: dict[int, int] = {}  # place in there by position
 
     def __enter__(self) -> Self:
         self._comm.barrier(what="the begin of a recorded step")
@@ -97,27 +99,30 @@ class Recorder:
         """Execute an instruction between two stamps."""
         start = self._stamp()
         operate(one)
-        self._stamps[position] = one, start, self._stamp()
+        self._latest[position] = len(self._stamps)
+        self._stamps.append((one, start, self._stamp()))
 
     def arrived(self, position: int) -> None:
         """What an instruction had posted has been waited for."""
-        one, start, _ = self._stamps[position]
-        self._stamps[position] = one, start, self._stamp()
+        place = self._latest[position]
+        one, start, _ = self._stamps[place]
+        self._stamps[place] = one, start, self._stamp()
 
     def found(self, step: int, memory: int) -> RankStep:
         """The step that is over; on a GPU the host waits for it."""
         self._settle()
         comm = self._comm
-        events = tuple(self._event(*stamps) for stamps in self._stamps.values())
+        lasting = set(self._latest.values())
+        events = tuple(self._event(*stamps, place in lasting) for place, stamps in enumerate(self._stamps))
         pipeline = comm.mesh.group(comm.rank, PIPELINE)[0]
         return RankStep(
             step, comm.rank, comm.mesh.size, pipeline, socket.gethostname(), self._wall, self._since(self._ended), memory, events
         )
 
-    def _event(self, one: Instruction, start: Any, stop: Any) -> Event:
+    def _event(self, one: Instruction, start: Any, stop: Any, lasting: bool) -> Event:
         peer = -1 if one.peer is None else self._comm.mesh.offset(self._comm.rank, *one.peer, wrap=True)
         times = self._since(start), self._since(stop)
-        return Event(str(one.op), str(one.lane), self._stage(one), one.microbatch, peer, *times, str(one))
+        return Event(str(one.op), str(one.lane), self._stage(one), one.microbatch, peer, *times, str(one), lasting)
 
     def _settle(self) -> None:
         if self._on_gpu:
