@@ -226,6 +226,20 @@ def test_values_out_of_range_are_marked_and_told(tmp_path: Path) -> None:
     assert [list(one.get_xdata()) for one in curves(speed, marker="^")] == [[7, 9]]
 
 
+def test_over_seconds_a_step_is_where_it_ended(tmp_path: Path) -> None:
+    lines = [{**line(s, 3.0 - s / 100), "step_seconds": 0.5 if s < 40 else None if s == 40 else 1.0} for s in range(2, 50)]
+    lines[1]["loss"] = 312.4
+    evaluations = [{"step": s, "validation_loss": 2.0} for s in (1, 41)]
+    figure = make_figure([read_run(write(tmp_path, lines, evaluations))], "seconds")
+    loss, _, memory = figure.axes
+    assert memory.get_xlabel() == "Training time (s)" and loss.get_title("right") == "▲ 312.4 at 1 s"
+    (sizes,) = curves(memory, linewidth=1.8)
+    assert list(sizes.get_xdata()) == [*(0.5 * k for k in range(1, 39)), 19.0, *(19.0 + k for k in range(1, 10))]
+    assert [list(one.get_xdata()) for one in curves(loss, marker="o")] == [[0.0, 20.0]]
+    with pytest.raises(ConfigError, match="--over days: legal: steps, seconds"):
+        draw([read_run(tmp_path)], tmp_path / "a.png", "days")
+
+
 def test_a_panel_without_data_says_so(tmp_path: Path) -> None:
     figure = make_figure([read_run(write(tmp_path, [{"step": s, "loss": 1.0} for s in range(3)]))])
     assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [[], ["no data"], ["no data"]]

@@ -7,6 +7,8 @@ the models; ``-m full`` runs the whole product.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from functools import cache
 
 import pytest
@@ -148,3 +150,16 @@ def test_microbatches_of_unequal_masks_are_one_batch() -> None:
 
 def test_an_uneven_last_batch() -> None:
     parity(subject("own gpt"), dp=(3, 4), rows=(1, 3), microbatches=2, keyed=True)
+
+
+def test_a_capture_does_without_networkx() -> None:
+    """Which torch names in annotations; who uses it later has it."""
+    code = (
+        "import sys, torch; from torch import nn; from shardwise.trace.trace import trace; from shardwise.models import GPT; "
+        "ids = torch.zeros(2, 4, dtype=torch.long); "
+        "found = trace(GPT(vocabulary=8, width=8, layers=1, heads=1, context=4), {'input_ids': ids, 'labels': ids}); "
+        "assert found.opaque is None and 'networkx' not in sys.modules; "
+        "from torch._functorch._activation_checkpointing import graph_info_provider as other; "
+        "assert other.nx.DiGraph().number_of_nodes() == 0 and 'networkx' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -212,13 +212,14 @@ def plot(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="[default: RUN_DIR/plot.png; plot.png for several runs]")
     ] = None,
+    over: Annotated[str, typer.Option(metavar="steps|seconds", help="What the curves are drawn over.")] = "steps",
     json: Json = False,
 ) -> None:
     """The curves of runs as a picture: loss, throughput and memory."""
     with reported(json):
         from .plot import run
 
-        run(run_dirs, out, json)
+        run(run_dirs, out, json, over)
 
 
 @app.command(context_settings={"allow_interspersed_args": False, "ignore_unknown_options": True})

@@ -10,7 +10,7 @@ from shardwise.report.plot import draw, names, read_run, summary
 from shardwise.report.tables import print_json
 
 
-def run(run_dirs: Sequence[Path], out: Path | None, json: bool) -> None:
+def run(run_dirs: Sequence[Path], out: Path | None, json: bool, over: str = "steps") -> None:
     """Draw the runs in ``run_dirs`` into one picture, ``out``; a folder that is named twice is drawn once."""
     seen: dict[Path, Path] = {}
     for folder in run_dirs:
@@ -20,7 +20,7 @@ def run(run_dirs: Sequence[Path], out: Path | None, json: bool) -> None:
         raise ConfigError("plot: no run; legal: the folders of one run or more (train.run_dir)")
     runs = [read_run(folder) for folder in folders]
     out = out or (folders[0] / "plot.png" if len(folders) == 1 else Path("plot.png"))
-    draw(runs, out)
+    draw(runs, out, over)
     if json:
         print_json({"plot": str(out), "runs": [{"run": n, **summary(r)} for n, r in zip(names(folders), runs, strict=True)]})
     else:

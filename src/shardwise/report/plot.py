@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 DASHES = ("-", "--", ":", "-.")  # the next one when all colours are used
 FORMATS = (".png", ".svg", ".pdf")
+OVER = {"steps": "Step", "seconds": "Training time (s)"}
+"""What curves are drawn over, and its words."""
 WIDTH, HEIGHT = 9.0, 9.0  # inches
 GIB = 2**30
 FEW = 30  # steps: so many are drawn as points, and are not smoothed
@@ -53,6 +55,15 @@ class Run:
         values = np.array([math.nan if one.get(key) is None else one[key] for one in source], dtype=np.float64)
         values[~np.isfinite(values)] = math.nan
         return steps, values
+
+    def along(self, key: str, over: str) -> tuple[Floats, Floats]:
+        """The same, over steps or over the seconds that training has taken by their end."""
+        steps, values = self.values(key)
+        if over == "steps":
+            return steps, values
+        known, seconds = self.values("step_seconds")
+        taken = np.concatenate([np.zeros(1), np.nancumsum(seconds)])
+        return taken[np.searchsorted(known, steps, side="right")], values
 
 
 def read_run(folder: Path) -> Run:
@@ -201,9 +212,11 @@ def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def draw(runs: Sequence[Run], out: Path) -> None:
-    """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps."""
-    save(lambda: make_figure(runs), out, "--out")
+def draw(runs: Sequence[Run], out: Path, over: str = "steps") -> None:
+    """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps or the same seconds."""
+    if over not in OVER:
+        raise ConfigError(f"--over {over}: legal: {', '.join(OVER)}")
+    save(lambda: make_figure(runs, over), out, "--out")
 
 
 def save(make: Callable[[], Figure], out: Path, option: str) -> None:
@@ -229,7 +242,7 @@ def check_format(out: Path, option: str) -> None:
         raise ConfigError(f"{option} {out}: {out.suffix or 'no ending'} is not legal; legal: {', '.join(FORMATS)}")
 
 
-def make_figure(runs: Sequence[Run]) -> Figure:
+def make_figure(runs: Sequence[Run], over: str = "steps") -> Figure:
     """The picture, not yet on any canvas."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -239,13 +252,15 @@ def make_figure(runs: Sequence[Run]) -> Figure:
     labels = [_shortened(name) for name in names([run.folder for run in runs])]
     looks = [{"color": colour, "linestyle": dash} for dash in DASHES for colour in COLOURS]
     styled = list(zip(runs, labels, islice(cycle(looks), len(runs)), strict=True))
-    _panel(loss, "Loss", [(*run.values("loss"), look) for run, _, look in styled], smoothed=True, decimals=True,
-           points=[(*run.values("validation_loss"), look) for run, _, look in styled])  # fmt: skip
-    speeds = [(*run.values("tokens_per_second"), look) for run, _, look in styled]
-    _panel(speed, "Throughput (tokens/s)", speeds, smoothed=True, from_zero=True)
-    sizes = [(steps, values / GIB, look) for run, _, look in styled for steps, values in [run.values("peak_memory_bytes")]]
-    _panel(memory, "Peak memory (GiB)", sizes, from_zero=True, decimals=True)
-    memory.set_xlabel("Step")
+
+    def curves(key: str) -> list[Curve]:
+        return [(*run.along(key, over), look) for run, _, look in styled]
+
+    _panel(loss, "Loss", curves("loss"), over, smoothed=True, decimals=True, points=curves("validation_loss"))
+    _panel(speed, "Throughput (tokens/s)", curves("tokens_per_second"), over, smoothed=True, from_zero=True)
+    sizes = [(places, values / GIB, look) for places, values, look in curves("peak_memory_bytes")]
+    _panel(memory, "Peak memory (GiB)", sizes, over, from_zero=True, decimals=True)
+    memory.set_xlabel(OVER[over])
     memory.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
     memory.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     _legend(figure, styled)
@@ -256,7 +271,7 @@ Curve = tuple[Floats, Floats, dict[str, Any]]
 
 
 def _panel(
-    axes: Axes, title: str, curves: Sequence[Curve], *, smoothed: bool = False, from_zero: bool = False, decimals: bool = False,
+    axes: Axes, title: str, curves: Sequence[Curve], over: str, *, smoothed: bool = False, from_zero: bool = False, decimals: bool = False,
     points: Sequence[Curve] = (),
 ) -> None:  # fmt: skip
     """One panel: curves, over their raw values where smoothed, and points (white-edged) of another measure of the same unit."""
@@ -277,7 +292,7 @@ def _panel(
     if limits.log:
         axes.set_yscale("log")
     axes.set_ylim(limits.low, limits.high)
-    _mark_hidden(axes, (*curves, *points), limits, decimals)
+    _mark_hidden(axes, (*curves, *points), limits, decimals, over)
     _ticks(axes, limits)
 
 
@@ -290,7 +305,7 @@ def _curve(axes: Axes, steps: Floats, values: Floats, look: dict[str, Any], smoo
         axes.plot(steps, values, **look, linewidth=1.8, zorder=3, **dots)
 
 
-def _mark_hidden(axes: Axes, curves: Sequence[Curve], limits: Scale, decimals: bool) -> None:
+def _mark_hidden(axes: Axes, curves: Sequence[Curve], limits: Scale, decimals: bool, over: str) -> None:
     """A triangle at the upper edge for every value above it; the highest of all is told in words."""
     highest, colour, hidden = -math.inf, "", 0
     for steps, values, look in curves:
@@ -306,7 +321,8 @@ def _mark_hidden(axes: Axes, curves: Sequence[Curve], limits: Scale, decimals: b
     if hidden:
         more = f"; {hidden - 1} more above" if hidden > 1 else ""
         told = f"{highest:,.6g}" if decimals else f"{highest:,.0f}"
-        axes.set_title(f"▲ {told} at step {where:,.0f}{more}", loc="right", fontsize=9, color=colour)
+        place = f"step {where:,.0f}" if over == "steps" else f"{where:,.0f} s"
+        axes.set_title(f"▲ {told} at {place}{more}", loc="right", fontsize=9, color=colour)
 
 
 def _ticks(axes: Axes, limits: Scale) -> None:

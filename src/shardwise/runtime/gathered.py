@@ -7,6 +7,7 @@ bucket: it keeps a reference, looked up when backward runs, after the second gat
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -115,8 +116,10 @@ class Gathered:
             with torch.no_grad():
                 flat.fill_(float("nan"))
 
-    def references(self) -> saved_tensors_hooks:
+    def references(self) -> AbstractContextManager[Any]:
         """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded."""
+        if not self._bucket and not self._offload:  # the hooks take time: 0.7 % of a forward
+            return nullcontext()
         # Detached: an output that its own node saves would hold that node, and a forward without a backward would never end.
         return saved_tensors_hooks(lambda value: self.keep(value.detach()), self._unpack)
 

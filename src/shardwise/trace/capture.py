@@ -23,6 +23,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.trace.casts import COMPUTE_DTYPE, cast_buffer, cast_field, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept
 from shardwise.trace.mapped import mapped
+from shardwise.trace.torch_private import import_export
 
 HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
 
@@ -209,6 +210,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         shapes = ({name: {0: dim} for name in example},)
     with warnings.catch_warnings(), _quiet():
         warnings.simplefilter("ignore")
+        import_export()
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
         raise Uncapturable("it computes with a tensor without memory, which its constructor made and no attribute holds")

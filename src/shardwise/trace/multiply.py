@@ -74,7 +74,6 @@ class _Convolution(torch.autograd.Function):
         return dx, None, db, *(None for _ in ctx.rest)
 
 
-@torch.no_grad()
 def accumulate(goal: Tensor, factors: Factors, add: bool) -> None:
     """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
 

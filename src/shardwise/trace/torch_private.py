@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -12,8 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "is_composite", "overload_name", "schema",
-    "storage_key", "version",
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "import_export", "is_composite", "overload_name",
+    "schema", "storage_key", "version",
 ]  # fmt: skip
 
 
@@ -40,3 +44,29 @@ def storage_key(x: Tensor) -> int:
 def version(x: Tensor) -> int:
     """How often a tensor has been written in place."""
     return int(torch.Tensor._version.__get__(x))
+
+
+class _Later(ModuleType):
+    """Stands for a module of which only names in annotations are needed, until somebody uses it."""
+
+    used = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(importlib.import_module(self.__name__), name) if self.used else Any
+
+
+def import_export() -> None:
+    """Import torch.export without networkx, which it names in annotations alone: 20 MB on each rank."""
+    name = "networkx"
+    spec = find_spec(name) if name not in sys.modules else None
+    if spec is None:
+        return
+    sys.modules[name] = placeholder = _Later(name)
+    placeholder.__spec__ = spec  # others may ask meanwhile whether there is one
+    try:
+        importlib.import_module("torch.export._trace")
+    finally:
+        del sys.modules[name]
+        placeholder.used = True
