@@ -82,6 +82,7 @@ def test_both_train_the_same(tmp_path: Path) -> None:
     assert said["peak_rss"] == mine["peak_rss"] / peer["peak_rss"]
 
 
+@pytest.mark.full
 def test_torch_by_itself(tmp_path: Path) -> None:
     found = run(tmp_path, "torch 1f1b", "torch zbv")
     assert [(row["name"], row["microbatches"]) for row in found["rows"]] == [("torch 1f1b", 4), ("torch zbv", 4)]

@@ -32,7 +32,7 @@ from timetables import SYNCHRONOUS, any_order
 
 MODELS = ("gpt", "llama", "gpt2")
 PP, ZERO, DP, RECOMPUTE = (2, 3, 4), (0, 1, 2, 3), (1, 2), CHOICES["recompute"]
-ROWS = (19, 18, 11)  # of the batches; 9 microbatches over 2 ranks: some have nothing
+ROWS = (19, 11)  # of the batches; 9 microbatches over 2 ranks: some have nothing
 CLIP = 1.0
 
 Case = tuple[str, str, int, int, int, int, str]

@@ -19,7 +19,7 @@ loads either.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TypeAlias
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.runtime.bell import Rope
 from shardwise.runtime.communicator import Call, CommunicationError
 from shardwise.runtime.segments import Arena, Segment, map_segment
 
@@ -37,7 +38,8 @@ WORDS = 8  # words in a cache line; what different ranks write is never in the s
 RING = 64  # entries per channel
 CHANNELS = 256  # per rank
 
-COUNT, CLOSED = 0, 1  # first line of a control segment: channels in use, and whether the owner has left
+# First line of a control segment: channels in use, whether the owner has left, and whether it waits to be woken.
+COUNT, CLOSED, ASLEEP = 0, 1, 2
 KEY, POSTED, DONE = 0, 1, 2  # first line of a channel
 SIGNATURE, FD, OFFSET, STRIDE = (
     0,
@@ -58,11 +60,18 @@ Work: TypeAlias = Callable[[Source, int, int], None]
 class Board:
     """What one rank sees of all: everybody's control words and, as they are needed, everybody's segments."""
 
-    def __init__(self, rank: int, pids: list[int], controls: list[memoryview]) -> None:
+    def __init__(self, rank: int, pids: list[int], controls: list[memoryview], ropes: dict[int, Rope]) -> None:
+        """``ropes`` are those to the other ranks' bells."""
         self.rank, self.controls = rank, controls
-        self.arena = Arena()
+        self.arena, self.ropes = Arena(), ropes
         self._pids = pids
         self._segments: dict[tuple[int, int], Tensor] = {}
+
+    def wake(self, ranks: Iterable[int]) -> None:
+        """Those of ``ranks`` that sleep, after something has been published that they may wait for."""
+        for rank in ranks:
+            if self.controls[rank][ASLEEP] and rank in self.ropes:
+                self.ropes[rank].pull()
 
     def segment(self, rank: int, fd: int) -> Tensor:
         """The bytes of a segment of another rank."""
@@ -71,6 +80,13 @@ class Board:
             memory = map_segment(self._pids[rank], fd)
             found = self._segments[rank, fd] = torch.frombuffer(memory, dtype=torch.uint8)
         return found
+
+    def close(self) -> None:
+        """Let go of what belongs to this rank."""
+        self.arena.close()
+        for rope in self.ropes.values():
+            rope.close()
+        self.ropes.clear()
 
 
 @dataclass(eq=False, slots=True)
@@ -196,6 +212,8 @@ class Channel:
                 break
             self._posted += 1
             self._own[self._bases[self._me] + POSTED] = self._posted
+        if self._posted > first:
+            self._board.wake(self._ranks)
         return self._posted > first
 
     def _share(self, piece: Piece) -> bool:
@@ -251,6 +269,7 @@ class Channel:
         operation.work(source, piece.start, piece.stop)
         self._worked += 1
         self._own[self._bases[self._me] + DONE] = self._worked
+        self._board.wake(self._ranks)
 
     def _retire(self) -> None:
         done = self._lowest(DONE)

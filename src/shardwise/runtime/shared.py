@@ -22,7 +22,8 @@ from torch import Tensor
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.channel import CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
+from shardwise.runtime.bell import Bell, Rope
+from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
 from shardwise.runtime.communicator import (
     Axes,
     BaseCommunicator,
@@ -40,9 +41,8 @@ from shardwise.runtime.segments import Segment, available_memory, map_segment, u
 START_TIMEOUT = 300.0  # seconds for all processes to come up
 CHUNK = 256 << 10  # bytes summed and written back while they are in the cache
 LINE = 64  # bytes: two ranks never write to the same cache line
-SPINS = 300  # looks at the counters before a waiting rank begins to sleep in between
-NAP = 50e-6  # seconds
-NAPS_PER_CHECK = 200  # naps between two looks at the clock and at the peers
+SPINS = 300  # looks at the counters before a waiting rank goes to sleep
+NAP = 0.01  # seconds that it sleeps at most before it looks at the counters, the clock and the peers
 
 
 def available(mesh: Mesh, nbytes: int = 0) -> str | None:
@@ -78,7 +78,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
         super().__init__(mesh, met.rank, torch.device("cpu"), timeout, on_wait)
         self._store = met.store  # rank 0 may host it: it must outlive the start of the others
         self._control = Segment(CONTROL_BYTES)
-        self._board, self._health = _meet(met, self._control)
+        self._bell = Bell()
+        self._board, self._health = _meet(met, self._control, self._bell)
         self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
         self._active: dict[Channel, None] = {}
         self._common: set[int] = set()  # addresses of buffers that are one piece of memory for all members of a group
@@ -117,9 +118,11 @@ class SharedMemoryCommunicator(BaseCommunicator):
 
     def close(self) -> None:
         self._board.controls[self.rank][CLOSED] = 1
+        self._board.wake(range(self.mesh.size))
         self._health.close()
         self._control.close()
-        self._board.arena.close()
+        self._board.close()
+        self._bell.close()
         for channel in self._channels.values():
             channel.close()
 
@@ -221,8 +224,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
         return moved
 
     def _wait(self, channel: Channel, operation: Operation) -> None:
-        """Work on everything pending until the operation is complete, looking often at first and then
-        napping."""
+        """Work on everything pending until the operation is complete, looking often at first and then when
+        woken."""
         deadline, idle = time.monotonic() + self.timeout, 0
         try:
             while operation.remaining:
@@ -234,12 +237,21 @@ class SharedMemoryCommunicator(BaseCommunicator):
                 if idle < SPINS:
                     os.sched_yield()
                 else:
-                    time.sleep(NAP)
-                    if idle % NAPS_PER_CHECK == 0:
-                        self._give_up(channel, operation.call, deadline)
+                    self._sleep()
+                    self._give_up(channel, operation.call, deadline)
         finally:
             if idle and self.on_wait is not None:
                 self.on_wait(None)
+
+    def _sleep(self) -> None:
+        """Until another rank has published something, or for a moment."""
+        own = self._board.controls[self.rank]
+        own[ASLEEP] = 1
+        try:
+            if not self._advance():  # what came before others could see that this rank sleeps
+                self._bell.sleep(NAP)
+        finally:
+            own[ASLEEP] = 0
 
     def _give_up(self, channel: Channel, call: Call, deadline: float) -> None:
         """Raise if a member that is waited for is gone, or the time is up."""
@@ -287,22 +299,24 @@ class _Health:
         self._ranks.clear()
 
 
-def _meet(met: Rendezvous, control: Segment) -> tuple[Board, _Health]:
-    """Exchange addresses through the store and map everybody's control segment.
+def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health]:
+    """Exchange addresses through the store, map everybody's control segment, and have a rope to everybody's bell.
 
     All ranks learn of a failure of any, so that all can choose another backend.
     """
     host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
-    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd]))
-    pids, controls, verdict = [], [], ""
+    met.store.set(f"address/{met.rank}", json.dumps([host, os.getpid(), control.fd, bell.fd]))
+    pids, controls, ropes, verdict = [], [], {}, ""
     for rank in range(met.size):
-        peer_host, pid, fd = json.loads(met.store.get(f"address/{rank}"))
+        peer_host, pid, fd, bell_fd = json.loads(met.store.get(f"address/{rank}"))
         pids.append(pid)
         try:
             if peer_host != host:
                 raise OSError("it runs on another host or in another container")
             memory = control.memory if rank == met.rank else map_segment(pid, fd)
             controls.append(memoryview(memory).cast("B").cast("q"))
+            if rank != met.rank:
+                ropes[rank] = Rope(pid, bell_fd)
         except OSError as error:
             verdict = f"rank {met.rank} cannot map the memory of rank {rank}: {error}"
     met.store.set(f"verdict/{met.rank}", verdict)
@@ -310,7 +324,7 @@ def _meet(met: Rendezvous, control: Segment) -> tuple[Board, _Health]:
     if any(verdicts):
         raise ShardwiseError("shared memory: " + "; ".join(filter(None, verdicts)))
     health = _Health({rank: pid for rank, pid in enumerate(pids) if rank != met.rank})
-    return Board(met.rank, pids, controls), health
+    return Board(met.rank, pids, controls, ropes), health
 
 
 def _sum_into(outs: list[Tensor], inputs: list[Tensor]) -> None:
