@@ -41,7 +41,7 @@ from shardwise.runtime.segments import Segment, available_memory, map_segment, u
 START_TIMEOUT = 300.0  # seconds for all processes to come up
 CHUNK = 256 << 10  # bytes summed and written back while they are in the cache
 LINE = 64  # bytes: two ranks never write to the same cache line
-SPINS = 300  # looks at the counters before a waiting rank goes to sleep
+SPINS, FEW_SPINS = 300, 10  # looks at the counters before a waiting rank goes to sleep; where another rank needs its core
 NAP = 0.01  # seconds that it sleeps at most before it looks at the counters, the clock and the peers
 
 
@@ -78,6 +78,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
         super().__init__(mesh, met.rank, torch.device("cpu"), timeout, on_wait)
         self._store = met.store  # rank 0 may host it: it must outlive the start of the others
         self._control = Segment(CONTROL_BYTES)
+        self._spins = SPINS if mesh.size <= len(os.sched_getaffinity(0)) else FEW_SPINS
         self._bell = Bell()
         self._board, self._health = _meet(met, self._control, self._bell)
         self._channels: dict[tuple[tuple[int, ...], str], Channel] = {}
@@ -234,7 +235,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
                 if idle == 0 and self.on_wait is not None:
                     self.on_wait(str(operation.call))
                 idle += 1
-                if idle < SPINS:
+                if idle < self._spins:
                     os.sched_yield()
                 else:
                     self._sleep()
