@@ -27,7 +27,7 @@ TINY = [
     "data.validation=0", "checkpoint.every=20", "model.dropout=0.1",
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
-ALONE = "train.devices=1"  # where it is about files, not about ranks
+ALONE = ("train.devices=1", "train.threads=1")  # where it is about files, not about ranks
 STEPS = 300
 
 
@@ -227,16 +227,16 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
 def test_what_is_in_the_folder(tmp_path: Path, text: str) -> None:
     """A finished run is set aside or gets more steps; an unfinished one of another configuration is refused; "never" sets it aside."""
     folder = tmp_path / "run"
-    assert Command(folder, text, ALONE, steps=4).end() and (folder / "weights.safetensors").exists()
-    first = Command(folder, text, ALONE, steps=4)
+    assert Command(folder, text, *ALONE, steps=4).end() and (folder / "weights.safetensors").exists()
+    first = Command(folder, text, *ALONE, steps=4)
     assert "the earlier run is now in" in first.end() and (tmp_path / "run-1" / "weights.safetensors").exists()
-    unfinished = Command(folder, text, ALONE, steps=8)  # longer than the last checkpoint: it goes on
+    unfinished = Command(folder, text, *ALONE, steps=8)  # longer than the last checkpoint: it goes on
     assert "going on from step 4" in unfinished.end() and len(metrics(folder)) == 8
     (folder / "result.json").unlink()  # as if it had been cut off
-    other = Command(folder, text, ALONE, "model.width=32", steps=12)
+    other = Command(folder, text, *ALONE, "model.width=32", steps=12)
     output = " ".join(other.end().split())
     assert other.process.returncode == 2 and "model.width: 16 → 32" in output and "train.resume" in output, output
-    anew = Command(folder, text, ALONE, "model.width=32", "train.resume=never", steps=4)
+    anew = Command(folder, text, *ALONE, "model.width=32", "train.resume=never", steps=4)
     assert "the earlier run is now in" in anew.end() and len(metrics(folder)) == 4
     assert len(metrics(tmp_path / "run-2")) == 8
 
@@ -256,13 +256,13 @@ def test_sigterm_to_all_processes(tmp_path: Path, text: str, whole: Path) -> Non
 
 def test_cut_between_the_last_checkpoint_and_the_result(tmp_path: Path, text: str) -> None:
     folder = tmp_path / "run"
-    Command(folder, text, ALONE, steps=8).end()
+    Command(folder, text, *ALONE, steps=8).end()
     for name in ("result.json", "weights.safetensors"):
         (folder / name).unlink()
     before = (folder / "metrics.jsonl").read_text()
-    fewer = Command(folder, text, ALONE, steps=6)
+    fewer = Command(folder, text, *ALONE, steps=6)
     assert "is at step 8 already" in " ".join(fewer.end().split()) and fewer.process.returncode == 2
-    again = Command(folder, text, ALONE, steps=8)
+    again = Command(folder, text, *ALONE, steps=8)
     output = again.end()
     assert again.process.returncode == 0 and "going on from step 8" in output, output
     assert (folder / "metrics.jsonl").read_text() == before and (folder / "weights.safetensors").exists()

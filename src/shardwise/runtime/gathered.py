@@ -6,7 +6,7 @@ bucket: it keeps a reference, looked up when backward runs, after the second gat
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import Buffer, Instruction
+from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
@@ -43,16 +43,18 @@ class Offloaded(NamedTuple):
 
 
 class Gathered:
-    """The parameters of one rank during a step.
+    """The parameters of one rank while it runs ``instructions``.
 
     ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.  ``offload``: what autograd keeps
-    goes to the host and comes back for backward.  ``stashed`` are the buckets that are updated while some unit needs them as they were:
-    units that compute see the ``version`` that is set.
+    goes to the host and comes back for backward.  Where buckets are updated while some unit needs them as they were (STASH), units that
+    compute see the ``version`` that is set.
     """
 
     def __init__(
-        self, memory: RankMemory, comm: Communicator, strict: bool, offload: bool = False, stashed: Collection[int] = ()
+        self, memory: RankMemory, comm: Communicator, instructions: Sequence[Instruction], strict: bool, offload: bool = False
     ) -> None:
+        stashed = {one.bucket for one in instructions if one.op is Op.STASH}
+        self._refers = offload or bool(stashed) or any(one.op is Op.GATHER for one in instructions)
         self._memory, self._comm, self._strict, self._offload = memory, comm, strict, offload
         self._resident = {leaf.untyped_storage().data_ptr() for leaf in memory.leaves.values()} if offload else set()
         self._leaves = dict(memory.leaves)
@@ -117,8 +119,11 @@ class Gathered:
                 flat.fill_(float("nan"))
 
     def references(self) -> AbstractContextManager[Any]:
-        """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded."""
-        if not self._bucket and not self._offload:  # the hooks take time: 0.7 % of a forward
+        """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded.
+
+        It does not ask what has been written since: a gather for backward writes the same once more.
+        """
+        if not self._refers:  # the hooks take time: 0.7 % of a forward
             return nullcontext()
         # Detached: an output that its own node saves would hold that node, and a forward without a backward would never end.
         return saved_tensors_hooks(lambda value: self.keep(value.detach()), self._unpack)

@@ -83,8 +83,7 @@ class _Run:
         comm, owner, instructions = self.owner.comm, self.owner, self.program.instructions
         self.memory = memory = owner.memory
         self.batches = Batches(owner, self.traces, self.given)
-        stashed = {one.bucket for one in instructions if one.op is Op.STASH}
-        self.gathered = Gathered(memory, comm, owner.strict, owner.offload, stashed)
+        self.gathered = Gathered(memory, comm, instructions, owner.strict, owner.offload)
         self.gradients = Gradients(memory, comm, owner.strict)
         each = [*self.traces] * self.program.batches  # of all microbatches
         self.computing = values = Computing(owner, each, self.batches, self.gathered, self.gradients)
