@@ -28,6 +28,9 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path: Path
     first, second = (load_file(run / "weights.safetensors") for run in (once, twice))
     assert all(bool((first[name] == second[name]).all()) for name in first)
 
+    seconds = [one["step_seconds"] for one in lines[0][1:]]
+    assert min(seconds) > 0.1 * max(seconds), "each step has its own time, though results come late and together"
+
     memory = json.loads((once / "memory.json").read_text())
     predicted, measured = memory["predicted"]["peak_bytes"], memory["measured"]["peak_bytes"]
     assert abs(predicted - measured) <= 0.05 * measured

@@ -128,11 +128,11 @@ def test_metrics_are_written_one_step_late_and_skipped_steps_not(tmp_path: Path)
     path, seen = tmp_path / "metrics.jsonl", []
     with path.open("w") as file:
         writer = MetricsWriter(file, OptimizerChoice(lr=0.5), 10, torch.device("cpu"), seen.append)
-        writer.add(0, 4, result(3.0))
+        writer.add(0, 4, result(3.0), 0.5)
         assert path.read_text() == ""
-        writer.add(1, 4, result(float("inf")))
+        writer.add(1, 4, result(float("inf")), 0.5)
         assert [one["loss"] for one in seen] == [3.0] and len(path.read_text().splitlines()) == 1
-        writer.add(2, 4, result(1.0, skipped=1.0))
+        writer.add(2, 4, result(1.0, skipped=1.0), 0.5)
         writer.flush()
         writer.flush()
     rows = [json.loads(line) for line in path.read_text().splitlines()]

@@ -9,7 +9,6 @@ import os
 import resource
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -36,8 +35,8 @@ OnStep = Callable[[Metrics], object]
 class MetricsWriter:
     """Appends one JSON object a step to ``file``, one step late: on a GPU reading a value would wait for the step.
 
-    ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from one step's end to the next one's, reading the
-    batch included.  ``utilisation(rows, seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with
+    ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from the begin of one step to that of the next, or to
+    the end of the window that it is the last of, reading the batch included.  ``utilisation(rows, seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with
     what earlier parts of the run have written.
     """
 
@@ -50,7 +49,6 @@ class MetricsWriter:
     warn: Callable[[str], object] = print
     utilisation: Callable[[int, float], float] | None = None
     board: TensorBoard | None = None
-    _last: float = field(default_factory=time.perf_counter)
     _pending: tuple[int, int, StepResult, float] | None = None
     _failed: bool = False
     _earlier: int = 0
@@ -59,16 +57,10 @@ class MetricsWriter:
     def __post_init__(self) -> None:
         self._earlier = len(self.history)
 
-    def add(self, step: int, rows: int, result: StepResult) -> None:
-        """A step of ``rows`` rows has been issued: write the one before."""
-        now = time.perf_counter()
-        before, self._pending = self._pending, (step, rows, result, now - self._last)
-        self._last = now
+    def add(self, step: int, rows: int, result: StepResult, seconds: float) -> None:
+        """A step of ``rows`` rows has been issued, and has taken so long: write the one before."""
+        before, self._pending = self._pending, (step, rows, result, seconds)
         self._write(before)
-
-    def restart_clock(self) -> None:
-        """What was done since the last step (an evaluation, saving) is no part of the next."""
-        self._last = time.perf_counter()
 
     def flush(self) -> None:
         """Write the last step."""

@@ -110,6 +110,7 @@ class Run:
     def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
         """A step that is not finite ends the run; the weights before it are saved."""
         trainer, step, steps = self.trainer, first, self.config.train.steps
+        self._clock = time.perf_counter()
         self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)  # or soon after
         try:
             while step < steps and not trainer.stopping:
@@ -117,8 +118,8 @@ class Run:
                 with self._watched(step, stop) as measuring:
                     self._train(step, stop, loader, measuring)
                 step = stop
-                if self._after(step, checkpoints, loader) and self.metrics is not None:
-                    self.metrics.restart_clock()
+                if self._after(step, checkpoints, loader):
+                    self._clock = time.perf_counter()  # what was done meanwhile is no part of the next step
             trainer.finish()
         except (NonFiniteError, LossScaleError):
             state = trainer.state_dict()
@@ -142,20 +143,25 @@ class Run:
         return 0 <= self._to_measure <= step
 
     def _train(self, step: int, stop: int, loader: Loader, measuring: StepMemory | None) -> None:
-        rows = deque[int]()
+        begun = deque[tuple[float, int]]()  # of batches whose result is not known: when, and how many rows
 
         def batches() -> Iterator[Batch]:
             for at in range(step, stop):
                 self.side.progress.begin(at)
+                now = self._clock if at == step else time.perf_counter()
                 batch = next(loader) if measuring is None else measuring.taking(loader)
-                rows.append(batch.rows)
+                begun.append((now, batch.rows))
                 if self.side.stop:
                     self.trainer.request_stop()
                 yield batch
 
         for at, result in enumerate(self.trainer.steps(batches(), stop - step), step):
+            start, rows = begun.popleft()
+            # Where batches overlap results come late, and several at once.
+            end = begun[0][0] if begun else time.perf_counter()
+            self._clock = end
             if self.metrics is not None:
-                self.metrics.add(at, rows.popleft(), result)
+                self.metrics.add(at, rows, result, end - start)
 
     @contextmanager
     def _watched(self, step: int, stop: int) -> Iterator[StepMemory | None]:
