@@ -10,10 +10,10 @@ import sys
 
 import torch
 from torch import Tensor
+from training import rows_of
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.data.loader import Batch, rank_rows
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
@@ -44,16 +44,9 @@ def compiled(plan: Plan) -> Compiled:
     return Compiled(GPT(vocabulary=11, width=16, layers=4, heads=2, context=8), plan, batches()[0])
 
 
-def rows_of(comm: Communicator, fields: dict[str, Tensor]) -> Batch:
-    """This rank's."""
-    mesh = comm.mesh
-    own = rank_rows(ROWS, ONE.microbatches, mesh.axis_size("dp"), mesh.index(comm.rank, ("dp",)))
-    return Batch({k: torch.cat([v[a:b] for a, b in own]) for k, v in fields.items()}, ROWS, (), ())
-
-
 def steps(comm: Communicator, model: Compiled) -> list[tuple[float, float, bool | None]]:
     """Loss, norm and whether the update was made again, and last the sum of all weights."""
-    given = [rows_of(comm, one) for one in batches()]
+    given = [rows_of(comm, model.plan, one) for one in batches()]
     with Trainer(model, OptimizerChoice("adamw", lr=1e-2), model.plan, {}, clip_norm=CLIP, comm=comm) as trainer:
         found = [(float(r.loss), float(r.grad_norm), r.repeated) for r in trainer.steps(iter(given), STEPS)]
         return [*found, (float(sum(v.double().sum() for v in trainer.state_dict().values())), 0.0, None)]

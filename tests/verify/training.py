@@ -16,6 +16,13 @@ from shardwise.runtime.threads import run_ranks
 from shardwise.trainer import NonFiniteError, Trainer
 
 
+def rows_of(comm: Communicator, plan: Plan, fields: dict[str, Tensor]) -> Batch:
+    """This rank's part of a batch."""
+    rows = next(iter(fields.values())).shape[0]
+    ranges = rank_rows(rows, plan.microbatches, comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES))
+    return Batch({n: torch.cat([v[a:b] for a, b in ranges]) for n, v in fields.items()}, rows, (), ())
+
+
 def trained(
     plan: Plan,
     given: list[dict[str, Tensor]],
@@ -31,16 +38,11 @@ def trained(
     """
     compiled = Compiled(module, plan, given[0])
 
-    def batch(comm: Communicator, fields: dict[str, Tensor]) -> Batch:
-        rows = next(iter(fields.values())).shape[0]
-        ranges = rank_rows(rows, plan.microbatches, comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES))
-        return Batch({n: torch.cat([v[a:b] for a, b in ranges]) for n, v in fields.items()}, rows, (), ())
-
     def rank(comm: Communicator) -> Any:
         with Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, given[0], comm=comm, **options) as trainer:
             found = []
             try:
-                for result in trainer.steps((batch(comm, one) for one in given), len(given)):
+                for result in trainer.steps((rows_of(comm, plan, one) for one in given), len(given)):
                     found.append(result)
                     if len(found) == stop_after:
                         trainer.request_stop()

@@ -89,15 +89,15 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
     Of a run whose order was found first what that takes by the times that were measured before it, which serve other schedules too.
     """
     plan = plan_of(folder)
-    validated = plan is not None and plan.post_validates
-    own, costs = measured(folder, step, plan.microbatches if plan is not None and validated else None)
+    batch, usual = (plan.microbatches, plan.norm) if plan is not None and plan.post_validates else (None, "barrier")
+    own, costs = measured(folder, step, batch)
     before = chosen_before(folder)
     ranks, stages = len(own), len(costs.forward)
     microbatches = 1 + max(task.microbatch for tasks in own for task in tasks)
     numbers = f"{plural(ranks, 'rank')}, {plural(microbatches, 'microbatch')}"
     found = []
     for one in pipelines:
-        norm = one.norm or ("post-validate" if validated else "barrier")
+        norm = one.norm or usual
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
             raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
         options = replace(one, ranks=ranks, microbatches=microbatches, norm=norm)

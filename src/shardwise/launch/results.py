@@ -36,8 +36,8 @@ class MetricsWriter:
     """Appends one JSON object a step to ``file``, one step late: on a GPU reading a value would wait for the step.
 
     ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from the begin of one step to that of the next, or to
-    the end of the window that it is the last of, reading the batch included.  ``utilisation(rows, seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with
-    what earlier parts of the run have written.
+    the end of the window that it is the last of, reading the batch included.  ``utilisation(rows, seconds)`` gives a step's MFU where
+    the device's peak is known.  ``history`` begins with what earlier parts of the run have written.
     """
 
     file: TextIO

@@ -27,8 +27,9 @@ def trace_name(rank: int) -> str:
 class Event(NamedTuple):
     """An instruction from ``start`` to ``stop``, in seconds since the recording began on its rank.
 
-    What is only posted, such as a collective, stops where it has been waited for.  What is run again has an event for each time.  ``peer`` is the rank at the other side of a message,
-    else -1; ``text`` the instruction in words.  ``lasting``: it was not run again later.
+    What is only posted, such as a collective, stops where it has been waited for.  What is run again has an event for each time.
+    ``peer`` is the rank at the other side of a message, else -1; ``text`` the instruction in words.  ``lasting``: it was not run again
+    later.
     """
 
     op: str
