@@ -93,8 +93,10 @@ def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: 
     with ExitStack() as stack:
         started = [(one, _start(one, stack)) for one in contenders]
         for turn in range(rounds + 1):
+            _progress(f"round {turn} of {rounds}" if turn else "warming up")
             for one, ranks in started:
                 _record(one, _ask(ranks, steps if turn else warmup), timed=turn > 0)
+        _progress("")
         for one, ranks in started:
             one.memory = _ask(ranks, "memory")
             chosen = one.clean_at or range(len(one.losses) - len(one.seconds), len(one.losses))
@@ -102,6 +104,12 @@ def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: 
         for _, ranks in started:
             for rank in ranks:
                 rank.pipe.send(None)
+
+
+def _progress(text: str) -> None:
+    """Show this in place of what was shown before, to whoever is looking."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _start(one: Contender, stack: ExitStack) -> list[_Rank]:

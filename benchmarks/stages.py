@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from alternate import Step
-from task import Task
+from task import Task, undivided
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,13 @@ def pipelined(rank: int, ranks: int, *, pipeline: Pipeline) -> Step:
 
 def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
     """A Trainer, and the batch: every rank has all rows."""
-    from shardwise import OptimizerChoice, Plan, Trainer
-    from shardwise.data.loader import Batch, rank_rows
+    from shardwise import Plan
     from shardwise.parallel.pipeline import pipeline as planned
 
-    torch.set_float32_matmul_precision("medium")
     task, kind, ranks = pipeline.task, pipeline.kind, pipeline.ranks
-    batch = task.batch(range(ranks))
     plan = Plan(precision=task.precision, microbatches=pipeline.microbatches)
     plan = planned(plan, ranks, schedule=kind.name, stages_per_rank=kind.stages_per_rank)
-    plan = plan.replace(stages=tuple(map(len, pipeline.cut())))
-    choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
-    trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
-    spans = rank_rows(pipeline.rows, pipeline.microbatches, 1, 0)
-    return trainer, Batch(batch, pipeline.rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+    return undivided(task, plan.replace(stages=tuple(map(len, pipeline.cut()))), ranks, **options)
 
 
 TASKS = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}

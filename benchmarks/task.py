@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -107,6 +107,19 @@ def ours(rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["
     )
     given = Batch(batch, task.rows * ranks, (rank * task.rows,), (task.rows,))
     return lambda: trainer.step(given).loss
+
+
+def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
+    """A Trainer of a plan under which every rank has the rows of all, and this batch."""
+    from shardwise import OptimizerChoice, Trainer
+    from shardwise.data.loader import Batch, rank_rows
+
+    torch.set_float32_matmul_precision("medium")
+    batch, rows = task.batch(range(ranks)), task.rows * ranks
+    choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
+    trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
+    spans = rank_rows(rows, plan.microbatches, 1, 0)
+    return trainer, Batch(batch, rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
 def several(rank: int, ranks: int, *, make: StepMaker, steps: int) -> Step:

@@ -24,7 +24,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,17 @@ from shardwise.launch.local import ALLOCATOR
 from task import Task, ours, plain, several
 
 LIMIT = "limit"
-STAGES = {
+Stages = Mapping[str, tuple[str, ...]]
+"""Our contenders and the peers of each."""
+ToReach = Mapping[tuple[str, tuple[str, ...]], tuple[float | None, float | None]]
+"""Of one of ours against the fastest of some peers: how much faster, and with what part of that peer's memory."""
+STAGES: Stages = {
     "zero 1": ("ZeroRedundancyOptimizer", "DeepSpeed 1"),
     "zero 2": ("FSDP2 keep", "DeepSpeed 2"),
     "zero 3": ("FSDP2 reshard", "DeepSpeed 3"),
 }
-"""Each stage and its peers, which hold the same parts in shards."""
-TO_REACH = {("zero 1", STAGES["zero 1"]): (1.05, None), ("zero 3", ("FSDP2 reshard",)): (1.35, 0.8)}
-"""Of a stage against the fastest of some peers: how much faster, and with what part of that peer's memory."""
+"""Peers hold the same parts in shards."""
+TO_REACH: ToReach = {("zero 1", STAGES["zero 1"]): (1.05, None), ("zero 3", ("FSDP2 reshard",)): (1.35, 0.8)}
 SAME = {"fp32": 1e-5, "bf16": 5e-3}
 """How far the losses of the first steps may be from the reference's, relative to it."""
 CHECKED = 6  # steps
@@ -123,15 +126,15 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
         )
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def verdicts(rows: Sequence[dict[str, Any]], stages: Stages = STAGES, to_reach: ToReach = TO_REACH) -> Iterator[dict[str, Any]]:
     """Each stage against each of its peers, and against the fastest of those it has to reach, where both have run."""
     by = {row["name"]: row for row in rows}
-    for stage, peers in STAGES.items():
+    for stage, peers in stages.items():
         for rivals in dict.fromkeys([*((peer,) for peer in peers), peers]):
-            if stage not in by or not all(peer in by for peer in rivals) or (len(rivals) > 1 and (stage, rivals) not in TO_REACH):
+            if stage not in by or not all(peer in by for peer in rivals) or (len(rivals) > 1 and (stage, rivals) not in to_reach):
                 continue
             mine, peer = by[stage], min((by[name] for name in rivals), key=lambda row: row["seconds"])
-            faster, smaller = TO_REACH.get((stage, rivals), (None, None))
+            faster, smaller = to_reach.get((stage, rivals), (None, None))
             yield {
                 "name": stage,
                 "against": ("best of " if len(rivals) > 1 else "") + " and ".join(rivals),
@@ -193,14 +196,28 @@ def compare(options: argparse.Namespace, task: Task) -> tuple[list[dict[str, Any
             for heat in heats(options.only, missing):
                 this = replace(task, precision=precision)
                 every = contenders(this, ranks, heat, options.venv)
-                alternate(every, rounds=options.rounds, steps=STEPS, warmup=WARMUP)
-                found = [figures(one, this, expected[ranks]) for one in every]
-                table(found)
-                for verdict in verdicts(found):
-                    tell(verdict)
-                    said.append({"precision": precision, "ranks": ranks, **verdict})
+                found, judged = race(every, this, options.rounds, expected[ranks])
                 rows += found
+                said += judged
     return rows, said
+
+
+def race(
+    every: Sequence[Contender],
+    task: Task,
+    rounds: int,
+    expected: Sequence[float],
+    stages: Stages = STAGES,
+    to_reach: ToReach = TO_REACH,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Contenders against each other, the limit first: the rows of their table and the verdicts, both printed."""
+    alternate(every, rounds=rounds, steps=STEPS, warmup=WARMUP)
+    found = [figures(one, task, expected) for one in every]
+    table(found)
+    said = [{"precision": task.precision, "ranks": every[0].ranks, **one} for one in verdicts(found, stages, to_reach)]
+    for verdict in said:
+        tell(verdict)
+    return found, said
 
 
 def on_gpu(options: argparse.Namespace, task: Task) -> list[dict[str, Any]]:
