@@ -52,7 +52,7 @@ class Task:
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
-def fused_adamw(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+def fused_adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
@@ -120,6 +120,17 @@ def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, A
     trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
     spans = rank_rows(rows, plan.microbatches, 1, 0)
     return trainer, Batch(batch, rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
+
+
+def tensor_parallel(rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"]) -> Step:
+    """Under shardwise's tensor parallelism, planned as the config's keys say."""
+    from shardwise.config.build import build_plan
+    from shardwise.config.config import load_config
+
+    keys = {"tp": ranks, "tensor": tensor, "dp": 1, "precision": task.precision}
+    plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
+    trainer, given = undivided(task, plan, ranks)
+    return lambda: trainer.step(given).loss
 
 
 def several(rank: int, ranks: int, *, make: StepMaker, steps: int) -> Step:

@@ -1,0 +1,126 @@
+"""The peer of shardwise's tensor parallelism, DTensor and ``parallelize_module`` as they are meant to be used, and the limit.
+
+A DTensor cannot shard queries, keys and values of one weight part by part: its rows are put in the order of heads, so that a rank's share
+of them are whole heads, and there still is one product.  Attention is computed of local tensors.  Embedding and head are one
+parameter in shards of the vocabulary; ``parallelize_module`` makes two of it, which are made one again.
+
+Without sequence parallelism norms and positions are ordinary parameters, the same on all ranks; fused AdamW takes no mixture of these with
+DTensors, so each kind is a group of its own.  In bf16 autocast is around forward, as in other loops.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from alternate import Step
+from shardwise.models.gpt import Attention, attend
+from task import Task, fused_adamw, loop
+
+COLUMNS = ("qkv", "up", "lm_head")
+"""The linears of which a rank has some outputs."""
+ROWS = ("proj",)
+"""The linears of which a rank has some inputs: what comes out are partial sums."""
+
+
+class HeadsMajor(nn.Module):
+    """A GPT's attention, of as many heads as there are: outputs of ``qkv`` are ordered by heads, then q, k, v."""
+
+    def __init__(self, attention: Attention) -> None:
+        super().__init__()
+        self.qkv, self.proj = attention.qkv, attention.proj
+        self.size = self.proj.in_features // attention.heads
+        for parameter in self.qkv.parameters():
+            parts = parameter.data.unflatten(0, (3, attention.heads, self.size))
+            parameter.data = parts.transpose(0, 1).flatten(0, 2).contiguous()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3, self.size)).transpose(1, 2).unbind(3)
+        return self.proj(attend(q, k, v, mask).transpose(1, 2).flatten(2))
+
+
+def heads_major(model: nn.Module) -> nn.Module:
+    """This GPT with :class:`HeadsMajor` attention; it computes the same."""
+    for block in model.blocks:
+        block.attention = HeadsMajor(block.attention)
+    return model
+
+
+def parallelized(model: nn.Module, ranks: int, *, sequence: bool, split_loss: bool) -> nn.Module:
+    """This GPT in shards over all ranks; ``sequence``: norms and residuals in shards of the sequence, ``split_loss``: logits stay shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+    between = Shard(1) if sequence else Replicate()
+    logits = {"use_local_output": False} if split_loss else {"output_layouts": Replicate()}
+    plan = {
+        "wte": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "blocks.*.attention.qkv": ColwiseParallel(input_layouts=between),
+        "blocks.*.attention.proj": RowwiseParallel(output_layouts=between),
+        "blocks.*.mlp.up": ColwiseParallel(input_layouts=between),
+        "blocks.*.mlp.proj": RowwiseParallel(output_layouts=between),
+        "lm_head": ColwiseParallel(input_layouts=between, **logits),
+    }
+    if sequence:
+        plan["wpe"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+        plan |= {name: SequenceParallel() for name in ("blocks.*.norm1", "blocks.*.norm2", "norm")}
+    parallelize_module(heads_major(model), init_device_mesh("cpu", (ranks,)), plan)
+    model.lm_head.weight = model.wte.weight
+    return model
+
+
+def dtensor(
+    rank: int, ranks: int, *, task: Task, sequence: bool = False, split_loss: bool = False, model: nn.Module | None = None
+) -> Step:
+    """An ordinary loop over a parallelized GPT (by default the task's), on the rows of all ranks.
+
+    ``sequence``: with SequenceParallel; ``split_loss``: under loss_parallel.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    torch.set_float32_matmul_precision("medium")
+    dist.init_process_group("gloo")
+    model = parallelized(task.model() if model is None else model, ranks, sequence=sequence, split_loss=split_loss)
+    kinds: dict[bool, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    optimizer = fused_adamw([{"params": parameters} for parameters in kinds.values()])
+    step = loop(task, model, optimizer, task.batch(range(ranks)), autocast=task.precision == "bf16")
+
+    def run() -> Tensor:
+        with loss_parallel() if split_loss else nullcontext():
+            loss = step()
+        return loss.to_local() if split_loss else loss
+
+    return run
+
+
+def shares(rank: int, ranks: int, *, task: Task, sequence: bool = False, model: nn.Module | None = None) -> Step:
+    """What a rank computes, by itself: an ordinary loop over its shards of the GPT and the rows of all.
+
+    Partial sums stay what they are, tokens of others' vocabulary become some of its own; with ``sequence`` its part of the sequence
+    is repeated where those of others would be gathered.
+    """
+    torch.set_float32_matmul_precision("medium")
+    model = heads_major(task.model() if model is None else model)
+    for name, module in model.named_modules():
+        kind = name.rpartition(".")[2]
+        if kind in ROWS:
+            module.weight.data = module.weight.data.chunk(ranks, 1)[rank].clone()
+        elif kind in COLUMNS and kind != "lm_head":
+            for parameter in module.parameters():
+                parameter.data = parameter.data.chunk(ranks)[rank].clone()
+        if sequence and kind in COLUMNS:
+            module.register_forward_pre_hook(lambda _, given: (given[0].repeat(1, ranks, 1),))
+        elif sequence and kind in (*ROWS, "wte"):
+            module.register_forward_hook(lambda _, given, out: out.chunk(ranks, 1)[rank].contiguous())
+        elif sequence and kind == "wpe":
+            module.register_forward_pre_hook(lambda _, given: (given[0].chunk(ranks)[rank],))
+    model.wte.weight.data = model.wte.weight.data.chunk(ranks)[rank].clone()  # and the head's
+    batch = {name: tokens % (task.vocabulary // ranks) for name, tokens in task.batch(range(ranks)).items()}
+    return loop(task, model, fused_adamw(model.parameters()), batch, autocast=task.precision == "bf16")
