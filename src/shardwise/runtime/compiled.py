@@ -17,7 +17,6 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
-from shardwise.parallel.data import batch_axes
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
@@ -126,7 +125,7 @@ class Compiled:
             if key not in self._traces:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    axes=batch_axes(self.plan), dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule,
+                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule,
                 )  # fmt: skip
         return self._traces[key]
 
@@ -148,7 +147,7 @@ class Compiled:
 
 def _traced_for(plan: Plan) -> tuple[Any, ...]:
     """What a trace depends on; parameters of different rules do not share a bucket."""
-    return plan.precision, batch_axes(plan), plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
+    return plan.precision, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
 def _layout(one: Trace) -> list[tuple[str, ...]]:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.core.layout import shard_range
 from shardwise.trace import ops
 from shardwise.trace.ops import Env
 
@@ -24,20 +25,20 @@ PIECE = {
 
 def cross_entropy(
     env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, counted: bool,
-    log_probabilities: bool = False, summand: bool = False,
+    log_probabilities: bool = False, summand: bool = False, share: tuple[int, tuple[str, ...]] | None = None, rows: bool = True,
 ) -> Tensor:  # fmt: skip
     """Mean cross-entropy over the rows of all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
 
     ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
-    ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of those whose sum it is.  bf16 and fp16 scores count as cast to fp32 before.
+    ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of those whose sum it is.  ``share`` is (classes, axes) where each
+    rank over ``axes`` has the scores of some classes; ``rows`` says that each has some rows.  bf16 and fp16 scores count as cast to fp32 before.
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
     plain = weight is None and not smoothing and not log_probabilities and not target.is_floating_point() and logits.dim() == 2
-    count = _count(env, logits, target, weight, ignore_index, counted).to(wide)
-    if plain and logits.requires_grad and torch.is_grad_enabled():
-        where = env.kind or logits.device.type
+    count = _count(env, logits, target, weight, ignore_index, counted, rows).to(wide)
+    if share is not None or (plain and logits.requires_grad and torch.is_grad_enabled()):
         result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
-            logits, target, ignore_index, count.reciprocal(), wide, where, env.alone and summand
+            env, logits, target, ignore_index, count.reciprocal(), wide, env.alone and summand, share
         )
         return result
     if log_probabilities:
@@ -46,7 +47,9 @@ def cross_entropy(
     return F.cross_entropy(logits.to(wide), target, weight, **options) / count
 
 
-def _count(env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool) -> Tensor:
+def _count(
+    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool, rows: bool
+) -> Tensor:
     """The targets of all ranks together, or the sum of their weights."""
     if counted and env.targets is not None:
         return env.targets.clamp(min=1)
@@ -57,24 +60,32 @@ def _count(env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, igno
     else:
         valid = target != ignore_index
         count = (weight[target.where(valid, 0)] * valid).sum()
-    return ops.all_sum(env, count, "targets of the cross-entropy")
+    return count if not rows else ops.all_sum(env, count, (ops.ROWS,), "targets of the cross-entropy")
 
 
 class _CrossEntropy(torch.autograd.Function):
     """``scale`` times the sum of the cross-entropies of the rows of ``logits`` (n, classes), computed in dtype ``wide``.
 
-    ``where`` is the type of device for which it works; ``is_loss`` says that the gradient that comes in is known to be 1, where
-    a tensor on meta cannot say.
+    ``is_loss`` says that the gradient that comes in is known to be 1, where a tensor on meta cannot say.  With ``share``, (classes, axes), these
+    are the logits of this rank's part of the classes: for each piece the ranks exchange three numbers a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype, where: str, is_loss: bool
+        ctx: Any, env: Env, logits: Tensor, target: Tensor, ignore_index: int, scale: Tensor, wide: torch.dtype, is_loss: bool,
+        share: tuple[int, tuple[str, ...]] | None,
     ) -> Tensor:  # fmt: skip
+        where = env.kind or logits.device.type
         rows, classes = logits.shape
         gradient = torch.empty_like(logits)
         valid = (target != ignore_index)[:, None]
         index = target[:, None].where(valid, 0)
+        here = valid
+        if share is not None:
+            start, stop = shard_range(share[0], *env.group(share[1]))
+            here = valid & (index >= start) & (index < stop)
+            index = (index - start).where(here, 0)
+            classes = -(-share[0] // env.group(share[1])[0])  # the most that any rank has: all have as many pieces
         losses = torch.empty((rows, 1), dtype=wide, device=logits.device)
         step = max(1, PIECE.get(where, PIECE["cuda"]) // max(classes, 1))
         starts = range(0, rows, step)
@@ -85,9 +96,14 @@ class _CrossEntropy(torch.autograd.Function):
             chosen = scores.gather(1, index[piece])
             powers = torch.sub(scores, largest, out=scores if wide != logits.dtype else None).exp_()
             total = powers.sum(1, keepdim=True)
+            factor = scale / total
+            if share is not None:
+                own = largest
+                largest, total, chosen = _joined(env, share[1], largest, total, chosen.where(here[piece], 0))
+                factor = scale / total * (own - largest).exp_()
             losses[piece] = total.log() + largest - chosen
-            powers.mul_((scale / total).where(valid[piece], 0))
-            powers.scatter_add_(1, index[piece], (-scale).where(valid[piece], 0))
+            powers.mul_(factor.where(valid[piece], 0))
+            powers.scatter_add_(1, index[piece], (-scale).where(here[piece], 0))
             gradient[piece] = powers
         ctx.save_for_backward(gradient, valid.any())
         ctx.where, ctx.is_loss = where, is_loss
@@ -100,8 +116,21 @@ class _CrossEntropy(torch.autograd.Function):
         if ctx.where == "cpu":  # there a look costs nothing, and mostly it is 1
             is_one = seed == 1
             if ctx.is_loss if seed.is_meta else bool(is_one):
-                return gradient, None, None, None, None, None, None
-        return gradient * seed.to(gradient.dtype), None, None, None, None, None, None
+                return None, gradient, *[None] * 6
+        return None, gradient * seed.to(gradient.dtype), *[None] * 6
+
+
+def _joined(env: Env, axes: tuple[str, ...], largest: Tensor, total: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest score, the sum of the powers relative to it, and the target's score, of all classes."""
+    parts = env.group(axes)[0]
+    if parts == 1:
+        return largest, total, chosen
+    own = torch.stack([largest, total, chosen])
+    every = own.new_empty((parts, *own.shape))
+    env.comm.all_gather(every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes").wait()
+    maxima, totals, targets = every.unbind(1)
+    top = maxima.amax(0)
+    return top, (totals * (maxima - top).exp_()).sum(0), targets.sum(0)
 
 
 def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:

@@ -1,94 +1,109 @@
-"""Changing the layout of a value in a local graph: which collective, and what it is for the gradient."""
+"""Changing what a value of a local graph is on groups of mesh axes: which collective, and what it is for the gradient.
+
+=====  ====================================  ====================
+ from   to                                    gradient
+=====  ====================================  ====================
+ P      I, R: ``all_reduce``                  same, ``all_reduce``
+ P      V: ``scatter``                        gathered
+ V      I, R: ``gather``                      slice, scattered
+ I      V: ``shard``, a slice                 gathered
+ I      P: ``partial``, zero but on one rank  same
+ I      R: ``replicate``, nothing             summed
+ R      V: ``shard_leaf``, a slice            zero elsewhere
+ R      I: ``own``, nothing                   of one rank
+=====  ====================================  ====================
+
+All others are two of these.  Groups that make the same move make it together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from shardwise.core.layout import Factor, Layout
 from shardwise.trace import ops
+from shardwise.trace.forms import Place, State
 
-Place = tuple[int, int, int]
-"""(dim, pre, post): dim ``dim`` of a tensor is pre × rows × post, and the rows are sharded."""
+if TYPE_CHECKING:
+    from shardwise.trace.sharding import Propagation
 
+KINDS: Mapping[str, str] = {
+    "gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce", "replicate": "all_reduce in backward",
+    "shard": "slice",
+}  # fmt: skip
+"""What is reported of a move; others cost nothing."""
 
-def place_of(layout: Layout) -> Place | None:
-    """Where the rows are sharded, if they are."""
-    for dim, factors in enumerate(layout.dims):
-        pre = 1
-        for i, factor in enumerate(factors):
-            if factor.axes:
-                post = 1
-                for later in factors[i + 1 :]:
-                    post *= later.size
-                return dim, pre, post
-            pre *= factor.size
-    return None
+_Step = tuple[str, State, tuple[Any, ...]]
+"""The name of a function of ops, the state after it, and its last arguments."""
 
 
-def layout_at(shape: Sequence[int], place: Place | None, axes: tuple[str, ...]) -> Layout:
-    """The layout of a tensor of whole ``shape`` whose rows are sharded over ``axes`` at ``place``."""
-    dims: list[tuple[Factor, ...]] = [(Factor(s),) for s in shape]
-    if place is not None:
-        dim, pre, post = place
-        before, after = ([Factor(f)] if f != 1 else [] for f in (pre, post))
-        dims[dim] = (*before, Factor(shape[dim] // (pre * post), axes), *after)
-    return Layout(tuple(dims))
-
-
+@dataclass
 class Moves:
-    """Conversions of one local graph; a value is converted once for each layout that it is needed in.
+    """Conversions of one local graph; a value makes each move once, whoever needs it."""
 
-    ``leaves`` are parameters and what is made of parameters alone: R by birth, where other replicated values are I.  ``count`` is called
-    with the kind of each collective that is put in, ``annotate`` with (new node, source, layout).
-    """
+    p: Propagation
+    done: dict[tuple[fx.Node, str, tuple[str, ...], State, tuple[Any, ...]], fx.Node] = field(default_factory=dict)
 
-    def __init__(
-        self, graph: fx.Graph, env: fx.Node, axes: tuple[str, ...], leaves: set[fx.Node],
-        count: Callable[[str], None], annotate: Callable[[fx.Node, fx.Node, Layout], None],
-    ) -> None:  # fmt: skip
-        self.graph, self.env, self.axes, self.leaves, self.count, self.annotate = graph, env, axes, leaves, count, annotate
-        self.done: dict[tuple[fx.Node, Layout, str], fx.Node] = {}
+    def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+        """``value`` with the state ``goals[group]`` on each group; where it has no gradient I and R are the same."""
+        while True:
+            states, grad = value.meta["states"], value.meta["grad"]
+            steps = {g: step for g in goals if (step := _step(states[g], goals[g], grad)) is not None}
+            if not steps:
+                return value
+            # Slices first: what is gathered after them is smaller.
+            first = min(steps.values(), key=lambda step: _ORDER.index(step[0]))
+            groups = tuple(g for g, step in steps.items() if step == first)
+            value = self._move(value, groups, *first)
 
-    def convert(self, value: fx.Node, goal: Layout, need: str = "I") -> fx.Node:
-        """``value`` in layout ``goal``; ``need`` says whether a replicated goal is I or R."""
-        source: Layout = value.meta["layout"]
-        start, end = place_of(source), place_of(goal)
-        if start == end and source.partial == goal.partial and (start or source.partial):
-            return value
-        key = (value, goal, need)
+    def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
+        key = (value, name, groups, after, rest)
         if key not in self.done:
-            self.done[key] = self._convert(value, source, goal, start, end, need)
+            self.done[key] = self._made(value, groups, name, after, rest)
         return self.done[key]
 
-    def _convert(
-        self, value: fx.Node, source: Layout, goal: Layout, start: Place | None, end: Place | None, need: str
-    ) -> fx.Node:
-        plain, leaf = Layout.replicated(source.shape), value in self.leaves
-        if start is not None:
-            if end is not None or goal.partial:
-                return self.convert(self.convert(value, plain), goal)
-            return self._move(ops.gather, value, (*start, need), plain, "all_gather")
-        if source.partial:
-            if end is not None:
-                return self._move(ops.scatter, value, end, goal, "reduce_scatter")
-            return self._move(ops.all_reduce, value, (need,), plain, "all_reduce")
-        if end is not None:
-            return self._move(ops.shard_leaf if leaf else ops.shard, value, end, goal, "" if leaf else "slice")
-        if goal.partial:
-            return self._move(ops.partial, self.convert(value, plain), (), goal, "")
-        if leaf == (need == "R") or not value.meta["grad"]:
-            return value
-        return self._move(ops.own if leaf else ops.replicate, value, (), plain, "" if leaf else "all_reduce in backward")
-
-    def _move(self, function: Any, value: fx.Node, args: tuple[Any, ...], layout: Layout, kind: str) -> fx.Node:
-        new = self.graph.call_function(function, (self.env, value, *args))
-        self.annotate(new, value, layout)
-        if kind:
-            self.count(kind)
-        return new
+    def _made(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
+        p, before = self.p, value.meta["states"]
+        states = {**before, **dict.fromkeys(groups, after)}
+        where: tuple[Any, ...] = (groups,)
+        if name in _CUTTING:
+            sharded = before if name == "gather" else states
+            minor = p.minors(value, sharded, groups)
+            if minor:  # what is sharded within these shards is put together first
+                inner = {g: before[g] for g in minor}
+                joined = self.convert(value, {**before, **dict.fromkeys(minor, "I")})
+                return self.convert(self._move(joined, groups, name, after, rest), inner)
+            where = (p.cut(value, sharded, groups),)
+        new = p.graph.call_function(getattr(ops, name), (p.env, value, *where, *rest))
+        if name in KINDS:
+            p.count(KINDS[name])
+        return p.annotate_move(new, value, states)
 
 
-__all__ = ["Moves", "Place", "layout_at", "place_of"]
+_CUTTING = ("gather", "shard", "shard_leaf", "scatter")
+_ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "gather", "partial", "replicate")
+
+
+def _step(state: State, goal: State, grad: bool) -> _Step | None:
+    """The first move from a state towards another, if any is due."""
+    if state == goal or (not grad and {state, goal} == {"I", "R"}):
+        return None
+    if isinstance(state, Place):
+        dual = "R" if goal == "R" else "I"
+        return "gather", dual, (dual,)
+    if isinstance(goal, Place):
+        return {"P": "scatter", "I": "shard", "R": "shard_leaf"}[state], goal, ()
+    match state, goal:
+        case "P", _:
+            return "all_reduce", goal, (goal,)
+        case "R", _:
+            return "own", "I", ()
+        case _, "P":
+            return "partial", "P", ()
+    return "replicate", "R", ()
+
+
+__all__ = ["Moves"]

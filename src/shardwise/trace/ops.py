@@ -1,17 +1,17 @@
 """What local graphs call: differentiable collectives, keyed random ops, and ops that mix the rows of a batch.
 
-On an axis a value is V (sharded), P (partial sum), I (replicated, its gradient too) or, as what an operand is required to be, R
-(replicated, its gradient partial).  The duals are I↔I, V↔V, R↔P, so each function names the move of the value and
-``dual`` says whether a replicated result is I or R.  The sharded factor of a dim is always the rows of the batch: of ``pre`` × rows × rest.
+On a group of axes a value is V (sharded), P (partial sum), I (replicated, its gradient too) or, as what an operand is required to be,
+R (replicated, its gradient partial).  The duals are I↔I, V↔V, R↔P, so each function names the move of the value and
+``dual`` says whether a replicated result is I or R.
 Every function takes an :class:`Env` first: the graph is shared by ranks, microbatches and steps, the Env is not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,16 @@ from shardwise.trace import random as keyed
 ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
 
 
+ROWS = "rows"
+"""Stands in local graphs for the axes of the batch, which differ from plan to plan."""
+
+
 @dataclass
 class Env:
-    """Where and when a unit runs: this rank's place on the batch axes and one microbatch of one step."""
+    """Where and when a unit runs: this rank's place on the batch axes and one microbatch of one step.
+
+    ``tensor`` has, for each axis of tensor parallelism, the number of ranks along it and this one's place among them.
+    """
 
     comm: Any = None  # a Communicator; None means one rank
     axes: tuple[str, ...] = ()
@@ -40,15 +47,48 @@ class Env:
     tape: Any = None  # what selective recomputation keeps of the unit that runs: a Tape of `trace/recall.py`
     kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
     alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
+    tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def range(self, index: int | None = None) -> tuple[int, int]:
         """(start, stop) in the microbatch of the rows of a rank, by default this one."""
         return shard_range(self.rows, self.parts, self.index if index is None else index)
 
-    @property
-    def most(self) -> int:
-        """The largest number of rows that a rank has: uneven shards are padded to it."""
-        return -(-self.rows // self.parts)
+    def group(self, axes: Sequence[str]) -> tuple[int, int]:
+        """The number of ranks over ``axes``, of which ``ROWS`` may be one, and this rank's place among them."""
+        parts, index = 1, 0
+        for axis in axes:
+            size, own = (self.parts, self.index) if axis == ROWS else self.tensor.get(axis, (1, 0))
+            parts, index = parts * size, index * size + own
+        return parts, index
+
+    def real(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The mesh's axes that ``axes`` stand for."""
+        return tuple(a for axis in axes for a in (self.axes if axis == ROWS else (axis,)))
+
+
+Groups = Sequence[str]
+"""Axes of tensor parallelism, and ``ROWS``."""
+
+
+class Cut(NamedTuple):
+    """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this rank.
+
+    ``size`` is the whole factor's; over ``outer`` axes it is sharded all the time, and ``axes`` shard each of these pieces.
+    """
+
+    axes: tuple[str, ...]
+    outer: tuple[str, ...]
+    dim: int
+    pre: int
+    size: int
+    post: int
+
+    def pieces(self, env: Env) -> tuple[list[tuple[int, int]], int]:
+        """(start, stop) of each rank's piece within what they have together, and this rank's number."""
+        (above, at), (parts, index) = env.group(self.outer), env.group(self.axes)
+        first = shard_range(self.size, above * parts, at * parts)[0]
+        spans = (shard_range(self.size, above * parts, at * parts + i) for i in range(parts))
+        return [(a - first, b - first) for a, b in spans], index
 
 
 def rows(env: Env) -> int:
@@ -67,162 +107,173 @@ def row_start(env: Env) -> int:
     return env.range()[0]
 
 
+def local_size(env: Env, size: int, axes: Groups) -> int:
+    """This rank's part of ``size`` things that are sharded over ``axes``."""
+    start, stop = shard_range(size, *env.group(axes))
+    return stop - start
+
+
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
-def all_sum(env: Env, x: Tensor, what: str) -> Tensor:
+def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     """The sum over ranks, as a new tensor; no gradient flows through it."""
-    if env.parts == 1:
+    if env.group(axes)[0] == 1:
         return x
     out = x.contiguous().clone()
-    env.comm.all_reduce(out, env.axes, lane="compute", what=what).wait()
+    env.comm.all_reduce(out, env.real(axes), lane="compute", what=what).wait()
     return out
 
 
-def _gather_rows(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
-    """All ranks' rows of a dim of pre × rows × post, in order; uneven shards travel padded."""
-    if env.parts == 1:
+def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
+    """All ranks' pieces, in order; uneven ones travel padded."""
+    spans, index = cut.pieces(env)
+    if len(spans) == 1:
         return x
-    mine = local_rows(env)
+    sizes = [b - a for a, b in spans]
+    mine, most, whole = sizes[index], max(sizes), spans[-1][1]
     shape = list(x.shape)
-    shape[dim] = pre * env.rows * post
-    outer, inner = math.prod(x.shape[:dim]) * pre, math.prod(x.shape[dim + 1 :]) * post
-    padded = x.new_zeros((env.most, outer, inner))
-    padded[:mine] = x.reshape(outer, mine, inner).transpose(0, 1)
-    out = x.new_empty((env.parts, env.most, outer, inner))
-    env.comm.all_gather(out.view(-1), padded.view(-1), env.axes, lane="compute", what="all_gather of rows").wait()
-    pieces = [out[i, : (b - a)] for i in range(env.parts) for a, b in [env.range(i)]]
-    return torch.cat(pieces).transpose(0, 1).reshape(shape)
+    outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
+    shape[cut.dim] = cut.pre * whole * cut.post
+    if mine == most and outer == 1:
+        own = x.contiguous()
+    else:
+        own = x.new_zeros((most, outer, inner))
+        own[:mine] = x.reshape(outer, mine, inner).transpose(0, 1)
+    out = x.new_empty((len(spans), most, outer, inner))
+    env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather").wait()
+    together = out.view(-1, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
+    return together.transpose(0, 1).reshape(shape)
 
 
-def _own_rows(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
-    """This rank's rows of a dim of pre × rows × post."""
-    if env.parts == 1:
+def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
+    """This rank's piece."""
+    spans, index = cut.pieces(env)
+    if len(spans) == 1:
         return x
-    start, stop = env.range()
-    if pre == 1:
-        return x.narrow(dim, start * post, (stop - start) * post)
+    (start, stop), whole = spans[index], spans[-1][1]
+    if isinstance(cut.pre, int) and cut.pre == 1:
+        return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
     shape = list(x.shape)
-    split = x.reshape(*shape[:dim], pre, env.rows, post, *shape[dim + 1 :])
-    shape[dim] = pre * (stop - start) * post
-    return split.narrow(dim + 1, start, stop - start).reshape(shape)
+    split = x.reshape(*shape[: cut.dim], cut.pre, whole, cut.post, *shape[cut.dim + 1 :])
+    shape[cut.dim] = cut.pre * (stop - start) * cut.post
+    return split.narrow(cut.dim + 1, start, stop - start).reshape(shape)
 
 
-def _scatter_rows(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
-    """This rank's rows of the sum over ranks; uneven shards travel padded."""
-    if env.parts == 1:
+def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
+    """This rank's piece of the sum over ranks; uneven pieces travel padded."""
+    spans, index = cut.pieces(env)
+    if len(spans) == 1:
         return x
+    sizes = [b - a for a, b in spans]
+    mine, most, whole = sizes[index], max(sizes), spans[-1][1]
     shape = list(x.shape)
-    outer, inner = math.prod(x.shape[:dim]) * pre, math.prod(x.shape[dim + 1 :]) * post
-    folded = x.reshape(outer, env.rows, inner).transpose(0, 1)
-    padded = x.new_zeros((env.parts, env.most, outer, inner))
-    for i in range(env.parts):
-        start, stop = env.range(i)
-        padded[i, : stop - start] = folded[start:stop]
-    out = x.new_empty((env.most, outer, inner))
-    env.comm.reduce_scatter(out.view(-1), padded.view(-1), env.axes, lane="compute", what="reduce_scatter of rows").wait()
-    mine = local_rows(env)
-    shape[dim] = pre * mine * post
+    outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
+    folded = x.reshape(outer, whole, inner).transpose(0, 1)
+    if min(sizes) == most:
+        pieces = folded.contiguous()
+    else:
+        pieces = x.new_zeros((len(spans), most, outer, inner))
+        for i, (start, stop) in enumerate(spans):
+            pieces[i, : stop - start] = folded[start:stop]
+    out = x.new_empty((most, outer, inner))
+    env.comm.reduce_scatter(out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter").wait()
+    shape[cut.dim] = cut.pre * mine * cut.post
     return out[:mine].transpose(0, 1).reshape(shape)
 
 
 class _Move(torch.autograd.Function):
-    """A move of a value and the move of its gradient, each a function of (env, tensor)."""
+    """A move of a value and the move of its gradient, each a function of (env, tensor, where)."""
 
     @staticmethod
-    def forward(ctx: Any, env: Env, x: Tensor, there: Any, back: Any) -> Tensor:
-        ctx.env, ctx.back = env, back
-        out = there(env, x)
+    def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
+        ctx.env, ctx.where, ctx.back = env, where, back
+        out = there(env, x, where)
         return out.view_as(out) if out is x else out
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None]:
-        return None, ctx.back(ctx.env, grads[0]), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
+        return None, ctx.back(ctx.env, grads[0], ctx.where), None, None, None
 
 
-def _move(env: Env, x: Tensor, there: Any, back: Any) -> Tensor:
-    if env.parts == 1:
+def _move(env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
+    if env.group(where.axes if isinstance(where, Cut) else where)[0] == 1:
         return x
-    result: Tensor = _Move.apply(env, x, there, back)  # type: ignore[no-untyped-call]
+    result: Tensor = _Move.apply(env, x, where, there, back)  # type: ignore[no-untyped-call]
     return result
 
 
-def _same(env: Env, x: Tensor) -> Tensor:
+def _same(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return x
 
 
-def _first_only(env: Env, x: Tensor) -> Tensor:
-    return x if env.index == 0 else torch.zeros_like(x)
+def _first_only(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    return x if env.group(axes)[1] == 0 else torch.zeros_like(x)
 
 
-def _reduce(env: Env, x: Tensor) -> Tensor:
-    return all_sum(env, x, "all_reduce")
+def _reduce(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    return all_sum(env, x, axes, "all_reduce")
 
 
-def all_reduce(env: Env, x: Tensor, dual: str = "I") -> Tensor:
+def all_reduce(env: Env, x: Tensor, axes: Groups, dual: str = "I") -> Tensor:
     """P → I or R: the sum over ranks."""
-    return _move(env, x, _reduce, _same if dual == "I" else _reduce)
+    return _move(env, x, axes, _reduce, _same if dual == "I" else _reduce)
 
 
-def replicate(env: Env, x: Tensor) -> Tensor:
+def replicate(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """I → R: unchanged; its gradient is summed over ranks."""
-    return _move(env, x, _same, _reduce)
+    return _move(env, x, axes, _same, _reduce)
 
 
-def own(env: Env, x: Tensor) -> Tensor:
+def own(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """R → I, for a parameter (whose gradients are summed later) used where all ranks compute the same: one of them contributes."""
-    return _move(env, x, _same, _first_only)
+    return _move(env, x, axes, _same, _first_only)
 
 
-def is_first(env: Env) -> bool:
+def is_first(env: Env, axes: Groups) -> bool:
     """Whether this rank is the one that contributes where all compute the same."""
-    return env.parts == 1 or env.index == 0
+    return env.group(axes)[1] == 0
 
 
-def partial(env: Env, x: Tensor) -> Tensor:
+def partial(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """I → P: kept on the first rank, zero on the others."""
-    return _move(env, x, _first_only, _same)
+    return _move(env, x, axes, _first_only, _same)
 
 
-def gather(env: Env, x: Tensor, dim: int, pre: int, post: int, dual: str = "I") -> Tensor:
-    """V → I or R: every rank's rows."""
-
-    def there(env: Env, x: Tensor) -> Tensor:
-        return _gather_rows(env, x, dim, pre, post)
-
-    def back(env: Env, g: Tensor) -> Tensor:
-        return (_own_rows if dual == "I" else _scatter_rows)(env, g, dim, pre, post)
-
-    return _move(env, x, there, back)
+def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
+    """V → I or R: every rank's piece."""
+    return _move(env, x, Cut(*cut), _gather, _own if dual == "I" else _scatter)
 
 
-def shard(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
-    """I → V: this rank's rows."""
-
-    def there(env: Env, x: Tensor) -> Tensor:
-        return _own_rows(env, x, dim, pre, post)
-
-    def back(env: Env, g: Tensor) -> Tensor:
-        return _gather_rows(env, g, dim, pre, post)
-
-    return _move(env, x, there, back)
+def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """I → V: this rank's piece."""
+    return _move(env, x, Cut(*cut), _own, _gather)
 
 
-def shard_leaf(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
-    """R → V, for a parameter with a batch-sized dim: this rank's rows, zeros elsewhere in the gradient."""
-    return _own_rows(env, x, dim, pre, post)
+def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """R → V: this rank's piece, zeros elsewhere in the gradient."""
+    return _own(env, x, Cut(*cut))
 
 
-def scatter(env: Env, x: Tensor, dim: int, pre: int, post: int) -> Tensor:
-    """P → V: this rank's rows of the sum."""
+def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """P → V: this rank's piece of the sum."""
+    return _move(env, x, Cut(*cut), _scatter, _gather)
 
-    def there(env: Env, x: Tensor) -> Tensor:
-        return _scatter_rows(env, x, dim, pre, post)
 
-    def back(env: Env, g: Tensor) -> Tensor:
-        return _gather_rows(env, g, dim, pre, post)
+# ---- rows of a table that is sharded --------------------------------------------------------------------------------------
 
-    return _move(env, x, there, back)
+
+def own_index(env: Env, index: Tensor, rows: int, axes: Groups) -> Tensor:
+    """Indices into this rank's part of ``rows`` rows; of those of other ranks, its first row."""
+    start, stop = shard_range(rows, *env.group(axes))
+    return torch.where((index >= start) & (index < stop), index - start, 0)
+
+
+def own_only(env: Env, found: Tensor, index: Tensor, rows: int, axes: Groups, padding: int = -1) -> Tensor:
+    """What was looked up, zero where the row is another rank's; where it is row ``padding``, without a gradient."""
+    start, stop = shard_range(rows, *env.group(axes))
+    out = found.masked_fill(((index < start) | (index >= stop))[..., None], 0)
+    return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------------
@@ -310,7 +361,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         dy = grads[0].to(mean.dtype)
         xhat = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
         sums = torch.stack([dy.sum(dims), (dy * xhat).sum(dims)])
-        total = all_sum(ctx.env, sums, "BatchNorm gradient") / ctx.total
+        total = all_sum(ctx.env, sums, (ROWS,), "BatchNorm gradient") / ctx.total
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
         if not local_rows(ctx.env):
@@ -327,43 +378,67 @@ def _row_start(env: Env, whole: bool) -> int:
     return env.offset if whole else env.offset + env.range()[0]
 
 
+Grid = Sequence[Sequence[tuple[int, Groups]]] | None
+"""For each dim the factors of what a sample has of it, each with the axes that shard it."""
+
+
+def _columns(env: Env, grid: Grid, batch: tuple[int, int] | None, device: Any) -> Tensor | None:
+    """The indices in a sample's whole tensor of what this rank has of it, 1-d; None where that is all."""
+    if grid is None:
+        return None
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for factors in grid:
+        for size, axes in factors:
+            own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
+            found = found[..., None] * size + own
+    return found.reshape(-1)
+
+
 def dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None
-) -> Tensor:
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Dropout with a keyed mask; ``whole`` says that ``x`` holds the rows of all ranks; ``shape`` is the mask's, if not x's."""
+    columns = _columns(env, grid, batch, x.device)
     return keyed.keyed_dropout(
-        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape, env.kind
+        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape, env.kind, columns
     )
 
 
-def feature_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
+def feature_dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None
+) -> Tensor:
     """Dropout of whole channels (dim 1)."""
-    return dropout(env, x, p, ordinal, batch, whole, (*x.shape[:2], *[1] * (x.dim() - 2)))
+    return dropout(env, x, p, ordinal, batch, whole, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
 def alpha_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int] | None = None
-) -> Tensor:
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
     """Dropout to SELU's limit, then the affine map that keeps mean and variance (Klambauer et al. 2017)."""
     if p in (0, 1):
-        return dropout(env, x, p, ordinal, batch, whole, shape)
+        return dropout(env, x, p, ordinal, batch, whole, grid, shape)
     row = _row_start(env, whole)
     keep = keyed.keyed_mask(
-        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device, env.kind
+        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device, env.kind,
+        _columns(env, grid, batch, x.device),
     )
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
     return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
 
 
-def feature_alpha_dropout(env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
+def feature_alpha_dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None
+) -> Tensor:
     """Alpha dropout of whole channels (dim 1)."""
-    return alpha_dropout(env, x, p, ordinal, batch, whole, (*x.shape[:2], *[1] * (x.dim() - 2)))
+    return alpha_dropout(env, x, p, ordinal, batch, whole, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
 def attention(
     env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
-    batch: tuple[int, int] | None, whole: bool, scale: float | None = None, enable_gqa: bool = False,
+    batch: tuple[int, int] | None, whole: bool, grid: Grid = None, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout on its probabilities, spelled out so that the mask is keyed."""
     if enable_gqa and q.shape[-3] != k.shape[-3]:
@@ -377,30 +452,31 @@ def attention(
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
     dead = torch.isneginf(scores).all(-1, keepdim=True)  # a query that may look at nothing gives zeros, as in the fused kernels
     chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    return dropout(env, chances, p, ordinal, batch, whole) @ v
+    return dropout(env, chances, p, ordinal, batch, whole, grid) @ v
 
 
 def random_like(
-    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, x: Tensor, a: float, b: float
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid, x: Tensor, a: float, b: float
 ) -> Tensor:
     """Uniform in [a, b), or normal with mean a and deviation b, of x's shape and dtype."""
-    return random_of(env, kind, ordinal, batch, whole, x.shape, x.dtype, x.device, a, b)
+    return random_of(env, kind, ordinal, batch, whole, grid, x.shape, x.dtype, x.device, a, b)
 
 
 def random_of(
-    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, shape: Sequence[int],
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid, shape: Sequence[int],
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
     key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, whole), device or "cpu", env.kind)
+    columns = _columns(env, grid, batch, device or "cpu")
     if kind == "randint":
-        return keyed.keyed_randint(int(a), int(b), *key, dtype=dtype or torch.int64)
+        return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
     dtype = dtype or torch.get_default_dtype()
     if kind == "normal":
-        return keyed.keyed_normal(*key, dtype=dtype).mul_(b).add_(a)
-    return keyed.keyed_uniform(*key, dtype=dtype).mul_(b - a).add_(a)
+        return keyed.keyed_normal(*key, columns=columns, dtype=dtype).mul_(b).add_(a)
+    return keyed.keyed_uniform(*key, columns=columns, dtype=dtype).mul_(b - a).add_(a)
 
 
-def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, whole: bool) -> Tensor:
+def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None) -> Tensor:
     """1 with probability p, else 0."""
-    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), env.kind)
+    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), env.kind, _columns(env, grid, batch, p.device))

@@ -49,7 +49,7 @@ class Operand(NamedTuple):
 class Product:
     """A node that is a product: where its weight is among the arguments, and which parameter that is.
 
-    ``alike``: all ranks compute it alike.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
+    ``alike``: the axes over which all ranks compute it alike.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
     and ``rest``.
     """
 
@@ -58,7 +58,7 @@ class Product:
     at: int
     parameter: int
     dims: tuple[int, ...] | None
-    alike: bool
+    alike: tuple[str, ...]
     rest: tuple[Any, ...]
     forward: Callable[..., Tensor] | None
 
@@ -183,7 +183,7 @@ def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
                 copy.args = (copies[one.x], weight, bias, *fx.map_arg(one.rest, lambda a: copies[a]))
             copies[node] = new.call_function(begun, (copy,))
             y = new.call_function(edge, (copies[node],))
-            counts = new.call_function(ops.is_first, (copies[next(iter(graph.nodes))],)) if one.alike else True
+            counts = new.call_function(ops.is_first, (copies[next(iter(graph.nodes))], one.alike)) if one.alike else True
             operands.append((one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts))
     return new
 
@@ -316,12 +316,12 @@ def _permutation(node: Any) -> tuple[int, ...] | None:
     return tuple(dims)
 
 
-def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, bool]:
-    """What lies under views that only permute dims, how they do it together, and whether all ranks use it alike."""
-    dims, alike = None, False
+def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
+    """What lies under views that only permute dims, how they do it together, and over which axes all ranks use it alike."""
+    dims, alike = None, ()
     while isinstance(node, fx.Node):
         if node.target is ops.own:
-            alike, node = True, node.args[1]
+            alike, node = node.args[2], node.args[1]
         elif (step := _permutation(node)) is not None:
             dims = step if dims is None else tuple(step[d] for d in dims)
             node = node.args[0]

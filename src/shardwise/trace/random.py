@@ -69,6 +69,11 @@ def _hashed_indices(start: int, count: int, before: int, after: int, device: tor
         x = torch.arange(start, start + count, dtype=torch.int64, device=device).to(torch.int32)
     else:
         x = torch.arange(first, first + count, dtype=torch.int32, device=device)
+    return _hashed(x, before, after)
+
+
+def _hashed(x: Tensor, before: int, after: int) -> Tensor:
+    """Hash of int32 words under two keys, in place."""
     scratch = torch.empty_like(x)
     _mix_(x.bitwise_xor_(before), scratch)
     _xorshift_(x, scratch, 16)  # low bits too: an element's first step is a product, in which they reach the farthest
@@ -76,12 +81,13 @@ def _hashed_indices(start: int, count: int, before: int, after: int, device: tor
 
 
 def _blocks(
-    keys: tuple[int, int, int, int], row_start: int, rows: int, per_row: int, device: torch.device, kind: str
+    keys: tuple[int, int, int, int], row_start: int, rows: int, per_row: int, device: torch.device, kind: str,
+    columns: Tensor | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (row slice, column slice, int32 words): blocks that tile (rows, per_row).
 
     The words live in scratch memory: read them before asking for the next block.  On meta there are no words, and the first two
-    columns of blocks take what all take.
+    columns of blocks take what all take.  ``columns``: the indices in a sample of those here, if these are not all.
     """
     if per_row >= _WORD // 2:
         raise ShardwiseError(f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed")
@@ -94,7 +100,10 @@ def _blocks(
     meta = device.type == "meta"
     for left in range(0, min(per_row, 2 * width) if meta else per_row, width):
         right = min(left + width, per_row)
-        column = _hashed_indices(left, right - left, keys[2], keys[3], device)
+        if columns is None:
+            column = _hashed_indices(left, right - left, keys[2], keys[3], device)
+        else:
+            column = _hashed(columns[left:right].to(torch.int32), keys[2], keys[3])
         for top in range(0, height if meta else rows, height):
             bottom = min(top + height, rows)
             size = (bottom - top) * (right - left)
@@ -114,6 +123,7 @@ def keyed_uniform_bits(
     per_row: int,
     device: torch.device | str = "cpu",
     kind: str = "",
+    columns: Tensor | None = None,
 ) -> Tensor:
     """Uniform 32-bit words, int32, of shape (rows, per_row): row i belongs to the global sample ``row_start + i``.
 
@@ -122,7 +132,7 @@ def keyed_uniform_bits(
     device = torch.device(device)
     result = torch.empty((rows, per_row), dtype=torch.int32, device=device)
     if result.numel() and (kind or device.type != "meta"):
-        for r, c, words in _blocks(_keys(seed, step, ordinal), row_start, rows, per_row, device, kind):
+        for r, c, words in _blocks(_keys(seed, step, ordinal), row_start, rows, per_row, device, kind, columns):
             result[r, c] = words
     return result
 
@@ -157,10 +167,11 @@ def _words(
     row_start: int,
     device: torch.device | str,
     kind: str,
+    columns: Tensor | None = None,
 ) -> Tensor:
     rows, per_row = _rows_of(shape, batch)
     start = row_start if batch is not None else 0
-    return _arrange(keyed_uniform_bits(seed, step, ordinal, start, rows, per_row, device, kind), shape, batch)
+    return _arrange(keyed_uniform_bits(seed, step, ordinal, start, rows, per_row, device, kind, columns), shape, batch)
 
 
 def keyed_mask(
@@ -173,6 +184,7 @@ def keyed_mask(
     row_start: int = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
+    columns: Tensor | None = None,
 ) -> Tensor:
     """A boolean keep-mask of ``shape``: False, "dropped", with probability ``p`` (to 2^-32).
 
@@ -189,7 +201,7 @@ def keyed_mask(
         return torch.full(tuple(shape), threshold == 0, dtype=torch.bool, device=device)
     mask = torch.empty((rows, per_row), dtype=torch.bool, device=device)
     start = row_start if batch is not None else 0
-    for r, c, words in _blocks(_keys(seed, step, ordinal), start, rows, per_row, device, kind):
+    for r, c, words in _blocks(_keys(seed, step, ordinal), start, rows, per_row, device, kind, columns):
         torch.ge(words, threshold - _WORD // 2, out=mask[r, c])
     return _arrange(mask, shape, batch)
 
@@ -220,6 +232,7 @@ def keyed_dropout(
     row_start: int = 0,
     mask_shape: Sequence[int] | None = None,
     kind: str = "",
+    columns: Tensor | None = None,
 ) -> Tensor:
     """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives x * 0.
 
@@ -228,7 +241,7 @@ def keyed_dropout(
     if not training or p == 0:
         return x
     shape = mask_shape if mask_shape is not None else x.shape
-    mask = keyed_mask(p, seed, step, ordinal, shape, batch, row_start, x.device, kind)
+    mask = keyed_mask(p, seed, step, ordinal, shape, batch, row_start, x.device, kind, columns)
     result: Tensor = _MaskedScale.apply(x, mask, 1.0 / (1.0 - p) if p < 1 else 1.0)  # type: ignore[no-untyped-call]
     return result
 
@@ -248,13 +261,19 @@ def keyed_uniform(
     row_start: int = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
+    columns: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can hold."""
     bits = _UNIFORM_BITS.get(dtype, 24)
-    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind)
+    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind, columns)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
     return top.to(dtype).mul_(2.0**-bits)
+
+
+def _pairs(columns: Tensor | None) -> Tensor | None:
+    """Two columns for each."""
+    return None if columns is None else torch.stack([2 * columns, 2 * columns + 1], -1).reshape(-1)
 
 
 def keyed_normal(
@@ -266,10 +285,11 @@ def keyed_normal(
     row_start: int = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
+    columns: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Standard normal values (Box-Muller, computed in fp64 and then rounded: dtypes differ by rounding only)."""
-    pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device, kind).to(torch.float64)
+    pairs = _words(seed, step, ordinal, (*shape, 2), batch, row_start, device, kind, _pairs(columns)).to(torch.float64)
     u = pairs.add_(_WORD / 2 + 0.5).mul_(1.0 / _WORD)  # in (0, 1), ends excluded
     radius = u[..., 0].log().mul_(-2).sqrt_()
     return radius.mul_(u[..., 1].mul(2 * math.pi).cos_()).to(dtype)
@@ -286,6 +306,7 @@ def keyed_randint(
     row_start: int = 0,
     device: torch.device | str = "cpu",
     kind: str = "",
+    columns: Tensor | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
     """Integers in [low, high), with a bias of at most (high - low) / 2^32.
@@ -294,14 +315,15 @@ def keyed_randint(
     """
     if not 0 < high - low < _WORD // 2:
         raise ShardwiseError(f"random integers in [{low}, {high}): the range must hold between 1 and 2^31 - 1 values")
-    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind).to(torch.int64)
+    words = _words(seed, step, ordinal, shape, batch, row_start, device, kind, columns).to(torch.int64)
     scaled = words.add_(_WORD // 2).mul_(high - low).bitwise_right_shift_(32)
     return scaled.add_(low).to(dtype)
 
 
 def keyed_bernoulli(
-    p: Tensor, seed: int, step: int, ordinal: int, batch: Batch | None = None, row_start: int = 0, kind: str = ""
+    p: Tensor, seed: int, step: int, ordinal: int, batch: Batch | None = None, row_start: int = 0, kind: str = "",
+    columns: Tensor | None = None,
 ) -> Tensor:
     """1 with probability ``p``, element by element, else 0; shape, dtype and device of ``p``."""
-    words = _words(seed, step, ordinal, p.shape, batch, row_start, p.device, kind).to(torch.float64)
+    words = _words(seed, step, ordinal, p.shape, batch, row_start, p.device, kind, columns).to(torch.float64)
     return words.add_(_WORD / 2).mul_(1.0 / _WORD).lt(p).to(p.dtype)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise.trace import torch_private
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a captured node's value is a tensor or holds some."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
 def op_name(node: fx.Node) -> str:

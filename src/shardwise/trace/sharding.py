@@ -1,11 +1,11 @@
-"""Propagation of the batch dim: from the graph of the whole batch to the local graph of one rank.
+"""From the graph of the whole batch to the local graph of one rank.
 
-Batch fields start sharded over the batch axes on dim 0; every op's rule (package ``rules``) says where the sharding goes.  One
-sentence gives all gradient reductions: *an op whose result is sharded or partial needs its replicated operands as R* (replicated,
-gradient partial).  Parameters, and what is made of them alone, are R by birth: what accumulates in the gradient buffers is reduced at
-the end of the step.
+Rules (package ``rules``) describe how each op treats shards, ``assign.py`` chooses a strategy for each op on each group of mesh axes, and
+here the local op is emitted: operands are moved to what the strategies want, sizes become local, results get their layouts.
 
-A tensor has at most one sharded factor here, the rows of the batch, inside one of its dims: pre × rows × post.
+The axes of the batch are one group, ``ROWS``: fields start sharded on dim 0, and parameters, and what is made of them alone, are R by
+birth, for what accumulates in the gradient buffers is reduced at the end of the step.  Every axis of tensor parallelism is a group of
+its own, on which parameters are what ``tensor`` makes them.  All values keep the meta data of the whole batch's graph.
 """
 
 from __future__ import annotations
@@ -13,25 +13,31 @@ from __future__ import annotations
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Factor, Layout
+from shardwise.trace import ops
+from shardwise.trace.assign import Tensors, assign
 from shardwise.trace.capture import Uncapturable
+from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
-from shardwise.trace.moves import Moves, Place, layout_at, place_of
+from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
+from shardwise.trace.schema import is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
 
-Rule = Callable[["Propagation", fx.Node], Any]
-"""What emits the local form of a captured op, or returns None where it does not cover the op, so used."""
+ROWS = ops.ROWS
+
+Rule = Callable[["Propagation", fx.Node], Form | None]
+"""Describes a captured op, or returns None where it does not cover the op, so used."""
 
 _BY_STRIDE = {"as_strided", "as_strided_scatter", "as_strided_copy", "_reshape_alias"}
 _FACTORY_OPTIONS = ("pin_memory", "layout")
@@ -42,43 +48,45 @@ class Sharded:
     """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum, *updates)``.
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
-    ``collectives`` those that the batch dim's propagation put in, as (kind, op that needs it, module path).
+    ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
+    parallelism shards, by name.
     """
 
     graph: fx.Graph
     normal: Normal
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    layouts: dict[str, Layout] = field(default_factory=dict)
 
 
 def propagate(
-    normal: Normal, rules: Callable[[fx.Node], Rule | None], axes: tuple[str, ...], *, counted: fx.Node | None = None,
-    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
+    normal: Normal, rules: Callable[[fx.Node], Rule | None], *, counted: fx.Node | None = None,
+    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None, tensor: Tensors | None = None,
 ) -> Sharded:  # fmt: skip
-    """Shard ``normal`` over the batch ``axes``.
+    """Shard ``normal`` over the batch axes, and over those of ``tensor`` as that says.
 
     ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as :func:`loss.summands` finds them.
     """
-    return Propagation(normal, rules, axes, counted, summands, dropout, device or torch.device("cpu")).run()
+    return Propagation(normal, rules, counted, summands, dropout, device or torch.device("cpu"), tensor or Tensors()).run()
 
 
 class Propagation:
     """The state of the walk, and what rules call."""
 
     def __init__(
-        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], axes: tuple[str, ...], counted: fx.Node | None,
-        summands: Collection[fx.Node], dropout: str, device: torch.device,
+        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], counted: fx.Node | None, summands: Collection[fx.Node],
+        dropout: str, device: torch.device, tensor: Tensors,
     ) -> None:  # fmt: skip
-        self.normal, self.captured = normal, normal.captured
-        self.rules, self.axes, self.counted, self.summands = rules, axes, counted, summands
+        self.normal, self.captured, self.tensor = normal, normal.captured, tensor
+        self.rules, self.counted, self.summands = rules, counted, summands
         self.dropout, self.device = dropout, device
         self.graph = fx.Graph()
         self.env = self.graph.placeholder("env")
         self.value: dict[fx.Node, Any] = {}
-        self.leaves: set[fx.Node] = set()
-        self.moves = Moves(self.graph, self.env, axes, self.leaves, self.count, self._annotate_move)
+        self.moves = Moves(self)
         self.sharded = Sharded(self.graph, normal)
         self.current: fx.Node | None = None
+        self.groups = (ROWS, *tensor.axes)
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
@@ -87,47 +95,71 @@ class Propagation:
         places = [n for n in nodes if n.op == "placeholder"]
         copies = [self.graph.placeholder(n.name) for n in places]
         self.sizes = Sizes(self.graph, self.env)
+        for node in places:
+            size = node.meta["val"].shape[0] if node.name in self.captured.fields else None
+            if isinstance(size, torch.SymInt):
+                self.sizes.symbol = size.node.expr
+        forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
+        self.assignments = {group: assign(self, forms, group) for group in self.groups}
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
             self.current = node
             if node.op == "call_function":
-                self.value[node] = self.step(node)
+                self.value[node] = self.step(node, forms.get(node))
             elif node.op == "output":
                 loss, *updates = node.args[0]
-                partial = Layout((), frozenset(self.axes))
-                self.graph.output((self.convert(self.value[loss], partial), *(self.whole(u) for u in updates)))
+                partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
+                self.graph.output((partial, *(self.whole(u) for u in updates)))
         eliminate_dead(self.graph)
         return self.sharded
+
+    def form(self, node: fx.Node) -> Form | None:
+        self.current = node
+        rule = self.rules(node)
+        return None if rule is None else rule(self, node)
 
     def placeholder(self, node: fx.Node, new: fx.Node) -> None:
         value = node.meta["val"]
         new.meta["val"] = value
-        layout = Layout.replicated(self.shape(node))
-        grad = False
-        if node.name in self.captured.fields:
-            layout = self.at(self.shape(node), (0, 1, 1))
-            if isinstance(value.shape[0], torch.SymInt):
-                self.sizes.symbol = value.shape[0].node.expr
-        elif node.name in self.captured.parameters:
-            self.leaves.add(new)
-            grad = bool(self.captured.trainable.get(self.captured.parameters[node.name], True))
-        self.annotate(new, layout, grad)
+        parameter = self.captured.parameters.get(node.name)
+        states = {group: one.states[node][0] for group, one in self.assignments.items()}
+        layout = self.layout_of(self.shape(node), states)
+        if parameter is not None and layout.axes_used:
+            self.sharded.layouts[parameter] = layout
+        grad = parameter is not None and bool(self.captured.trainable.get(parameter, True))
+        self.annotate(new, layout, states, grad)
         self.value[node] = new
 
-    def step(self, node: fx.Node) -> Any:
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            source = self.value[node.args[0]]
-            new = self.graph.call_function(operator.getitem, (source, node.args[1]))
-            if source in self.leaves:
-                self.leaves.add(new)
-            layout = source.meta["layout"][node.args[1]]
-            return self.annotate(new, layout, source.meta["grad"] and differentiable(node.meta["val"]), node)
+    def step(self, node: fx.Node, form: Form | None) -> Any:
+        if picks(node):
+            source, index = self.value[node.args[0]], node.args[1]
+            new = self.graph.call_function(operator.getitem, (source, index))
+            states = source.meta["states"][index]
+            grad = source.meta["grad"] and differentiable(node.meta["val"])
+            return self.annotate(new, source.meta["layout"][index], states, grad, node)
         if not is_tensor(node):
             return self.number(node)
-        rule = self.rules(node)
-        new = rule(self, node) if rule else None
-        return self.replicate(node) if new is None else new
+        return self.replicate(node) if form is None else self.local(node, form)
+
+    def local(self, node: fx.Node, form: Form) -> fx.Node:
+        """Emit an op by its strategies."""
+        strategies = {group: one.strategies[node] for group, one in self.assignments.items()}
+        goals = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
+        values = [self.convert(self.value[o], goal) for (o, _), goal in zip(form.operands, goals, strict=True)]
+        states = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
+        layouts = [self.layout_of(shape, one) for shape, one in zip(self.shapes(node), states, strict=True)]
+        solved = Solved(values, layouts, strategies)
+        new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
+        several = isinstance(node.meta["val"], tuple | list)
+        new.meta["states"] = states if several else states[0]
+        return new
+
+    def plain(self, node: fx.Node, solved: Solved) -> fx.Node:
+        """The same op, on local operands."""
+        args, kwargs = self.filled(node, solved.values)
+        several = isinstance(node.meta["val"], tuple | list)
+        return self.emit(node, args, kwargs, solved.layouts if several else solved.layout)
 
     def number(self, node: fx.Node) -> Any:
         """Arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
@@ -152,6 +184,8 @@ class Propagation:
         layouts = [Layout.replicated(s) for s in self.shapes(node)]
         many = isinstance(node.meta["val"], tuple | list)
         new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), layouts if many else layouts[0])
+        states = dict.fromkeys(self.groups, "I")
+        new.meta["states"] = [states] * len(layouts) if many else states
         if not many:
             self.learn_sizes(new, node.meta["val"])
         return new
@@ -181,29 +215,37 @@ class Propagation:
         """The number of rows as an expression: a symbol, or a number where the batch dim is static."""
         return self.captured.rows if self.sizes.symbol is None else self.sizes.symbol
 
-    def at(self, shape: Sequence[int], place: Place | None) -> Layout:
-        """The layout of a tensor of whole ``shape`` whose rows are sharded at ``place``."""
-        return layout_at(shape, place, self.axes)
+    def size(self, node: fx.Node, place: Place) -> Any:
+        """The size, as an expression, of the factor at ``place`` of a captured node's value."""
+        found = self.expressions(node)[place.dim]
+        return found // (place.pre * place.post) if isinstance(found, int) else found / (place.pre * place.post)
+
+    def layout_of(self, shape: Sequence[int], states: Mapping[str, State]) -> Layout:
+        """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within the other."""
+        dims: list[list[Factor]] = [[Factor(s)] for s in shape]
+        for d, size in enumerate(shape):
+            found = [(g, s) for g, s in states.items() if isinstance(s, Place) and s.dim == d]
+            if found:
+                dims[d] = factored(size, [(g, s.pre, s.post) for g, s in found], self.tensor.axes)
+        return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
 
     @staticmethod
     def layout(value: Any) -> Any:
         return value.meta["layout"]
 
-    def place(self, node: fx.Node) -> Place | None:
-        """Where the rows of a captured node's value are sharded, if they are."""
-        return place_of(self.value[node].meta["layout"])
-
-    def annotate(self, new: fx.Node, layout: Any, grad: bool, old: fx.Node | None = None) -> fx.Node:
-        new.meta["layout"], new.meta["grad"] = layout, grad
+    def annotate(self, new: fx.Node, layout: Any, states: Any, grad: bool, old: fx.Node | None = None) -> fx.Node:
+        new.meta["layout"], new.meta["states"], new.meta["grad"] = layout, states, grad
         if old is not None:
             new.meta["val"] = old.meta.get("val")
             new.meta["path"] = module_path(old)
             new.meta["origin"] = old
         return new
 
-    def _annotate_move(self, new: fx.Node, source: fx.Node, layout: Layout) -> None:
-        self.annotate(new, layout, source.meta["grad"])
+    def annotate_move(self, new: fx.Node, source: fx.Node, states: Mapping[str, State]) -> fx.Node:
+        layout = self.layout_of(source.meta["layout"].shape, states)
+        self.annotate(new, layout, states, source.meta["grad"])
         new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
+        return new
 
     def count(self, kind: str, what: str = "") -> None:
         """Note a collective that the current op needs."""
@@ -216,72 +258,80 @@ class Propagation:
         """Arguments with every tensor as I."""
         return fx.map_arg(argument, lambda n: self.whole(n) if is_tensor(n) else self.value[n])
 
-    def convert(self, value: fx.Node, goal: Layout, need: str = "I") -> fx.Node:
-        """``value`` in layout ``goal``; ``need`` says whether a replicated goal is I or R."""
-        return self.moves.convert(value, goal, need)
+    def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+        """``value`` in other states."""
+        return self.moves.convert(value, goals)
 
     def whole(self, node: fx.Node) -> fx.Node:
         """A captured node's value as I."""
-        value = self.value[node]
-        return self.convert(value, Layout.replicated(value.meta["layout"].shape))
+        return self.convert(self.value[node], dict.fromkeys(self.groups, "I"))
 
-    # ---- the solver ---------------------------------------------------------------------------------------------------
+    # ---- local sizes ---------------------------------------------------------------------------------------------------
 
-    def solve(
-        self, operands: Sequence[tuple[fx.Node, Sequence[Any]]], linear: str | Iterable[int] = ()
-    ) -> tuple[list[fx.Node], tuple[Any, int, int] | None, bool]:
-        """Bring operands into agreeing layouts.
+    def extent(self, size: int, axes: Sequence[str]) -> Any:
+        """The local size of a factor that ``axes`` shard, as a number or as a node."""
+        if not axes:
+            return size
+        if tuple(axes) == (ROWS,):
+            return self.sizes.local_rows
+        whole = self.sizes.rows if ROWS in axes else size
+        parts = math.prod(self.tensor.axes[a] for a in axes if a != ROWS)
+        if ROWS not in axes and size % parts == 0:
+            return size // parts
+        return self.graph.call_function(ops.local_size, (self.env, whole, tuple(axes)))
 
-        Each operand comes with a label per dim: dims with the same label go together, None is a dim that must be whole.  ``linear``
-        names operands in which the op is linear, by position, or is "add" where it is in all of them together.
+    def local_dim(self, layout: Layout, size: Any, dim: int) -> Any:
+        """The local size of dim ``dim``, of whole ``size``, as a number or as a node."""
+        factors = layout.dims[dim]
+        if not any(f.axes for f in factors):
+            return self.sizes.node(size)
+        return self.sizes.fold(operator.mul, [self.extent(f.size, f.axes) for f in factors])
 
-        Returns the operands' values, then the label that is sharded with its (pre, post), then whether the result is a partial sum
-        because an operand is.
-        """
-        chosen: tuple[Any, int, int] | None = None
-        weight = -1
-        for node, labels in operands:
-            place = self.place(node)
-            size = math.prod(self.shape(node))
-            if place is not None and labels[place[0]] is not None and size > weight:
-                chosen, weight = (labels[place[0]], place[1], place[2]), size
-        partial = [i for i, (node, _) in enumerate(operands) if self.layout(self.value[node]).partial]
-        keep = chosen is None and bool(partial) and (linear == "add" or partial in [[i] for i in linear])
-        born = all(self.value[node] in self.leaves for node, _ in operands if self.value[node].meta["grad"])
-        need = "R" if chosen is not None or keep or born else "I"
-        values = []
-        for i, (node, labels) in enumerate(operands):
-            value, shape = self.value[node], self.shape(node)
-            if chosen is not None and chosen[0] in labels:
-                place = (list(labels).index(chosen[0]), *chosen[1:])
-                values.append(self.convert(value, self.at(shape, place)))
-            elif keep and (linear == "add" or i in partial):
-                values.append(self.convert(value, Layout(Layout.replicated(shape).dims, frozenset(self.axes))))
+    def local_sizes(self, node: fx.Node, layout: Layout, given: Sequence[Any] | None = None) -> list[Any]:
+        """The sizes of a node's result in ``layout``; ``given`` are the op's own size arguments."""
+        out = []
+        for d, size in enumerate(node.meta["val"].shape):
+            sharded = any(f.axes for f in layout.dims[d])
+            if sharded or given is None or (isinstance(given[d], int) and given[d] == -1):
+                out.append(self.local_dim(layout, size, d))
             else:
-                values.append(self.convert(value, Layout.replicated(shape), need))
-        return values, chosen, keep
+                out.append(self.arguments(given[d]) if isinstance(given[d], fx.Node) else given[d])
+        return out
 
-    def result(self, shape: Sequence[int], labels: Sequence[Any], chosen: tuple[Any, int, int] | None, partial: bool) -> Layout:
-        """The layout of a result with these labels: sharded where the chosen label is, a partial sum where it was summed away."""
-        if chosen is not None and chosen[0] in labels:
-            return self.at(shape, (list(labels).index(chosen[0]), *chosen[1:]))
-        return Layout(Layout.replicated(shape).dims, frozenset(self.axes) if partial or chosen is not None else frozenset())
+    def cut(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> tuple[Any, ...]:
+        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post), with the local sizes of what is around it."""
+        place = states[groups[0]]
+        assert isinstance(place, Place)
+        layout = self.layout_of(value.meta["layout"].shape, states)
+        factors = layout.dims[place.dim]
+        at = next(i for i, f in enumerate(factors) if groups[0] in f.axes)
+        pre, post = (
+            self.sizes.fold(operator.mul, [1, *(self.extent(f.size, f.axes) for f in side)])
+            for side in (factors[:at], factors[at + 1 :])
+        )
+        outer = tuple(a for a in factors[at].axes if a not in groups)
+        size = self.sizes.rows if ROWS in factors[at].axes else factors[at].size
+        return tuple(groups), outer, place.dim, pre, size, post
+
+    def minors(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> list[str]:
+        """Other groups that shard the same factor as ``groups`` within their shards."""
+        place = states[groups[0]]
+        assert isinstance(place, Place)
+        layout = self.layout_of(value.meta["layout"].shape, states)
+        axes = next(f.axes for f in layout.dims[place.dim] if groups[0] in f.axes)
+        return [a for a in axes[axes.index(groups[0]) :] if a not in groups]
+
+    # ---- what rules describe and emit ------------------------------------------------------------------------------------
 
     def labelled(
-        self, node: fx.Node, operands: Sequence[tuple[fx.Node, Sequence[Any]]], labels: Sequence[Any] | Sequence[Sequence[Any]],
-        linear: str | Iterable[int] = (), several: bool = False,
-    ) -> fx.Node:  # fmt: skip
-        """Solve and emit an op whose arguments stay as they are; ``operands`` in the order of the node's arguments."""
-        values, chosen, partial = self.solve(operands, linear)
-        args, kwargs = self.filled(node, values)
-        layouts: Any
-        if several:
-            layouts = [self.result(s, lab, chosen, partial) for s, lab in zip(self.shapes(node), labels, strict=True)]
-        else:
-            layouts = self.result(self.shape(node), labels, chosen, partial)
-        return self.emit(node, args, kwargs, layouts)
+        self, node: fx.Node, operands: Sequence[tuple[fx.Node, Labels]], labels: Labels | Sequence[Labels],
+        linear: str | Sequence[int] = (), several: bool = False, **more: Any,
+    ) -> Form:  # fmt: skip
+        """The form of an op; ``labels`` are those of its result, or of each of ``several``."""
+        how: frozenset[int] | str = linear if isinstance(linear, str) else frozenset(linear)
+        return Form(node, list(operands), list(labels) if several else [labels], how, **more)
 
-    def filled(self, node: fx.Node, values: Iterable[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def filled(self, node: fx.Node, values: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a node with its tensors, in their order, replaced."""
         feed = iter(values)
 
@@ -300,22 +350,31 @@ class Propagation:
         new = self.graph.call_function(target, tuple(args), kwargs)
         operands = [a for a in new.all_input_nodes if "grad" in a.meta]
         grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"]) and target is not aten.detach.default
-        if grad and not _axes_used(layout) and all(a in self.leaves for a in operands if a.meta["grad"]):
-            self.leaves.add(new)  # made of parameters alone: a partial gradient passes through it to them
-        return self.annotate(new, layout, grad, node)
+        return self.annotate(new, layout, None, grad, node)
 
-    def local_sizes(self, node: fx.Node, layout: Layout, given: Sequence[Any] | None = None) -> list[Any]:
-        """The sizes of a node's result in ``layout``, local on the sharded dim; ``given`` are the op's own size arguments."""
-        place = place_of(layout)
-        out = []
-        for d, size in enumerate(node.meta["val"].shape):
-            if place is not None and d == place[0]:
-                out.append(self.sizes.local(place[1] * place[2]))
-            elif given is None or (isinstance(given[d], int) and given[d] == -1):
-                out.append(self.sizes.node(size))
-            else:
-                out.append(self.arguments(given[d]) if isinstance(given[d], fx.Node) else given[d])
-        return out
+
+def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[str, int]) -> list[Factor]:
+    """The factors of a dim in which each of ``places``, (group, pre, post), shards one.
+
+    Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each but ``ROWS``,
+    which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the next group has its own.
+    """
+    found: list[Factor] = []
+    done = 1  # of the dim, from the left
+    for pre in sorted({pre for _, pre, _ in places}):
+        own = {g: post for g, before, post in places if before == pre}
+        axes = tuple(g for g in (ROWS, *parts) if g in own)
+        extent = size // (pre * own[axes[0]])
+        if len(set(own.values())) > 1 or (len(axes) > 1 and ROWS not in axes and extent == parts[axes[0]]):
+            extent = math.prod(parts[g] for g in axes if g != ROWS)
+            if ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
+                raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
+        if pre % done:
+            raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
+        found += [Factor(pre // done)] if pre > done else []
+        found.append(Factor(extent, axes))
+        done = pre * extent
+    return [*found, Factor(size // done)] if done < size or not size else found
 
 
 def differentiable(value: Any) -> bool:
@@ -325,8 +384,9 @@ def differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def _axes_used(layout: Any) -> bool:
-    return any(one.axes_used for one in (layout if isinstance(layout, list) else [layout]))
+def picks(node: fx.Node) -> bool:
+    """Whether a node takes one of several results."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
 def _is_factory(target: Any) -> bool:
@@ -336,12 +396,6 @@ def _is_factory(target: Any) -> bool:
         and any(a.name == "device" for a in described.arguments)
         and not any(isinstance(a.type, torch.TensorType) for a in described.arguments)
     )
-
-
-def is_tensor(node: fx.Node) -> bool:
-    """Whether a captured node's value is a tensor or holds some."""
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
 def module_path(node: fx.Node | None) -> str:

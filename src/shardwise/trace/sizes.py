@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
 import zlib
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Factor, Layout
 from shardwise.trace import ops
 from shardwise.trace.capture import Uncapturable
 
@@ -46,10 +47,15 @@ def known(size: Any, rows: int, most: int | None = None) -> int:
 
 
 def local_shape(value: torch.Tensor, layout: Layout, env: ops.Env, most: int | None = None) -> tuple[int, ...]:
-    """The shape on one rank of a value of the captured graph: a sharded dim has so many elements a row.  ``most`` as in :func:`known`."""
-    shape = [known(size, env.rows, most) for size in value.shape]
-    sharded = [any(factor.axes for factor in factors) for factors in layout.dims]
-    return tuple(n * ops.local_rows(env) // env.rows if own else n for n, own in zip(shape, sharded, strict=True))
+    """The shape on one rank of a value of the captured graph.  ``most`` as in :func:`known`."""
+
+    def local(size: Any, factors: Sequence[Factor]) -> int:
+        if not any(f.axes for f in factors):
+            return known(size, env.rows, most)
+        whole = (env.rows if ops.ROWS in f.axes else f.size for f in factors)
+        return math.prod(ops.local_size(env, n, f.axes) for n, f in zip(whole, factors, strict=True))
+
+    return tuple(local(size, factors) for size, factors in zip(value.shape, layout.dims, strict=True))
 
 
 class Sizes:

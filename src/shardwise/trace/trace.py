@@ -124,7 +124,6 @@ def trace(
     loss: LossFunction | None = None,
     precision: str = "fp32",
     training: bool = True,
-    axes: tuple[str, ...] = ("dp",),
     dropout: str = "exact",
     device: torch.device | None = None,
     ones: tuple[str, ...] = (),
@@ -132,7 +131,7 @@ def trace(
     opaque: bool = True,
     group: Callable[[str], Hashable] | None = None,
 ) -> Trace:
-    """Trace ``module`` on rows like those of ``batch``, sharded over the batch ``axes``.
+    """Trace ``module`` on rows like those of ``batch``, sharded over the axes of the batch.
 
     Args:
         loss: called as ``loss(output, fields)``; without it the module returns its loss.
@@ -149,7 +148,6 @@ def trace(
         sharded = propagate(
             normal,
             find,
-            axes,
             counted=entropy if unweighted(entropy) else None,
             summands=summands(normal),
             dropout=dropout,

@@ -21,7 +21,7 @@ from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
 from shardwise.trace.sizes import local_shape
 
-_INTEGER_OPS = {ops.rows, ops.local_rows}
+_INTEGER_OPS = {ops.rows, ops.local_rows, ops.local_size}
 
 
 @dataclass

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardwise.core.layout import Layout
 from shardwise.trace import ops
 from shardwise.trace.capture import Uncapturable
-from shardwise.trace.moves import Place
+from shardwise.trace.forms import Form, Place, Solved, State, Strategy
 from shardwise.trace.rules.table import Table, given, op_name, rank_of
-from shardwise.trace.sharding import Propagation
+from shardwise.trace.sharding import ROWS, Propagation
 
 aten = torch.ops.aten
 RULES = Table()
@@ -24,7 +23,7 @@ Batch = tuple[int, int] | None
 def sample_dim(p: Propagation, sizes: Sequence[Any], place: Place | None) -> tuple[Batch, bool]:
     """Where the samples are in a random tensor of these sizes, as (dim, minor), and whether it holds those of all ranks."""
     if place is not None:
-        return (place[0], place[2]), False
+        return (place.dim, place.post), False
     if p.sizes.symbol is not None:
         return next(((d, m) for d, s in enumerate(sizes) if (m := p.sizes.multiple(s))), None), True
     dims = [d for d, s in enumerate(sizes) if int(s) % p.rows == 0]
@@ -35,13 +34,48 @@ def sample_dim(p: Propagation, sizes: Sequence[Any], place: Place | None) -> tup
     return (0, int(sizes[0]) // p.rows), True
 
 
-def _operand(p: Propagation, x: fx.Node) -> tuple[fx.Node, Layout, Place | None]:
-    """An operand whose elements each get a random number: sharded if its rows are the outer factor of their dim."""
-    place = p.place(x)
-    if place is not None and place[1] != 1:  # samples are not in the order in which one device numbers them
-        return p.whole(x), Layout.replicated(p.shape(x)), None
-    (value,), chosen, partial = p.solve([(x, range(rank_of(p, x)))])
-    return value, p.result(p.shape(x), range(rank_of(p, x)), chosen, partial), place
+def keys(p: Propagation, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, State]) -> tuple[Any, ...]:
+    """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, whole, grid).
+
+    ``grid`` has for each dim the factors of what a sample has of it, each with the axes of tensor parallelism that shard it; None where
+    nothing does.
+    """
+    rows = states[ROWS]
+    batch, whole = sample_dim(p, sizes, rows if isinstance(rows, Place) else None)
+    tensor = {g: s for g, s in states.items() if g != ROWS and isinstance(s, Place)}
+    grid: list[tuple[tuple[int, tuple[str, ...]], ...]] | None = None
+    if tensor:
+        minor = {batch[0]: batch[1]} if batch is not None else {}
+        shape = [minor.get(d, s) for d, s in enumerate(sizes)]
+        if any(s.dim in minor for s in tensor.values()):
+            raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
+        layout = p.layout_of([int(s) for s in shape], tensor)
+        grid = [tuple((f.size, f.axes) for f in dim) for dim in layout.dims]
+    return node.meta["ordinal"], batch, whole, tuple(grid) if grid is not None else None
+
+
+def ordered(p: Propagation, form: Form) -> Form:
+    """``form``, which does not take rows in another order than one device numbers samples in."""
+    inner = form.moves or form.by_label
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        operand = form.operands[position][0]
+        return None if place.pre != 1 and p.size(operand, place) == p.rows else inner(position, place)
+
+    form.moves = moves
+    return form
+
+
+def _drawn(p: Propagation, node: fx.Node, x: fx.Node, emit: Any) -> Form:
+    """An op each element of whose operand gets a random number; ``emit(key, value, layout)``."""
+    labels = range(rank_of(p, x))
+
+    def local(p: Propagation, solved: Solved) -> fx.Node:
+        states = {g: s.results[0] for g, s in solved.strategies.items()}
+        made: fx.Node = emit(lambda sizes: keys(p, node, sizes, states), solved.values[0], solved.layout)
+        return made
+
+    return ordered(p, p.labelled(node, [(x, labels)], labels, emit=local))
 
 
 _DROPOUTS = {"dropout": ops.dropout, "feature_dropout": ops.feature_dropout, "alpha_dropout": ops.alpha_dropout,
@@ -50,15 +84,18 @@ _DROPOUTS = {"dropout": ops.dropout, "feature_dropout": ops.feature_dropout, "al
 
 @RULES.rule(*_DROPOUTS)
 def _dropout(p: Propagation, node: fx.Node) -> Any:
-    x = node.args[0]
-    value, layout, place = _operand(p, x)
+    x, feature = node.args[0], op_name(node).startswith("feature")
     sizes = node.meta["val"].shape
-    if op_name(node).startswith("feature"):
+    if feature:
         sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
-        if place is not None and place[0] > 1:
-            value, layout, place = p.whole(x), Layout.replicated(p.shape(x)), None
-    key = (node.meta["ordinal"], *sample_dim(p, sizes, place))
-    return p.emit(node, (p.env, value, given(node, "p"), *key), {}, layout, _DROPOUTS[op_name(node)])
+
+    def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        return p.emit(node, (p.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)])
+
+    form = _drawn(p, node, x, emit)
+    if feature:
+        form.operands = [(x, [d if d < 2 else None for d in range(rank_of(p, x))])]
+    return form
 
 
 _KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal", "rand": "uniform",
@@ -67,14 +104,16 @@ _KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", 
 
 @RULES.rule("rand_like", "randn_like", "uniform", "normal_functional")
 def _random_like(p: Propagation, node: fx.Node) -> Any:
-    value, layout, place = _operand(p, node.args[0])
     kind = _KINDS[op_name(node)]
-    key = (node.meta["ordinal"], *sample_dim(p, node.meta["val"].shape, place))
     first, second = ("from", "to") if kind == "uniform" else ("mean", "std")
     a, b = given(node, first, 0.0), given(node, second, 1.0)
-    if node.meta["val"].dtype != node.args[0].meta["val"].dtype:
-        value = p.emit(node, (value, node.meta["val"].dtype), {}, layout, aten.to.dtype)
-    return p.emit(node, (p.env, kind, *key, value, a, b), {}, layout, ops.random_like)
+
+    def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        if node.meta["val"].dtype != node.args[0].meta["val"].dtype:
+            value = p.emit(node, (value, node.meta["val"].dtype), {}, layout, aten.to.dtype)
+        return p.emit(node, (p.env, kind, *key(node.meta["val"].shape), value, a, b), {}, layout, ops.random_like)
+
+    return _drawn(p, node, node.args[0], emit)
 
 
 @RULES.rule("bernoulli")
@@ -83,21 +122,26 @@ def _bernoulli(p: Propagation, node: fx.Node) -> Any:
     x = chance if isinstance(chance, fx.Node) else node.args[0]
     if p.expressions(x) != p.expressions(node):
         raise Uncapturable("bernoulli with a probability that is broadcast")
-    value, layout, place = _operand(p, x)
-    key = (node.meta["ordinal"], *sample_dim(p, node.meta["val"].shape, place))
-    if chance is not None and x is not chance:
-        value = p.emit(node, (value, chance), {}, layout, aten.full_like.default)
-    return p.emit(node, (p.env, value, *key), {}, layout, ops.bernoulli)
+
+    def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        if chance is not None and x is not chance:
+            value = p.emit(node, (value, chance), {}, layout, aten.full_like.default)
+        return p.emit(node, (p.env, value, *key(node.meta["val"].shape)), {}, layout, ops.bernoulli)
+
+    return _drawn(p, node, x, emit)
 
 
 @RULES.rule("rand", "randn", "randint")
 def _random(p: Propagation, node: fx.Node) -> Any:
     sizes = node.meta["val"].shape
     fresh = [d for d, s in enumerate(sizes) if p.sizes.is_rows(s)]
-    place = (fresh[0], 1, 1) if fresh and p.axes else None
-    layout = p.at(p.shape(node), place)
     kind = _KINDS[op_name(node)]
     low, high = (given(node, "low", 0), given(node, "high", 1)) if kind == "randint" else (0, 1)
-    key = (node.meta["ordinal"], *sample_dim(p, sizes, place))
-    args = (p.env, kind, *key, p.local_sizes(node, layout), node.meta["val"].dtype, p.device, low, high)
-    return p.emit(node, args, {}, layout, ops.random_of)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        key = keys(p, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
+        local = p.local_sizes(node, solved.layout)
+        args = (p.env, kind, *key, local, node.meta["val"].dtype, p.device, low, high)
+        return p.emit(node, args, {}, solved.layout, ops.random_of)
+
+    return p.labelled(node, [], range(len(sizes)), fresh=Place(fresh[0]) if fresh else None, emit=emit)

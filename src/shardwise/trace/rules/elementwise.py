@@ -7,7 +7,8 @@ from typing import Any
 from torch import fx
 
 from shardwise.trace.rules.table import Table, aligned, given, pointwise, rank_of, tensors
-from shardwise.trace.sharding import Propagation, is_tensor
+from shardwise.trace.schema import is_tensor
+from shardwise.trace.sharding import Propagation
 from shardwise.trace.sizes import expression
 
 RULES = Table()

@@ -9,8 +9,9 @@ import torch
 from torch import fx
 
 from shardwise.trace import ops
+from shardwise.trace.forms import Form, Place, Solved, Strategy
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
-from shardwise.trace.sharding import Propagation
+from shardwise.trace.sharding import ROWS, Propagation
 from shardwise.trace.sizes import expression
 
 aten = torch.ops.aten
@@ -23,9 +24,18 @@ def _embedding(p: Propagation, node: fx.Node) -> Any:
     if given(node, "scale_grad_by_freq", False):
         return None  # a gradient divided by how often a row occurs in the batch
     labels = [f"i{d}" for d in range(rank_of(p, index))]
-    values, chosen, partial = p.solve([(weight, [None, None]), (index, labels)])
-    layout = p.result(p.shape(node), [*labels, "width"], chosen, partial)
-    return p.emit(node, (*values, given(node, "padding_idx", -1)), {}, layout)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        (table, where), padding = solved.values, given(node, "padding_idx", -1)
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0)
+        if not axes:
+            return p.emit(node, (table, where, padding), {}, solved.layout)
+        rows = p.shape(weight)[0]
+        own = p.emit(index, (p.env, where, rows, axes), {}, where.meta["layout"], ops.own_index)
+        found = p.emit(node, (table, own, -1), {}, solved.layout)
+        return p.emit(node, (p.env, found, where, rows, axes, padding), {}, solved.layout, ops.own_only)
+
+    return p.labelled(node, [(weight, ["row", "width"]), (index, labels)], [*labels, "width"], emit=emit)
 
 
 @RULES.rule("one_hot")
@@ -77,11 +87,43 @@ def _index(p: Propagation, node: fx.Node) -> Any:
     put = op_name(node).endswith("put")
     if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in present):
         return _masked_put(p, node) if put else None  # how many elements are taken depends on data
+    mine = _own_rows(p, x, present)
+    if put and given(node, "accumulate", False) and mine is None:
+        return None
+    apart, together = _indexed(p, node, present, put, None), _indexed(p, node, present, put, mine)
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Rows that look at themselves go together with their numbers."""
+        own = mine is not None and position == 0 and place == (mine[0], 1, 1)
+        return (together if own else apart).by_label(position, place)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        feed = iter(solved.values)
+        source = next(feed)
+        place = solved.strategies[ROWS].operands[0]
+        local = []
+        for index in indices:
+            value = next(feed) if isinstance(index, fx.Node) else None
+            if mine is not None and index is mine[2] and isinstance(place, Place) and place.dim == mine[0]:
+                assert value is not None  # global numbers of own rows, as positions among own rows
+                start = p.graph.call_function(ops.row_start, (p.env,))
+                value = p.emit(index, (value, start), {}, p.layout(value), aten.sub.Tensor)
+            local.append(value)
+        return p.emit(node, (source, local, *feed, *p.arguments(node.args[3:])), {}, solved.layout)
+
+    apart.moves, apart.emit = moves, emit
+    return apart
+
+
+def _indexed(
+    p: Propagation, node: fx.Node, present: Sequence[tuple[int, fx.Node]], put: bool, mine: tuple[int, int, fx.Node] | None
+) -> Form:
+    """The labels of ``x[i, j]``, if rows look at themselves as ``mine`` says."""
+    x = node.args[0]
     block = broadcast(p, [i for _, i in present])
     indexed = {d for d, _ in present}
     own: list[Any] = [("x", d) if d not in indexed else None for d in range(rank_of(p, x))]
     names: list[Any] = [("i", d) for d in range(len(block))]
-    mine = _own_rows(p, x, present, len(block))
     if mine is not None:
         own[mine[0]] = names[mine[1]]
     elif put:
@@ -93,14 +135,12 @@ def _index(p: Propagation, node: fx.Node) -> Any:
     operands = [(x, own), *((i, [names[lab] if lab is not None else None for lab in labs])
                             for i, labs in aligned(p, [i for _, i in present], block))]  # fmt: skip
     if not put:
-        return _emit_index(p, node, operands, [n if n is not None else "w" for n in result], mine)
-    if given(node, "accumulate", False) and mine is None:
-        return None
+        return p.labelled(node, operands, [n if n is not None else "w" for n in result])
     values = node.args[2]
     sizes = _result_sizes(p, x, indexed, block, at)
     ((_, labels),) = aligned(p, [values], sizes)
     operands.append((values, [result[lab] if lab is not None else None for lab in labels]))
-    return _emit_index(p, node, operands, [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)], mine)
+    return p.labelled(node, operands, [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)])
 
 
 def _masked_put(p: Propagation, node: fx.Node) -> Any:
@@ -111,17 +151,14 @@ def _masked_put(p: Propagation, node: fx.Node) -> Any:
         return None
     labels = list(range(rank_of(p, x)))
     pairs = [(mask, labels[: rank_of(p, mask)]), (value, [None] * rank_of(p, value)), (x, labels)]
-    (where, number, source), chosen, partial = p.solve(pairs)
-    layout = p.result(p.shape(node), labels, chosen, partial)
-    for d in labels[rank_of(p, mask) :]:
-        where = p.emit(
-            mask,
-            (where, d),
-            {},
-            p.result((*p.shape(mask), *[1] * d)[: d + 1], labels[: d + 1], chosen, False),
-            aten.unsqueeze.default,
-        )
-    return p.emit(node, (where, number, source), {}, layout, aten.where.self)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        where, number, source = solved.values
+        for d in labels[rank_of(p, mask) :]:
+            where = p.emit(mask, (where, d), {}, solved.layout, aten.unsqueeze.default)
+        return p.emit(node, (where, number, source), {}, solved.layout, aten.where.self)
+
+    return p.labelled(node, pairs, labels, emit=emit)
 
 
 def _result_sizes(p: Propagation, x: fx.Node, indexed: set[int], block: Sequence[Any], at: int) -> list[Any]:
@@ -129,28 +166,11 @@ def _result_sizes(p: Propagation, x: fx.Node, indexed: set[int], block: Sequence
     return [*rest[:at], *block, *rest[at:]]
 
 
-def _emit_index(
-    p: Propagation, node: fx.Node, operands: Any, labels: Sequence[Any], mine: tuple[int, int, fx.Node] | None
-) -> Any:
-    values, chosen, partial = p.solve(operands)
-    layout = p.result(p.shape(node), labels, chosen, partial)
-    feed = iter(values)
-    source = next(feed)
-    local = []
-    for index in node.args[1]:
-        value = next(feed) if isinstance(index, fx.Node) else None
-        if mine is not None and index is mine[2]:  # global numbers of own rows, as positions among own rows
-            assert value is not None
-            value = p.emit(index, (value, p.graph.call_function(ops.row_start, (p.env,))), {}, p.layout(value), aten.sub.Tensor)
-        local.append(value)
-    return p.emit(node, (source, local, *feed, *p.arguments(node.args[3:])), {}, layout)
-
-
-def _own_rows(p: Propagation, x: fx.Node, present: Sequence[tuple[int, fx.Node]], rank: int) -> tuple[int, int, fx.Node] | None:
-    """(dim of x, dim of the indices' block, index) where rows look at themselves: ``x[arange(rows), …]`` with x's rows sharded."""
-    place = p.place(x)
+def _own_rows(p: Propagation, x: fx.Node, present: Sequence[tuple[int, fx.Node]]) -> tuple[int, int, fx.Node] | None:
+    """(dim of x, dim of the indices' block, index) where rows may look at themselves: ``x[arange(rows), …]`` of an x with so many rows."""
+    rank, sizes = len(broadcast(p, [i for _, i in present])), p.expressions(x)
     for d, index in present:
-        if place == (d, 1, 1):
+        if sizes[d] == p.rows:
             axis = _row_numbers(p, index)
             if axis is not None:
                 return d, axis + rank - rank_of(p, index), index

@@ -8,8 +8,9 @@ import torch
 from torch import fx
 
 from shardwise.trace import entropy
+from shardwise.trace.forms import Form, Place, Solved, Strategy
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
-from shardwise.trace.sharding import Propagation
+from shardwise.trace.sharding import ROWS, Propagation
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -26,25 +27,45 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
     rank = rank_of(p, x)
     if rank < 2:
         return None
-    labels: list[Any] = ["b", None, *range(2, rank)]
-    theirs = labels if rank_of(p, target) == rank else ["b", *range(2, rank)]
-    operands = [(x, labels), (target, theirs)]
+    labels: list[Any] = ["b", "class", *range(2, rank)]
+    classes = rank_of(p, target) == rank  # probabilities, not indices
+    theirs = labels if classes else ["b", *range(2, rank)]
+    operands: list[tuple[fx.Node, list[Any]]] = [(x, labels), (target, theirs)]
     if isinstance(weight, fx.Node):
         operands.append((weight, [None]))
-    values, chosen, partial = p.solve(operands)
-    layout = p.result(p.shape(node), ["b", *range(2, rank)] if reduction == _NONE else [], chosen, partial)
-    weights = values[2] if len(values) > 2 else None
-    ignore = given(node, "ignore_index", -100)
-    smoothing = given(node, "label_smoothing", 0.0) if plain else 0.0
-    if chosen is None or reduction != _MEAN:
-        tail = (weights, reduction, ignore, smoothing) if plain else (weights, reduction, ignore)
-        return p.emit(node, (*values[:2], *tail), {}, layout)
-    counted = node is p.counted
-    if not counted:
-        p.count("all_reduce", "count of targets")
-    values[0] = _before_cast(values[0])
-    options = (ignore, smoothing, counted, not plain, node in p.summands)
-    return p.emit(node, (p.env, *values[:2], weights, *options), {}, layout, entropy.cross_entropy)
+    ignore, smoothing = given(node, "ignore_index", -100), given(node, "label_smoothing", 0.0) if plain else 0.0
+    form = p.labelled(node, operands, ["b", *range(2, rank)] if reduction == _NONE else [])
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Rows, or classes: then ranks exchange what a row's softmax needs."""
+        if form.operands[position][1][place.dim] != "class":
+            return form.by_label(position, place)
+        simple = plain and not classes and weight is None and not smoothing and reduction == _MEAN and rank == 2
+        fixed = place.pre == 1 and p.size(x, place) != p.rows
+        return Strategy((place, "I"), ("I",)) if simple and fixed and position == 0 else None
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        values = list(solved.values)
+        weights = values[2] if len(values) > 2 else None
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 1)
+        sharded = isinstance(solved.strategies[ROWS].operands[0], Place)
+        if reduction != _MEAN or not (sharded or axes):
+            tail = (weights, reduction, ignore, smoothing) if plain else (weights, reduction, ignore)
+            return p.emit(node, (*values[:2], *tail), {}, solved.layout)
+        counted = node is p.counted
+        if not counted and sharded:
+            p.count("all_reduce", "count of targets")
+        for _ in axes[:1]:
+            p.count("all_gather", "softmax over shards of classes")
+        options = (ignore, smoothing, counted and sharded, not plain, node in p.summands)
+        args = (p.env, _before_cast(values[0]), values[1], weights, *options)
+        if axes:
+            args = (*args, (p.shape(x)[1], axes), sharded)
+        return p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
+
+    form.moves, form.emit = moves, emit
+    form.inside = True
+    return form
 
 
 def _before_cast(scores: fx.Node) -> fx.Node:
@@ -77,19 +98,21 @@ def _row_loss(p: Propagation, node: fx.Node) -> Any:
 
 def _reduced(
     p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]
-) -> fx.Node:
+) -> Form:
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
     reduction = given(node, "reduction", _MEAN)
-    values, chosen, partial = p.solve(pairs)
-    layout = p.result(p.shape(node), labels if reduction == _NONE else [], chosen, partial)
-    args, kwargs = p.filled(node, values)
-    if chosen is None or reduction != _MEAN:
-        return p.emit(node, args, kwargs, layout)
-    at = [a.name for a in schema(node.target).arguments].index("reduction")
-    args, kwargs = list(args), dict(kwargs)
-    if len(args) > at:
-        args[at] = _SUM
-    else:
-        kwargs["reduction"] = _SUM
-    total = p.emit(node, args, kwargs, layout)
-    return p.emit(node, (total, p.sizes.product(sizes)), {}, layout, aten.div.Scalar)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        args, kwargs = p.filled(node, solved.values)
+        if reduction != _MEAN or not any(s.sharded for s in solved.strategies.values()):
+            return p.emit(node, args, kwargs, solved.layout)
+        at = [a.name for a in schema(node.target).arguments].index("reduction")
+        args, kwargs = list(args), dict(kwargs)
+        if len(args) > at:
+            args[at] = _SUM
+        else:
+            kwargs["reduction"] = _SUM
+        total = p.emit(node, args, kwargs, solved.layout)
+        return p.emit(node, (total, p.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
+
+    return p.labelled(node, pairs, labels if reduction == _NONE else [], emit=emit)

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from shardwise.trace import ops
-from shardwise.trace.rules.draws import sample_dim
+from shardwise.trace.forms import Emit, Form, Place, Shards, Solved, Strategy
+from shardwise.trace.rules.draws import keys, ordered
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 from shardwise.trace.sharding import Propagation
 
@@ -26,7 +27,8 @@ def _linear(p: Propagation, node: fx.Node) -> Any:
     operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*lead, "k"]), (w, [*columns, "k"])]
     if isinstance(bias, fx.Node):
         operands.append((bias, columns))
-    return p.labelled(node, operands, [*lead, *columns], () if isinstance(bias, fx.Node) else (0,))
+    biased = isinstance(bias, fx.Node)
+    return p.labelled(node, operands, [*lead, *columns], () if biased else (0,), added=frozenset([2] if biased else []))
 
 
 @RULES.rule("matmul", "bmm", "mm", "mv", "dot", "vdot", "inner_product")
@@ -54,7 +56,7 @@ def _addmm(p: Propagation, node: fx.Node) -> Any:
     out = [*lead, "m", "n"]
     ((_, labels),) = aligned(p, [bias], p.expressions(node))
     names = [out[d] if d is not None else None for d in labels]
-    return p.labelled(node, [(bias, names), (a, [*lead, "m", "k"]), (b, [*lead, "k", "n"])], out)
+    return p.labelled(node, [(bias, names), (a, [*lead, "m", "k"]), (b, [*lead, "k", "n"])], out, added=frozenset([0]))
 
 
 @RULES.rule("outer", "ger")
@@ -122,10 +124,14 @@ def _conv(p: Propagation, node: fx.Node) -> Any:
     operands = tensors(node)
     spatial = rank_of(p, operands[1]) - 2
     lead = ["b"] if rank_of(p, operands[0]) == spatial + 2 else []
-    inner: list[Any] = [None] * (spatial + 1)
-    pairs = [(operands[0], [*lead, *inner]), (operands[1], [None] * (spatial + 2))]
-    pairs += [(o, [None]) for o in operands[2:]]
-    return p.labelled(node, pairs, [*lead, *[f"s{i}" for i in range(spatial + 1)]])
+    inner: list[Any] = [None] * spatial
+    single = given(node, "groups", 1) == 1
+    n, c = ("n", "c") if single else (None, None)
+    weight = [c, n] if op_name(node).startswith("conv_transpose") else [n, c]
+    pairs: list[tuple[fx.Node, Sequence[Any]]] = [(operands[0], [*lead, c, *inner]), (operands[1], [*weight, *inner])]
+    pairs += [(o, [n]) for o in operands[2:]]
+    out = [*lead, n or "channels", *[f"s{i}" for i in range(spatial)]]
+    return p.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))))
 
 
 @RULES.rule("scaled_dot_product_attention")
@@ -143,34 +149,48 @@ def _attention(p: Propagation, node: fx.Node) -> Any:
         ((_, labels),) = aligned(p, [mask], [*p.expressions(node)[:lead], None, None])
         operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
     out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
-    fast = p.dropout == "fast" and any(p.place(o) is not None for o, _ in operands)
-    if "ordinal" not in node.meta or fast:
-        return p.labelled(node, operands, out)
-    return _attention_dropout(p, node, operands, out)
+    form = p.labelled(node, operands, out)
+    if lead:
+        form.moves = _heads(p, form, lead - 1)
+    if "ordinal" not in node.meta:
+        return form
+    form.emit = _attention_dropout(node, given(node, "is_causal", False))
+    return form if p.dropout == "fast" else ordered(p, form)
 
 
-def _attention_dropout(p: Propagation, node: fx.Node, operands: list[tuple[fx.Node, Sequence[Any]]], out: list[Any]) -> fx.Node:
-    """Attention spelled out, so that the mask on its probabilities is keyed by sample."""
-    q, k = operands[0][0], operands[1][0]
-    values, chosen, partial = p.solve(operands)
-    if chosen is not None and chosen[1] != 1:  # samples are not in the order of the mask's
-        values, chosen, partial = [p.whole(o) for o, _ in operands], None, False
-    layout = p.result(p.shape(node), out, chosen, partial)
-    sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
-    batch, whole = sample_dim(p, sizes, (out.index(chosen[0]), *chosen[1:]) if chosen else None)
-    mask = values[3] if len(values) > 3 else None
-    args = (
-        p.env,
-        *values[:3],
-        mask,
-        given(node, "dropout_p", 0.0),
-        given(node, "is_causal", False),
-        node.meta["ordinal"],
-        batch,
-        whole,
-    )
-    kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
-    return p.emit(node, args, kwargs, layout, ops.attention)
+def _heads(p: Propagation, form: Form, dim: int) -> Shards:
+    """Queries of several heads share a key's: pieces of the one dim go with pieces of the other."""
+    heads = [p.shape(x)[dim] for x, _ in form.operands[:3]]
+    shared = heads[0] != heads[1]
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if not shared or place.dim != dim or place.pre != 1 or position > 2:
+            return form.by_label(position, place)
+        pieces = heads[position] // place.post  # equal ones: as many of queries as of keys
+        if len(form.operands) > 3 or any(h % pieces for h in heads):
+            return None
+        each = tuple(Place(dim, 1, h // pieces) for h in heads)
+        return Strategy(each, each[:1])
+
+    return moves
+
+
+def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
+    """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is allowed to differ."""
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        q, k = node.args[:2]
+        sharded = any(s.sharded for s in solved.strategies.values())
+        if p.dropout == "fast" and sharded:
+            return p.plain(node, solved)
+        sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
+        key = keys(p, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
+        mask = solved.values[3] if len(solved.values) > 3 else None
+        args = (p.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
+        kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
+        return p.emit(node, args, kwargs, solved.layout, ops.attention)
+
+    return emit
 
 
 @RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")

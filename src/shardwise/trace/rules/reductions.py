@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from shardwise.trace import ops
+from shardwise.trace.forms import Place, Solved, Strategy
 from shardwise.trace.rules.table import (
     Table,
     aligned,
@@ -22,7 +23,7 @@ from shardwise.trace.rules.table import (
     tensors,
     whole_dims,
 )  # fmt: skip
-from shardwise.trace.sharding import Propagation
+from shardwise.trace.sharding import ROWS, Propagation
 
 aten = torch.ops.aten
 RULES = Table()
@@ -38,14 +39,20 @@ def _sum(p: Propagation, node: fx.Node) -> Any:
     rank = rank_of(p, x)
     dims, keep = dims_of(node, rank), bool(given(node, "keepdim", False))
     out = _kept(rank, dims, keep)
-    place = p.place(x)
-    if name != "mean" or place is None or place[0] not in dims:
-        return p.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
-    kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
-    layout = p.result(p.shape(node), out, place, False)
-    total = p.emit(node, (p.value[x], dims, keep), kwargs, layout, aten.sum.dim_IntList)
-    count = p.sizes.product([x.meta["val"].shape[d] for d in dims])
-    return p.emit(node, (total, count), {}, layout, aten.div.Scalar)
+    form = p.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        """A mean over what is sharded is this rank's sum over everybody's number."""
+        places = [s.operands[0] for s in solved.strategies.values()]
+        if not any(isinstance(q, Place) and q.dim in dims for q in places):
+            return p.plain(node, solved)
+        kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
+        total = p.emit(node, (solved.values[0], dims, keep), kwargs, solved.layout, aten.sum.dim_IntList)
+        count = p.sizes.product([x.meta["val"].shape[d] for d in dims])
+        return p.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
+
+    form.emit = emit if name == "mean" else None
+    return form
 
 
 def _whole(p: Propagation, node: fx.Node) -> Any:
@@ -134,26 +141,48 @@ def _instance_norm(p: Propagation, node: fx.Node) -> Any:
         return None
     rank = rank_of(p, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
-    values, chosen, partial = p.solve(pairs)
-    feed = iter(values[1:])
-    weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
-    layout = p.result(p.shape(node), ["b", *[f"w{d}" for d in range(1, rank)]], chosen, partial)
-    args = (values[0], p.shape(node)[1], weight, bias, given(node, "eps"))
-    return p.emit(node, args, {}, layout, aten.group_norm.default)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        feed = iter(solved.values[1:])
+        weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
+        args = (solved.values[0], p.shape(node)[1], weight, bias, given(node, "eps"))
+        return p.emit(node, args, {}, solved.layout, aten.group_norm.default)
+
+    return p.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]], emit=emit)
 
 
 def batch_norm(p: Propagation, node: fx.Node) -> Any:
-    """BatchNorm over the rows of all ranks; what is not sharded along dim 0 is computed by every rank."""
+    """BatchNorm over the rows of all ranks, channel by channel; rows that are not along dim 0 are gathered."""
     operands = tensors(node)
-    place = p.place(operands[0])
-    if place is None or place[0] != 0:
-        return p.replicate(node)
-    rest = iter([p.convert(p.value[o], p.layout(p.value[o]), "R") for o in operands[1:]])
-    others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
-    layouts = [p.at(p.shapes(node)[0], place), *(p.at(s, None) for s in p.shapes(node)[1:])]
-    for kind in ("all_gather", "all_reduce in backward"):
-        p.count(kind, "batch_norm")
-    return p.emit(node, (p.env, p.value[operands[0]], *others, place[1] * place[2]), {}, layouts, ops.sync_batch_norm)
+    shapes = p.shapes(node)
+    rank = len(shapes[0])
+    labels: list[Any] = ["b", "c", *[None] * (rank - 2)]
+    out = [["b", "c", *[f"w{d}" for d in range(2, rank)]], *[["c"]] * (len(shapes) - 1)]
+    form = p.labelled(
+        node, [(operands[0], labels), *((o, ["c"]) for o in operands[1:])], out, several=True,
+        alike=frozenset(range(1, len(shapes))), inside=True,
+    )  # fmt: skip
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if labels[place.dim] == "b" and position == 0:
+            return form.by_label(position, place)
+        every = form.by_label(position, place)
+        at = Place(0, place.pre, place.post)
+        return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        place = solved.strategies[ROWS].operands[0]
+        if not isinstance(place, Place):
+            return p.plain(node, solved)
+        rest = iter(solved.values[1:])
+        others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+        for kind in ("all_gather", "all_reduce in backward"):
+            p.count(kind, "batch_norm")
+        args = (p.env, solved.values[0], *others, place.pre * place.post)
+        return p.emit(node, args, {}, solved.layouts, ops.sync_batch_norm)
+
+    form.moves, form.emit = moves, emit
+    return form
 
 
 # ---- pooling and resampling ------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,8 @@ import torch
 from torch import fx
 
 from shardwise.core.layout import Layout
-from shardwise.trace.rules.table import Table, aligned, given, op_name, rank_of, tensors, whole_dims
+from shardwise.trace.forms import Place, Solved, Strategy
+from shardwise.trace.rules.table import Table, aligned, given, op_name, rank_of, tensors, unary, whole_dims
 from shardwise.trace.sharding import Propagation
 from shardwise.trace.sizes import expression, ratio, regrouped
 
@@ -21,18 +23,21 @@ _END = 1 << 62  # slices to the end of a dim end at the largest integer
 
 @RULES.rule("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "ravel")
 def _view(p: Propagation, node: fx.Node) -> Any:
-    """A row-major regrouping of dims: the sharded rows stay in one dim, or the operand is gathered."""
+    """A row-major regrouping of dims: a sharded factor stays in one dim, or the operand is gathered."""
     if node.target is aten.view.dtype:
         return None
     x = node.args[0]
-    value, place, shape = p.value[x], p.place(x), p.shape(node)
     sizes = given(node, "size") or given(node, "shape") if op_name(node) in ("view", "reshape", "_unsafe_view") else None
-    layout = Layout(Layout.replicated(shape).dims, p.layout(value).partial)
-    if place is not None:
-        after = regrouped(p.expressions(x), place, p.expressions(node), p.rows)
-        layout = p.at(shape, after)
-        value = p.whole(x) if after is None else value
-    return p.emit(node, (value, p.local_sizes(node, layout, sizes)), {}, layout, aten.reshape.default)
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        after = regrouped(p.expressions(x), place, p.expressions(node), p.size(x, place))
+        return None if after is None else Strategy((place,), (Place(*after),))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        local = p.local_sizes(node, solved.layout, sizes)
+        return p.emit(node, (solved.values[0], local), {}, solved.layout, aten.reshape.default)
+
+    return unary(p, node, moves, emit)
 
 
 # ---- dims added, removed, reordered ----------------------------------------------------------------------------------------
@@ -56,9 +61,11 @@ def _squeeze(p: Propagation, node: fx.Node) -> Any:
     dims = {d % rank for d in ([wanted] if isinstance(wanted, int) else wanted)} if rank else set()
     gone = sorted(d for d in dims if sizes[d] == 1)
     labels: list[Any] = [d if d not in gone else None for d in range(rank)]
-    (value,), chosen, partial = p.solve([(x, labels)], (0,))
-    layout = p.result(p.shape(node), [d for d in labels if d is not None], chosen, partial)
-    return p.emit(node, (value, gone), {}, layout, aten.squeeze.dims)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        return p.emit(node, (solved.values[0], gone), {}, solved.layout, aten.squeeze.dims)
+
+    return p.labelled(node, [(x, labels)], [d for d in labels if d is not None], (0,), emit=emit)
 
 
 def _reordered(p: Propagation, node: fx.Node, order: Sequence[int]) -> Any:
@@ -128,13 +135,14 @@ def _view_as_complex(p: Propagation, node: fx.Node) -> Any:
 def _expand(p: Propagation, node: fx.Node) -> Any:
     x, shape = node.args[0], p.shape(node)
     ((_, labels),) = aligned(p, [x], p.expressions(node))
-    (value,), chosen, partial = p.solve([(x, labels)], (0,))
-    layout = p.result(shape, range(len(shape)), chosen, partial)
     fresh = [d for d, s in enumerate(node.meta["val"].shape) if p.sizes.is_rows(s) and d not in labels]
-    if chosen is None and not partial and fresh and p.axes:  # a free choice: each rank expands to its own rows
-        layout = p.at(shape, (fresh[0], 1, 1))
-        value = p.convert(p.value[x], Layout.replicated(p.shape(x)), "R")
-    return p.emit(node, (value, p.local_sizes(node, layout)), {}, layout, aten.expand.default)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        return p.emit(node, (solved.values[0], p.local_sizes(node, solved.layout)), {}, solved.layout, aten.expand.default)
+
+    # A free choice: each rank expands to its own rows.
+    place = Place(fresh[0]) if fresh else None
+    return p.labelled(node, [(x, labels)], range(len(shape)), (0,), fresh=place, emit=emit)
 
 
 @RULES.rule("repeat", "tile")
@@ -143,12 +151,15 @@ def _repeat(p: Propagation, node: fx.Node) -> Any:
     if not all(isinstance(t, int) for t in times):
         return None
     times = [1] * (rank_of(p, node) - len(times)) + list(times)
-    (value,), chosen, partial = p.solve([(x, range(rank_of(p, x)))], (0,))
-    layout = p.result(p.shape(node), (), chosen, partial)
-    if chosen is not None:
-        dim = chosen[0] + len(times) - rank_of(p, x)
-        layout = p.at(p.shape(node), (dim, chosen[1] * times[dim], chosen[2])) if times[dim] else None
-    return None if layout is None else p.emit(node, (value, times), {}, layout, aten.repeat.default)
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        dim = place.dim + len(times) - rank_of(p, x)
+        return Strategy((place,), (Place(dim, place.pre * times[dim], place.post),)) if times[dim] else None
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        return p.emit(node, (solved.values[0], times), {}, solved.layout, aten.repeat.default)
+
+    return unary(p, node, moves, emit)
 
 
 @RULES.rule("repeat_interleave")
@@ -156,13 +167,16 @@ def _repeat_interleave(p: Propagation, node: fx.Node) -> Any:
     dim, times = given(node, "dim"), given(node, "repeats")
     if node.target is not aten.repeat_interleave.self_int or dim is None or not isinstance(times, int) or times < 1:
         return None
-    x = node.args[0]
-    dim = dim % rank_of(p, x)
-    (value,), chosen, partial = p.solve([(x, range(rank_of(p, x)))], (0,))
-    layout = p.result(p.shape(node), range(rank_of(p, x)), None if chosen and chosen[0] == dim else chosen, partial)
-    if chosen is not None and chosen[0] == dim:
-        layout = p.at(p.shape(node), (dim, chosen[1], chosen[2] * times))
-    return p.emit(node, (value, times, dim), {}, layout)
+    dim = dim % rank_of(p, node.args[0])
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        post = place.post * times if place.dim == dim else place.post
+        return Strategy((place,), (Place(place.dim, place.pre, post),))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        return p.emit(node, (solved.values[0], times, dim), {}, solved.layout)
+
+    return unary(p, node, moves, emit)
 
 
 @RULES.rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
@@ -183,45 +197,48 @@ RULES.same(whole_dims(lambda n, r: given(n, "dims") or range(r)), "roll")
 # ---- parts ------------------------------------------------------------------------------------------------------------------
 
 
-def _blocks(p: Propagation, size: Any, post: int) -> int | None:
-    """How many times all rows, each ``post`` elements, a size or a position is."""
-    return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), p.rows * post)
+def _blocks(size: Any, block: Any) -> int | None:
+    """How many times ``block`` a size or a position is."""
+    return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), block)
 
 
 @RULES.rule("slice")
 def _slice(p: Propagation, node: fx.Node) -> Any:
     x = node.args[0]
     rank = rank_of(p, x)
-    dim, start, end, step = (
-        given(node, "dim", 0) % rank,
-        given(node, "start", 0),
-        given(node, "end", _END),
-        given(node, "step", 1),
-    )
+    dim = given(node, "dim", 0) % rank
+    start, end, step = given(node, "start", 0), given(node, "end", _END), given(node, "step", 1)
     labels: list[Any] = list(range(rank))
-    everything = start == 0 and step == 1 and isinstance(end, int) and end >= _END
-    place = p.place(x)
-    if place is not None and place[0] == dim and not everything and step == 1:
-        local = _slice_blocks(p, node, x, place, start, end)
-        if local is not None:
-            return local
-    if not everything:
-        labels[dim] = None
-    return p.labelled(node, [(x, labels)], [d if d is not None else "cut" for d in labels], (0,))
+    if start == 0 and step == 1 and isinstance(end, int) and end >= _END:
+        return p.labelled(node, [(x, labels)], labels, (0,))
 
+    def whole_copies(place: Place) -> tuple[int, int] | None:
+        """The slice in terms of what is sharded: a view of several that were concatenated."""
+        block = p.size(x, place) * place.post
+        first = _blocks(start, block)
+        last = place.pre if isinstance(end, int) and end >= _END else _blocks(end, block)
+        if step != 1 or first is None or last is None:
+            return None
+        first, last = (min(max(i + place.pre if i < 0 else i, 0), place.pre) for i in (first, last))
+        return (first, last) if first < last else None
 
-def _slice_blocks(p: Propagation, node: fx.Node, x: fx.Node, place: tuple[int, int, int], start: Any, end: Any) -> Any:
-    """A slice of whole copies of the rows: one view of several that were concatenated."""
-    dim, pre, post = place
-    first = _blocks(p, start, post)
-    last = pre if isinstance(end, int) and end >= _END else _blocks(p, end, post)
-    if first is None or last is None:
-        return None
-    first, last = (min(max(i + pre if i < 0 else i, 0), pre) for i in (first, last))
-    if first >= last:
-        return None
-    bounds = [p.sizes.local(i * post) for i in (first, last)]
-    return p.emit(node, (p.value[x], dim, *bounds), {}, p.at(p.shape(node), (dim, last - first, post)))
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim:
+            return Strategy((place,), (place,))
+        cut = whole_copies(place)
+        return None if cut is None else Strategy((place,), (Place(dim, cut[1] - cut[0], place.post),))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        places = [s.operands[0] for s in solved.strategies.values()]
+        cut = next(((q, c) for q in places if isinstance(q, Place) and q.dim == dim and (c := whole_copies(q))), None)
+        if cut is None:
+            return p.plain(node, solved)
+        (place, (first, last)), whole = cut, x.meta["val"].shape[dim]
+        block = p.sizes.fold(operator.floordiv, [p.local_dim(solved.values[0].meta["layout"], whole, dim), place.pre])
+        bounds = [p.sizes.fold(operator.mul, [block, i]) for i in (first, last)]
+        return p.emit(node, (solved.values[0], dim, *bounds), {}, solved.layout)
+
+    return unary(p, node, moves, emit)
 
 
 @RULES.rule("narrow")
@@ -274,16 +291,21 @@ def _split(p: Propagation, node: fx.Node) -> Any:
     x = node.args[0]
     rank = rank_of(p, x)
     dim = given(node, "dim", 0) % rank
-    place = p.place(x)
-    if place is not None and place[0] == dim:
-        parts = [_blocks(p, v.shape[dim], place[2]) for v in node.meta["val"]]
-        if all(parts):
-            sizes = [p.sizes.local(n * place[2]) for n in parts if n]
-            layouts = [p.at(s, (dim, n, place[2])) for s, n in zip(p.shapes(node), parts, strict=True) if n]
-            return p.emit(node, (p.value[x], sizes, dim), {}, layouts, aten.split_with_sizes.default)
-    labels: list[Any] = [d if d != dim else None for d in range(rank)]
-    out = [d if d is not None else "cut" for d in labels]
-    return p.labelled(node, [(x, labels)], [out] * len(node.meta["val"]), (0,), several=True)
+    value = node.meta["val"]
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim:
+            return Strategy((place,), (place,) * len(value))
+        parts = [_blocks(v.shape[dim], p.size(x, place) * place.post) for v in value]
+        return Strategy((place,), tuple(Place(dim, n, place.post) for n in parts if n)) if all(parts) else None
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        if not any(isinstance(q := s.operands[0], Place) and q.dim == dim for s in solved.strategies.values()):
+            return p.plain(node, solved)
+        sizes = [p.local_dim(one, v.shape[dim], dim) for one, v in zip(solved.layouts, value, strict=True)]
+        return p.emit(node, (solved.values[0], sizes, dim), {}, solved.layouts, aten.split_with_sizes.default)
+
+    return unary(p, node, moves, emit, len(value))
 
 
 @RULES.rule("unbind")
@@ -300,17 +322,27 @@ def _unbind(p: Propagation, node: fx.Node) -> Any:
 @RULES.rule("cat", "concat", "concatenate")
 def _cat(p: Propagation, node: fx.Node) -> Any:
     operands = [o for o in tensors(node) if p.shape(o) != (0,)]
-    rank, shape = rank_of(p, node), p.shape(node)
+    rank = rank_of(p, node)
     dim = given(node, "dim", 0) % rank
-    places = [p.place(o) for o in operands]
-    if all(q is not None and q[0] == dim for q in places) and len({q[2] for q in places if q}) == 1:
-        pre = sum(q[1] for q in places if q)  # rows inside, operands outside: locally just a concatenation
-        post = places[0][2] if places[0] else 1
-        return p.emit(node, ([p.value[o] for o in operands], dim), {}, p.at(shape, (dim, pre, post)))
     labels: list[Any] = [d if d != dim else None for d in range(rank)]
-    values, chosen, partial = p.solve([(o, labels) for o in operands], "add")
-    layout = p.result(shape, [d if d != dim else "cat" for d in range(rank)], chosen, partial)
-    return p.emit(node, (values, dim), {}, layout)
+    form = p.labelled(node, [(o, labels) for o in operands], [d if d != dim else "cat" for d in range(rank)], "add")
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Along the dim: what is sharded inside, operands outside, which locally is just a concatenation."""
+        if place.dim != dim:
+            return form.by_label(position, place)
+        block = p.size(operands[position], place) * place.post
+        times = [_blocks(p.expressions(o)[dim], block) for o in operands]
+        if not all(times):
+            return None
+        own = tuple(Place(dim, n, place.post) for n in times if n)
+        return Strategy(own, (Place(dim, sum(n for n in times if n), place.post),))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        return p.emit(node, (solved.values, dim), {}, solved.layout)
+
+    form.moves, form.emit = moves, emit
+    return form
 
 
 @RULES.rule("stack")
@@ -329,17 +361,24 @@ def _stack(p: Propagation, node: fx.Node) -> Any:
 def _factory(p: Propagation, node: fx.Node) -> Any:
     at = 1 if op_name(node).startswith("new_") else 0
     fresh = [d for d, s in enumerate(node.meta["val"].shape) if p.sizes.is_rows(s)]
-    layout = p.at(p.shape(node), (fresh[0], 1, 1) if fresh and p.axes else None)
-    args = [p.value[a] if isinstance(a, fx.Node) and i < at else p.operands(a) for i, a in enumerate(node.args)]
-    if fresh:
-        args[at] = p.local_sizes(node, layout)
-    return p.emit(node, args, p.operands(node.kwargs), layout)
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        args = [p.value[a] if isinstance(a, fx.Node) and i < at else p.operands(a) for i, a in enumerate(node.args)]
+        if fresh:
+            args[at] = p.local_sizes(node, solved.layout)
+        return p.emit(node, args, p.operands(node.kwargs), solved.layout)
+
+    return p.labelled(node, [], range(rank_of(p, node)), fresh=Place(fresh[0]) if fresh else None, emit=emit)
 
 
 @RULES.rule("arange")
 def _arange(p: Propagation, node: fx.Node) -> Any:
-    layout = Layout.replicated(p.shape(node))
-    whole = p.emit(node, p.operands(node.args), p.operands(node.kwargs), layout)
-    if node.target is aten.arange.default and p.sizes.is_rows(node.meta["val"].shape[0]) and p.axes:
-        return p.convert(whole, p.at(p.shape(node), (0, 1, 1)))
-    return whole
+    fresh = node.target is aten.arange.default and p.sizes.is_rows(node.meta["val"].shape[0])
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        plain = Layout.replicated(p.shape(node))
+        whole = p.emit(node, p.operands(node.args), p.operands(node.kwargs), plain)
+        p.annotate(whole, plain, dict.fromkeys(p.groups, "I"), False, node)
+        return p.convert(whole, {g: s.results[0] for g, s in solved.strategies.items()})
+
+    return p.labelled(node, [], ["i"], fresh=Place(0) if fresh else None, emit=emit)

@@ -8,8 +8,9 @@ from typing import Any
 from torch import fx
 
 from shardwise.trace import ops
-from shardwise.trace.schema import given, has_argument, op_name
-from shardwise.trace.sharding import Propagation, Rule, is_tensor
+from shardwise.trace.forms import Emit, Form, Place, Shards, Solved
+from shardwise.trace.schema import given, has_argument, is_tensor, op_name
+from shardwise.trace.sharding import ROWS, Propagation, Rule
 
 
 class Table(dict[str, Rule]):
@@ -69,10 +70,18 @@ def broadcast(p: Propagation, operands: Sequence[fx.Node]) -> list[Any]:
     return out
 
 
-def pointwise(p: Propagation, node: fx.Node, linear: Any = ()) -> Any:
+def pointwise(p: Propagation, node: fx.Node, linear: Any = ()) -> Form:
     """Elementwise with broadcasting."""
     sizes = p.expressions(node)
     return p.labelled(node, aligned(p, tensors(node), sizes), range(len(sizes)), linear)
+
+
+def unary(p: Propagation, node: fx.Node, moves: Shards, emit: Emit, results: int = 1) -> Form:
+    """The form of an op that is linear in its one operand, and whose dims labels do not describe."""
+    x = node.args[0]
+    shapes = [[None] * len(s) for s in p.shapes(node)]
+    assert len(shapes) == results
+    return Form(node, [(x, [None] * rank_of(p, x))], list(shapes), frozenset({0}), moves=moves, emit=emit)
 
 
 def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: bool = False) -> Rule:
@@ -89,16 +98,20 @@ def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: bo
         out = [d if d not in gone else "whole" for d in range(rank)]
         value = node.meta["val"]
         several = isinstance(value, tuple | list)
-        if never_empty:
-            (local,), chosen, partial = p.solve([(x, labels)])
-            layout = p.result(p.shape(node), out, chosen, partial)
+        form = p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
+
+        def emit(p: Propagation, solved: Solved) -> fx.Node:
+            place = solved.strategies[ROWS].operands[0]
+            dim = place.dim if isinstance(place, Place) else 0
             rest, options = p.arguments(node.args[1:]), p.arguments(node.kwargs)
-            return p.emit(node, (node.target, chosen[0] if chosen else 0, local, *rest), options, layout, ops.never_empty)
-        return p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
+            return p.emit(node, (node.target, dim, solved.values[0], *rest), options, solved.layout, ops.never_empty)
+
+        form.emit = emit if never_empty else None
+        return form
 
     return apply
 
 
 __all__ = [
-    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "whole_dims",
+    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "unary", "whole_dims",
 ]  # fmt: skip

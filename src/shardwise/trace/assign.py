@@ -1,0 +1,117 @@
+"""Which strategy each op has on a group of axes: a walk over the captured graph, from states of operands to states of results.
+
+Over the batch axes nothing is to choose: fields come in sharded, and what is sharded stays so as long as ops take it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, fx
+
+from shardwise.trace import ops
+from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.schema import is_tensor
+
+if TYPE_CHECKING:
+    from shardwise.trace.sharding import Propagation
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``."""
+
+    axes: Mapping[str, int] = field(default_factory=dict)
+    recipe: str = "1d"
+
+
+@dataclass
+class Assignment:
+    """Of one group: the states of each node's results, and the strategy of each op that has a form."""
+
+    states: dict[fx.Node, tuple[State, ...]] = field(default_factory=dict)
+    strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
+
+
+def assign(p: Propagation, forms: Mapping[fx.Node, Form | None], group: str) -> Assignment:
+    """The strategies of all ops on ``group``."""
+    if group == ops.ROWS:
+        return Walk(p, forms).run()
+    from shardwise.trace.tensor import TensorWalk
+
+    return TensorWalk(p, forms, group).run()
+
+
+class Walk:
+    """The walk for the axes of the batch."""
+
+    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None]) -> None:
+        self.p, self.forms = p, forms
+        self.found = Assignment()
+        self.grad = with_gradient(p)
+
+    def run(self) -> Assignment:
+        for node in self.p.normal.graph.nodes:
+            if node.op == "placeholder":
+                self.found.states[node] = (self.birth(node),)
+            elif node in self.forms:
+                form = self.forms[node]
+                if form is None:
+                    self.found.states[node] = ("I",) * len(self.p.shapes(node))
+                else:
+                    self.found.strategies[node] = strategy = self.choose(form)
+                    self.found.states[node] = strategy.results
+            elif is_tensor(node):  # one of several results
+                self.found.states[node] = (self.found.states[node.args[0]][node.args[1]],)
+        return self.found
+
+    def birth(self, node: fx.Node) -> State:
+        """The state of a placeholder."""
+        captured = self.p.captured
+        return Place(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
+
+    def state(self, node: fx.Node) -> State:
+        """Of an operand."""
+        return self.found.states[node][0]
+
+    def choose(self, form: Form) -> Strategy:
+        """The sharding of the largest operand that the op takes; else it is applied to a partial sum; else to whole operands."""
+        states = [self.state(o) for o, _ in form.operands]
+        sizes = [math.prod(self.p.shape(o)) for o, _ in form.operands]
+        for i in sorted(range(len(states)), key=lambda i: -sizes[i]):
+            state = states[i]
+            found = form.shards(i, state) if isinstance(state, Place) else None
+            if found is not None:
+                return found
+        partial = [i for i, s in enumerate(states) if s == "P"]
+        if form.keeps(partial):
+            return form.on_partial(partial)
+        if form.fresh is not None:
+            return Strategy(("R",) * len(states), (form.fresh,))
+        return self.replicated(form, states)
+
+    def replicated(self, form: Form, states: list[State]) -> Strategy:
+        """Of whole operands; of nothing but parameters a partial gradient passes through to them."""
+        carrying = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o]]
+        return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
+
+
+def with_gradient(p: Propagation) -> dict[fx.Node, bool]:
+    """Whether a node's value depends on trainable parameters in a differentiable way."""
+    from shardwise.trace.sharding import aten, differentiable
+
+    found: dict[fx.Node, bool] = {}
+    trainable = p.captured.trainable
+    for node in p.normal.graph.nodes:
+        if node.op == "placeholder":
+            name = p.captured.parameters.get(node.name)
+            found[node] = name is not None and bool(trainable.get(name, True))
+        elif node.op == "call_function":
+            value: Any = node.meta.get("val")
+            reached = any(found.get(n, False) for n in node.all_input_nodes)
+            good = isinstance(value, Tensor | tuple | list) and differentiable(value)
+            found[node] = reached and good and node.target is not aten.detach.default
+    return found
