@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.check import check
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
 from shardwise.parallel.data import batch_axes
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
@@ -139,6 +141,7 @@ class Compiled:
         key = (id(one), microbatches, batches)
         with self._lock:
             if key not in self._programs:
+                self._check_placed(one)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches)
                 check(programs, plan.mesh)
@@ -146,13 +149,24 @@ class Compiled:
         return self._programs[key]
 
 
+    def _check_placed(self, one: Trace) -> None:
+        """:class:`ShardwiseError` where a trace takes parameters to lie otherwise than the buckets, which all traces share, have them."""
+        here = {p.name: p.placed for b in self.buckets for p in b.parameters}
+        for parameter in (p for b in one.buckets for p in b.parameters):
+            if here.get(parameter.name, parameter.placed) != parameter.placed:
+                raise ShardwiseError(
+                    f"parameter {parameter.name} lies as {here[parameter.name]} in training, and as {parameter.placed} in another trace"
+                )
+
+
 def _traced_for(plan: Plan) -> tuple[Any, ...]:
-    """What a trace depends on; parameters of different rules do not share a bucket."""
-    return plan.precision, batch_axes(plan), plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
+    """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
+    tensor = [(axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
+    return plan.precision, batch_axes(plan), tensor, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
-def _layout(one: Trace) -> list[tuple[str, ...]]:
-    return [tuple(p.name for p in b.parameters) for b in one.buckets]
+def _layout(one: Trace) -> list[list[tuple[str, Layout]]]:
+    return [[(p.name, p.placed) for p in b.parameters] for b in one.buckets]
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:

@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 class Interpreter:
     """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction.
 
-    ``axes`` are those of the batch.  ``learning`` are the indices of all buckets that learn, on whatever rank; ``counted`` those whose norm
-    this rank counts: of several ranks that have a bucket one does.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
+    ``axes`` are those of the batch, ``tensor`` those over which parameters are sharded.  ``learning`` are the indices of all buckets that learn,
+    on whatever rank; ``counted`` those whose norm this rank counts: of several ranks that have the same of a bucket one does, not to speak of
+    the batch axes.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
     fills memory with NaN as soon as the program says that its content has ended.
     """
 
@@ -40,6 +41,7 @@ class Interpreter:
     seed: int
     learning: tuple[int, ...]
     counted: tuple[int, ...]
+    tensor: tuple[str, ...] = ()
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
