@@ -92,25 +92,15 @@ def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False)
         for segment, state in update.optimizer.states():
             first, last = max(start, segment.start), min(stop, segment.start + segment.param.numel())
             for key, value in state.items():
-                yield from _state(memory, key, value, segment.start, first, last, counters)
+                for parameter, box, values in memory.boxes(value, segment.start, first, last) if value.dim() else ():
+                    yield Piece(f"optimizer.{parameter.name}.{key}", parameter.shape, box, values.detach())
+            here = memory.boxes(memory.master, memory.held.start, first, last)
+            for name in dict.fromkeys(p.name for p, box, _ in here if counters or not any(box.start)):
+                yield from (_whole(f"optimizer.{name}.{key}", value) for key, value in state.items() if not value.dim())
     for entry in memory.layout.entries:
         parameter = memory.parameters[entry.name]
         if not parameter.numel and start <= entry.offset < max(stop, start + 1):
             yield _whole(f"model.{entry.name}", memory.master[:0].view(parameter.shape))
-
-
-def _state(
-    memory: BucketMemory, key: str, value: Tensor, origin: int, start: int, stop: int, counters: bool
-) -> Iterator[Piece]:
-    """Elements ``start`` to ``stop`` of a bucket's optimizer state ``key``, which begins with element ``origin``, or is a counter."""
-    found: set[str] = set()
-    for parameter, box, values in memory.boxes(value if value.dim() else memory.master, origin if value.dim() else memory.held.start, start, stop):
-        name = f"optimizer.{parameter.name}.{key}"
-        if value.dim():
-            yield Piece(name, parameter.shape, box, values.detach())
-        elif name not in found and (counters or not any(box.start)):
-            found.add(name)
-            yield _whole(name, value)
 
 
 def _whole(name: str, value: Tensor) -> Piece:

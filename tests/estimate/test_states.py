@@ -161,7 +161,8 @@ def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
         ranks = [bucket_states(Share.of(bucket, plan, choice, i), each, learns=bucket.learns)[0] for i in range(3)]
         copies = [1 if letter == "S" else 3 for letter in (ZERO[stage].rest, ZERO[stage].grad, ZERO[stage].state)]
         share = Share.of(bucket, whole, choice, 0)
-        share = dataclasses.replace(share, layout=bucket.layout(choice, 3), held=FlatShard(0, bucket.layout(choice, 3).numel))
+        layout = bucket.layout(choice, plan.mesh, 0)
+        share = dataclasses.replace(share, layout=layout, held=FlatShard(0, layout.numel))
         one = bucket_states(share, each, learns=bucket.learns)[0]
         assert sum(r.parameters for r in ranks) == one.parameters * copies[0]
         assert sum(r.gradients for r in ranks) == one.gradients * copies[1]

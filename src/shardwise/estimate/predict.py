@@ -143,8 +143,13 @@ class _Subject:
         envs = [Env(parts=parts, index=index, rows=n) for n in self.sizes]
         times, alike = program.batches, [profiles[n] for n in self.sizes]
         walked = ProgramSizes(
-            program.instructions, [*self.traces] * times, alike * times, there, parts * mesh.axis_size(tensor_axes(plan)),
-            envs * times, len(self.sizes),
+            program.instructions,
+            [*self.traces] * times,
+            alike * times,
+            there,
+            parts * mesh.axis_size(tensor_axes(plan)),
+            envs * times,
+            len(self.sizes),
         )
         found = timeline(program.instructions, walked)
         host = {} if here is there else _by_category(here.persistent)

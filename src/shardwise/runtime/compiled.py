@@ -148,7 +148,6 @@ class Compiled:
                 self._programs[key] = programs
         return self._programs[key]
 
-
     def _check_placed(self, one: Trace) -> None:
         """:class:`ShardwiseError` where a trace takes parameters to lie otherwise than the buckets, which all traces share, have them."""
         here = {p.name: p.placed for b in self.buckets for p in b.parameters}
