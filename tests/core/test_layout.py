@@ -10,7 +10,7 @@ from layouts import meshes_and_layouts
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Box, Factor, Layout, shard_range
-from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.mesh import Mesh
 
 
 @settings(max_examples=100, deadline=None)
