@@ -96,7 +96,8 @@ class ParameterRule:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a step is divided over the ranks of ``mesh``.
+    """How a step is divided over the ranks of ``mesh``: over its axes ``pp`` by layers, over ``dp_replicate`` and ``dp`` by rows, over any
+    other by dims of parameters.
 
     ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
     rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  Under ``norm = "post-validate"`` stages update by
