@@ -14,7 +14,6 @@ from torch import Tensor
 
 from shardwise.checkpoint.atoms import Piece
 from shardwise.checkpoint.reader import Checkpoint
-from shardwise.core.flat import FlatEntry, range_boxes
 from shardwise.core.layout import Box, shard_range
 from shardwise.parallel.data import SHARDS
 from shardwise.parallel.pipeline import PIPELINE
@@ -30,11 +29,10 @@ def owned(engine: Engine) -> list[Piece]:
     mesh, rank = engine.comm.mesh, engine.comm.rank
     found: list[Piece] = []
     for index, memory in engine.memory.buckets.items():
-        if not engine.counts(index):
+        if not engine.leads(index):
             continue
-        axes = tuple(
-            name for name in mesh.names if name != PIPELINE and (name != SHARDS or memory.held.numel == memory.layout.numel)
-        )
+        others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
+        axes = tuple(name for name in mesh.names if name not in others)
         lines = -(-memory.held.numel // LINE)
         start, stop = (memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes)))
         found += _bucket(memory, start, min(stop, memory.held.stop))
@@ -84,32 +82,25 @@ def aliases(engine: Engine) -> dict[str, str]:
 
 
 def _bucket(memory: BucketMemory, start: int, stop: int, counters: bool = False) -> Iterator[Piece]:
-    """Elements ``start`` to ``stop`` of a bucket's parameters and of their optimizer state.
+    """Elements ``start`` to ``stop`` of a bucket's parameters and of their optimizer state, as boxes of the whole ones.
 
     A counter goes with its parameter's first element, or, with ``counters``, with any of its elements.
     """
-    for entry, first, last in memory.ranges(start, stop):
-        yield from _cut(f"model.{entry.name}", entry, memory.master, memory.held.start, first, last)
+    for parameter, box, values in memory.boxes(memory.master, memory.held.start, start, stop):
+        yield Piece(f"model.{parameter.name}", parameter.shape, box, values.detach())
     for update in memory.updates:
         for segment, state in update.optimizer.states():
-            end = segment.start + segment.param.numel()
-            for entry, first, last in memory.ranges(max(start, segment.start), min(stop, end)):
-                for key, value in state.items():
-                    name = f"optimizer.{entry.name}.{key}"
-                    if value.dim():
-                        yield from _cut(name, entry, value, segment.start, first, last)
-                    elif counters or first == entry.offset:
-                        yield _whole(name, value)
+            first, last = max(start, segment.start), min(stop, segment.start + segment.param.numel())
+            for key, value in state.items():
+                for parameter, box, values in memory.boxes(value, segment.start, first, last) if value.dim() else ():
+                    yield Piece(f"optimizer.{parameter.name}.{key}", parameter.shape, box, values.detach())
+            here = memory.boxes(memory.master, memory.held.start, first, last)
+            for name in dict.fromkeys(p.name for p, box, _ in here if counters or not any(box.start)):
+                yield from (_whole(f"optimizer.{name}.{key}", value) for key, value in state.items() if not value.dim())
     for entry in memory.layout.entries:
-        if not entry.numel and start <= entry.offset < max(stop, start + 1):
-            yield _whole(f"model.{entry.name}", memory.master[:0].view(entry.shape))
-
-
-def _cut(name: str, entry: FlatEntry, values: Tensor, origin: int, first: int, last: int) -> Iterator[Piece]:
-    """Elements ``first`` to ``last`` of the bucket, of ``entry``, as boxes; ``values`` begins with element ``origin``."""
-    for box in range_boxes(entry.shape, first - entry.offset, last - entry.offset):
-        yield Piece(name, entry.shape, box, values[first - origin : first - origin + box.numel].detach().view(box.shape))
-        first += box.numel
+        parameter = memory.parameters[entry.name]
+        if not parameter.numel and start <= entry.offset < max(stop, start + 1):
+            yield _whole(f"model.{entry.name}", memory.master[:0].view(parameter.shape))
 
 
 def _whole(name: str, value: Tensor) -> Piece:

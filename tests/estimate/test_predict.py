@@ -118,11 +118,11 @@ def test_offloaded_states_are_on_the_host_of_a_gpu() -> None:
     found = trace(module, batch, precision="bf16")
     here, there = (predict(found, plan, ADAMW, rows=4, device="cuda", rank=0) for plan in (near, far))
     held = here.states[Category.OPTIMIZER]
-    copy = sum(b.layout(ADAMW, 2).numel // 2 * 4 for b in found.buckets)
+    copy = sum(b.layout(ADAMW, far.mesh, 0).numel // 2 * 4 for b in found.buckets)
     assert here.host_bytes == 0 and there.states[Category.OPTIMIZER] == 0
     assert there.host[Category.OPTIMIZER] == held and there.host[Category.GRADIENTS] == copy
     assert there.host[Category.TEMPORARY] == max(
-        b.layout(ADAMW, 2).numel // 2 * 2 for b in found.buckets
+        b.layout(ADAMW, far.mesh, 0).numel // 2 * 2 for b in found.buckets
     )  # rounded to bf16 there
     assert total(here.states) - total(there.states) == held
     same = predict(found, far, ADAMW, rows=4, device="cpu", rank=0)

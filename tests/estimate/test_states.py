@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sharded
 from shardwise.core.flat import FlatShard
 from shardwise.core.instruction import Buffer
 from shardwise.core.mesh import Mesh
@@ -25,7 +26,9 @@ from shardwise.core.optim import FUSED, OptimizerChoice
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
+from shardwise.estimate.predict import fullest
 from shardwise.estimate.states import UPDATE_TENSORS, Share, bucket_states, model_states, step_peak, widths
+from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
 from shardwise.parallel.data import ZERO, data_parallel
 from shardwise.runtime.buffers import BucketMemory, RankMemory
@@ -103,8 +106,12 @@ def allocated(found: Trace, plan: Plan, choice: OptimizerChoice, program: Progra
 
 
 def check_states(plan: Plan, choice: OptimizerChoice, captured: bool = True) -> None:
-    found = traced(plan.precision, captured)
-    program = lower(found, plan)[0]
+    compare_states(traced(plan.precision, captured), plan, choice)
+
+
+def compare_states(found: Trace, plan: Plan, choice: OptimizerChoice) -> list[dict[Buffer, int]]:
+    """Assert that each rank holds what is predicted: the bytes of each, by buffer."""
+    program, held = lower(found, plan)[0], []
     beside = {Buffer(kind) for kind in ("buffer", "batch", "unused", "scalar")}
     for rank, real in enumerate(run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)):
         ours = accounts(found, plan, choice, program, 6, rank, "cuda")
@@ -113,6 +120,8 @@ def check_states(plan: Plan, choice: OptimizerChoice, captured: bool = True) -> 
         together = accounts(found, plan, choice, program, 6, rank, "cpu")
         assert together[0] is together[1]  # the host is the device
         assert sum(together[0].persistent.values()) == sum(sum(one.persistent.values()) for one in ours)
+        held.append({b: sum(one.get(b, 0) for one in bare) for b in {*bare[0], *bare[1]}})
+    return held
 
 
 MESHES = ((1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (4, 4), (6, 2))
@@ -152,6 +161,26 @@ def test_parameters_under_different_rules() -> None:
         assert {b: n for b, n in ours.items() if b.kind not in ("buffer", "batch", "scalar")} == real[rank][0]
 
 
+@pytest.mark.parametrize("zero", range(4))
+def test_states_of_parameters_in_pieces(zero: int) -> None:
+    """To the byte, of every rank: uneven pieces, empty ones, and slots that are as large as this rank's pieces."""
+    for tensor, fields in (
+        ({"tp": 2}, {"precision": "bf16"}), ({"tp": 3}, {}), ({"tp": 3, "ep": 2}, {"offload": "optimizer"}),
+    ):  # fmt: skip
+        plan = sharded.planned(tensor, dp=2, zero=zero, **{"precision": "fp32", **fields})
+        found = trace(sharded.net().float(), sharded.batch(), precision=plan.precision, group=plan.rule)
+        sharded.place(found, sharded.net(), plan, sharded.layouts("tp", "ep" if "ep" in tensor else "tp"))
+        ours = compare_states(found, plan, OptimizerChoice("adamw"))
+        assert len({sum(one.values()) for one in ours}) > 1  # pieces are uneven
+        assert fullest(found, plan, OptimizerChoice("adamw"), 4, Cut.of(found, plan)) == [_most(ours)]
+
+
+def _most(ours: list[dict[Buffer, int]]) -> int:
+    """The rank that needs most from step to step, slots apart; the first of several."""
+    sizes = [sum(n for b, n in one.items() if b.kind not in ("slot", "unreduced")) for one in ours]
+    return sizes.index(max(sizes))
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
     found, choice = traced("bf16"), OptimizerChoice("sgd", momentum=0.9)
@@ -161,7 +190,8 @@ def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
         ranks = [bucket_states(Share.of(bucket, plan, choice, i), each, learns=bucket.learns)[0] for i in range(3)]
         copies = [1 if letter == "S" else 3 for letter in (ZERO[stage].rest, ZERO[stage].grad, ZERO[stage].state)]
         share = Share.of(bucket, whole, choice, 0)
-        share = dataclasses.replace(share, layout=bucket.layout(choice, 3), held=FlatShard(0, bucket.layout(choice, 3).numel))
+        layout = bucket.layout(choice, plan.mesh, 0)
+        share = dataclasses.replace(share, layout=layout, held=FlatShard(0, layout.numel))
         one = bucket_states(share, each, learns=bucket.learns)[0]
         assert sum(r.parameters for r in ranks) == one.parameters * copies[0]
         assert sum(r.gradients for r in ranks) == one.gradients * copies[1]

@@ -19,6 +19,7 @@ from shardwise.lower.slots import Span, assign
 from shardwise.lower.step import lower
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.trace.trace import Trace, trace
 
 LAYERS = 6
@@ -133,3 +134,28 @@ def test_no_slot_holds_two_buckets_at_once(found: list[Span]) -> None:
             assert slots[i] != slots[j] or a.start > b.stop or b.start > a.stop
     busiest = max((sum(s.start <= t <= s.stop for s in found) for t in range(30)), default=0)
     assert len(held) == busiest  # no more slots than are needed at once
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero: int) -> None:
+    """Loss and norm: every rank has a part of them.  Ranks that differ in tensor axes have the same rows, and other gradients."""
+    plan = pipeline(data_parallel(Plan(mesh=Mesh.of(tp=2, one=1, ep=2), microbatches=2), 4, zero, 2), 2)
+    batch, tensor = ("dp_replicate", "dp"), ("tp", "ep")
+    for training in (True, False):
+        programs = lower(gpt, plan, training=training)
+        check(programs, plan.mesh)
+        assert len(programs) == 2  # ranks that differ in tensor axes run the same
+        for program in programs:
+            sums = {one.writes[0].kind: one.axes for one in program.instructions if one.op is Op.REDUCE and one.bucket < 0}
+            assert sums == dict.fromkeys(("loss", "norm") if training else ("loss",), ("pp", *batch, *tensor))
+            counts = [one.axes for one in program.instructions if one.op is Op.COUNT]
+            assert counts and set(counts) == {batch}
+            others = {a for one in program.instructions if one.op in (Op.REDUCE, Op.GATHER) and one.bucket >= 0 for a in one.axes}
+            assert others <= set(batch) and (others or not training)
+
+
+def test_a_stage_that_does_not_wait_sums_its_norm_over_its_own_ranks(gpt: Trace) -> None:
+    plan = pipeline(data_parallel(Plan(mesh=Mesh.of(tp=2), microbatches=2, norm="post-validate", window=3), 2, 1), 2)
+    for program in lower(gpt, plan, batches=3):
+        norms = [one.axes for one in program.instructions if one.op is Op.REDUCE and one.writes[0].kind == "norm"]
+        assert norms == [("dp", "tp"), ("pp",)] * 2 + [("pp", "dp", "tp")]

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,6 +26,7 @@ import zoo
 from shardwise import OptimizerChoice, Trainer, Values, record
 from shardwise.checkpoint.weights import fit_weights, load_weights
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.runtime.compiled import Compiled
@@ -301,18 +303,23 @@ def test_several_ranks_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(same(state, expected) for state in states) and most == [1]
 
 
-def test_ranges() -> None:
+def test_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = record(lambda: nn.Conv2d(3, 4, 5).to(memory_format=torch.channels_last))
     values = Values.of_recorded(recorded, SEED)
-    flat = values["weight"].contiguous().view(-1)
-    assert not values["weight"].is_contiguous()
-    buffer = torch.zeros(50, dtype=torch.float64)
-    values.copy_range("weight", 17, 60, buffer[5:48])
-    assert torch.equal(buffer[5:48], flat[17:60].double()) and not buffer[:5].any() and not buffer[48:].any()
-    values.copy_range("weight", 300, 300, buffer[:0])
-    for start, stop, size in ((-1, 3, 4), (298, 301, 3), (3, 2, 0), (3, 7, 3)):
-        with pytest.raises(ShardwiseError, match=f'range {start} to {stop} of "weight", which has 300 elements'):
-            values.copy_range("weight", start, stop, torch.zeros(size))
+    weight = values["weight"]
+    assert not weight.is_contiguous()
+    buffer = torch.zeros(2, 50, dtype=torch.float64)
+    one, two = Box((1, 0, 2, 1), (3, 3, 3, 5)), Box((3, 2, 0, 0), (4, 3, 5, 5))
+    values.copy_boxes("weight", [(one, buffer[0, 5:29].view(2, 3, 1, 4)), (two, buffer[1, 25:].view(1, 1, 5, 5))])
+    assert torch.equal(buffer[0, 5:29].view(2, 3, 1, 4), weight[1:3, :, 2:3, 1:].double())
+    assert torch.equal(buffer[1, 25:].view(1, 1, 5, 5), weight[3:, 2:].double())
+    assert not buffer[0, :5].any() and not buffer[0, 29:].any() and not buffer[1, :25].any()
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorded, "materialise", None)  # nothing is made for nothing
+        values.copy_boxes("weight", [(Box((1, 0, 2, 2), (3, 3, 2, 5)), torch.zeros(2, 3, 0, 3))])
+    for start, stop, size in (((0,), (4,), (4,)), ((0, 0, 0, 0), (5, 1, 1, 1), (5, 1, 1, 1)), ((0, 0, 0, 0), (1, 1, 1, 2), (2,))):
+        with pytest.raises(ShardwiseError, match=re.escape(f'box {start} to {stop} of "weight", which is [4, 3, 5, 5], into')):
+            values.copy_boxes("weight", [(Box(start, stop), torch.zeros(size))])
 
 
 def test_a_module_without_values_is_refused() -> None:

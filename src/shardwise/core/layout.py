@@ -163,8 +163,12 @@ class Layout:
         Several where a minor factor of a dim is sharded.  Concatenating them dim by dim gives the local
         tensor.
         """
-        dims = [_intervals([(f.size, *f.range(mesh, rank)) for f in dim]) for dim in self.dims]
-        return [Box(tuple(start for start, _ in box), tuple(stop for _, stop in box)) for box in product(*dims)]
+        cells = product(*self.intervals(mesh, rank))
+        return [Box(tuple(start for start, _ in cell), tuple(stop for _, stop in cell)) for cell in cells]
+
+    def intervals(self, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
+        """Of each dim the (start, stop) that ``rank`` owns, in order."""
+        return [_intervals([(f.size, *f.range(mesh, rank)) for f in dim]) for dim in self.dims]
 
     def __str__(self) -> str:
         """``[8:dp, 3*4:tp*16] partial tp2``."""

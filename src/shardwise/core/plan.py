@@ -21,6 +21,7 @@ Reduced = Literal["microbatch", "step"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Norm = Literal["barrier", "post-validate"]
+Tensor = Literal["1d", "1d-sp"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
@@ -39,6 +40,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         "auto",
     ),
     "norm": ("barrier", "post-validate"),
+    "tensor": ("1d", "1d-sp"),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
@@ -96,7 +98,8 @@ class ParameterRule:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a step is divided over the ranks of ``mesh``.
+    """How a step is divided over the ranks of ``mesh``: over its axes ``pp`` by layers, over ``dp_replicate`` and ``dp`` by rows, over any
+    other by dims of parameters.
 
     ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
     rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  Under ``norm = "post-validate"`` stages update by
@@ -133,6 +136,7 @@ class Plan:
     stages: tuple[int, ...] = ()
     vertical_sync: bool = False
     norm: Norm = "barrier"
+    tensor: Tensor = "1d"
     window: int = 32
     timetable: tuple[str, ...] = ()
 

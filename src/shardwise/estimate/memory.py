@@ -15,7 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, changed, step_peak, widths
 from shardwise.estimate.timeline import Made
-from shardwise.parallel.data import SHARDS, batch_axes, placement
+from shardwise.parallel.data import batch_axes, placement
 from shardwise.trace.casts import COMPUTE_DTYPE
 from shardwise.trace.ops import Env
 from shardwise.trace.profile import Profile, UnitMemory, Way
@@ -51,8 +51,8 @@ def accounts(
     there = Account()
     here = there if device == HOST else Account()
     own = trace.buckets if buckets is None else buckets
-    _buckets(there, here, own, plan, choice, plan.mesh.index(rank, SHARDS), device, common, trace.opaque is not None)
-    _pools(there, trace, plan, choice, program, common)
+    _buckets(there, here, own, plan, choice, rank, device, common, trace.opaque is not None)
+    _pools(there, trace, plan, choice, program, rank, common)
     here.hold(Buffer("unused"), trace.beside.unused)
     there.hold(Buffer("buffer"), trace.beside.buffers)
     there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)))
@@ -72,12 +72,12 @@ def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
 
 
 def _buckets(
-    there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, index: int, device: str,
+    there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, rank: int, device: str,
     common: bool, apart: bool,
 ) -> None:  # fmt: skip
     offload = plan.offloads_optimizer
     for bucket in buckets:
-        share = Share.of(bucket, plan, choice, index, apart)
+        share = Share.of(bucket, plan, choice, rank, apart)
         each = bucket_widths(choice, bucket)
         both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
         for account, states in zip((there, here), both, strict=True):
@@ -94,11 +94,13 @@ def _buckets(
         there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 
-def _pools(account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, common: bool) -> None:
+def _pools(
+    account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rank: int, common: bool
+) -> None:  # fmt: skip
     """Slots, each as large as the largest bucket that it has to hold; none for parameters that lie in common memory."""
-    parts, summed = plan.mesh.axis_size(SHARDS), COMPUTE_DTYPE.get(plan.reduce)
+    summed = COMPUTE_DTYPE.get(plan.reduce)
     numels = {
-        b: trace.buckets[b].layout(choice, parts).numel
+        b: trace.buckets[b].layout(choice, plan.mesh, rank).numel
         for held in (*program.slots, *program.unreduced, *program.stashes)
         for b in held
     }
@@ -136,7 +138,7 @@ class ProgramSizes:
         traces: one for each microbatch, as the engine chooses them.
         profiles: likewise, of each microbatch's own number of rows.
         account: what is there from step to step.
-        parts: the number of ranks over the batch axes.
+        parts: the number of ranks of a stage, over the batch and tensor-parallel axes: as many have norms.
         envs: this rank's place in each microbatch; only a rank of a pipeline needs it.
         microbatches: of a batch, by default all.
     """

@@ -18,8 +18,9 @@ from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
-from shardwise.parallel.data import SHARDS, batch_axes
+from shardwise.parallel.data import REPLICAS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.trace.ops import Env
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.trace import Bucket, Trace
@@ -142,7 +143,13 @@ class _Subject:
         envs = [Env(parts=parts, index=index, rows=n) for n in self.sizes]
         times, alike = program.batches, [profiles[n] for n in self.sizes]
         walked = ProgramSizes(
-            program.instructions, [*self.traces] * times, alike * times, there, parts, envs * times, len(self.sizes)
+            program.instructions,
+            [*self.traces] * times,
+            alike * times,
+            there,
+            parts * mesh.axis_size(tensor_axes(plan)),
+            envs * times,
+            len(self.sizes),
         )
         found = timeline(program.instructions, walked)
         host = {} if here is there else _by_category(here.persistent)
@@ -182,23 +189,23 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: C
     alike: dict[object, list[Bucket]] = {}
     for b in trace.buckets:
         names = [p.name for p in b.parameters]
-        shapes = tuple((p.shape, choice.decays(p.name, p.shape)) for p in b.parameters)
+        shapes = tuple((p.placed, choice.decays(p.name, p.shape)) for p in b.parameters)
         alike.setdefault((shapes, b.dtype, b.learns, plan.rule(names[0]), cut.holders(b)), []).append(b)
 
     @functools.cache
-    def states(index: int, pipe: int) -> int:
+    def states(rank: int) -> int:
         total = 0
         for same in alike.values():
-            if pipe not in cut.holders(same[0]):
+            if plan.mesh.index(rank, PIPELINE) not in cut.holders(same[0]):
                 continue
-            share = Share.of(same[0], plan, choice, index, apart)
+            share = Share.of(same[0], plan, choice, rank, apart)
             held = bucket_states(share, bucket_widths(choice, same[0]), learns=same[0].learns)
             total += len(same) * sum(s.total for s in held)
         return total
 
     def needs(rank: int) -> tuple[int, int]:
-        pipe = plan.mesh.index(rank, PIPELINE)
-        return states(plan.mesh.index(rank, SHARDS), pipe) + trace.beside.row * sum(each[rank]), -rank
+        first = plan.mesh.group(rank, REPLICAS)[0]  # replicas have the same
+        return states(first) + trace.beside.row * sum(each[rank]), -rank
 
     found = []
     for pipe in range(cut.ranks):

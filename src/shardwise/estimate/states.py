@@ -74,10 +74,10 @@ class Share:
     updates: tuple[tuple[tuple[bool, int], ...], ...] = ()
 
     @staticmethod
-    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, index: int, apart: bool = False) -> Share:
-        """Of the rank with ``index`` over ``dp``; ``apart``: an optimizer for each parameter."""
-        parts = plan.mesh.axis_size(SHARDS)
-        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
+    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, apart: bool = False) -> Share:
+        """Of ``rank``; ``apart``: an optimizer for each parameter."""
+        parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
+        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
         held = held_range(rule, layout, parts, index, bucket.learns)
         return Share(layout, rule, held, _updates(layout, held, choice, apart) if bucket.learns else ())
 

@@ -21,6 +21,7 @@ from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.trace.trace import Bucket, Trace
 
 PASSING = ("activation", "kept", "saved", "gradient", "received", "putoff")
@@ -75,9 +76,14 @@ class _Lowering:
         return tuple(a for a in batch_axes(self.plan) if self.plan.mesh.axis_size(a) > 1)
 
     @property
+    def stage_axes(self) -> tuple[str, ...]:
+        """Over which the ranks of one stage differ: losses and norms are summed over them, and a unit's own collectives run."""
+        return (*self.axes, *tensor_axes(self.plan))
+
+    @property
     def all_axes(self) -> tuple[str, ...]:
         """Over which losses and norms are summed."""
-        return (*((PIPELINE,) if self.cut.ranks > 1 else ()), *self.axes)
+        return (*((PIPELINE,) if self.cut.ranks > 1 else ()), *self.stage_axes)
 
     @cached_property
     def units(self) -> tuple[int, ...]:
@@ -196,7 +202,7 @@ class _Lowering:
             writes += [Buffer("saved", u, m)] if saves else self.kept(u, m)
         if "loss" in unit.outputs:
             writes.append(of_batch("loss", self.versions.batch(m)))
-        axes, version = self.axes if unit.collectives else (), self.version(u, m)
+        axes, version = self.stage_axes if unit.collectives else (), self.version(u, m)
         return Instruction(Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
 
     def version(self, u: int, m: int) -> int:
@@ -225,7 +231,7 @@ class _Lowering:
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
         writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
         writes += [] if whole else [Buffer("putoff", u, m)]
-        op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.axes if unit.collectives else ()
+        op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
         version = self.version(u, m)
         return Instruction(op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
 
@@ -278,7 +284,7 @@ class _Lowering:
         """
         learning, norm, verdict = [b for b in self.own if b.learns], of_batch("norm", batch), of_batch("verdict", batch)
         grads = tuple(Buffer("grad", b.index) for b in learning)
-        before = self.axes if self.versions.alone or self.versions.validates(batch) else self.all_axes
+        before = self.stage_axes if self.versions.alone or self.versions.validates(batch) else self.all_axes
         after = tuple(a for a in self.all_axes if a not in before)
         steps = [
             Instruction(

@@ -106,7 +106,7 @@ class Batch:
         owner = self.owner
         return Env(
             owner.comm, owner.axes, self.parts, self.index, last - first, first, owner.seed, self.given.step,
-            targets=None if self.counts is None else self.counts[m],
+            targets=None if self.counts is None else self.counts[m], tensor=owner.place,
         )  # fmt: skip
 
     def rows_of(self, name: str, m: int, env: Env) -> Tensor:
@@ -152,13 +152,14 @@ class Batch:
         if owner.apart:
             flags = [float(p.name in gradients.reached) for p in self._learning()]
             row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
-        self.norms = torch.zeros(self.parts, row.numel(), dtype=self.wide, device=row.device)
-        self.norms[self.index] = row
+        mesh, axes = owner.comm.mesh, (*owner.axes, *owner.tensor)
+        self.norms = torch.zeros(mesh.axis_size(axes), row.numel(), dtype=self.wide, device=row.device)
+        self.norms[mesh.index(owner.comm.rank, axes)] = row
 
     def _total(self) -> Tensor:
         """The norm over every parameter once, of all whose norms are here, as it came out of backward."""
         assert self.norms is not None
-        shards = self.owner.comm.mesh.axis_size(SHARDS)  # further rows are those of replicas
+        shards = self.owner.comm.mesh.axis_size((SHARDS, *self.owner.tensor))  # further rows are those of replicas
         norm: Tensor = torch.linalg.vector_norm(self.norms[:shards, : len(self.owner.learning)])
         return norm
 
@@ -212,10 +213,11 @@ class Batch:
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
             if b.grad is not None:
-                whole = b.whole(b.final_gradient, self.owner.comm, "gradients")
+                whole = b.whole(b.final_gradient, f"gradients of bucket {b.bucket.index}")
                 if self.scale is not None:
-                    whole /= self.scale
-                found |= {name: g for name, g in b.views(whole).items() if not bool(self.unreached.get(name, 0))}
+                    for gradient in whole.values():
+                        gradient /= self.scale
+                found |= {name: g for name, g in whole.items() if not bool(self.unreached.get(name, 0))}
         return found
 
     def update(self, one: Instruction) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.instruction import Op
+from shardwise.core.layout import Box
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.pieces import parts, range_parts
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
@@ -22,7 +25,7 @@ from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
 from shardwise.trace.casts import COMPUTE_DTYPE
-from shardwise.trace.trace import DECAY, Bucket
+from shardwise.trace.trace import DECAY, Bucket, Parameter
 
 
 class Update(NamedTuple):
@@ -34,7 +37,7 @@ class Update(NamedTuple):
 
 @dataclass
 class BucketMemory:
-    """The buffers of a bucket.
+    """The buffers of a bucket, for what this rank has of its parameters over the axes that shard them: their local pieces, by ``layout``.
 
     ``held`` is the range of the bucket whose masters and optimizer state this rank has: all of it, or its own of the equal ``shard``s
     over ``dp``.  ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole in memory that all ranks of
@@ -62,9 +65,9 @@ class BucketMemory:
     @staticmethod
     def allocate(bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, apart: bool = False) -> BucketMemory:
         """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments."""
-        parts, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
-        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, parts)
-        shard, held = layout.shard(parts, index), held_range(rule, layout, parts, index, bucket.learns)
+        number, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
+        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, comm.mesh, comm.rank)
+        shard, held = layout.shard(number, index), held_range(rule, layout, number, index, bucket.learns)
         rest = shard if rule.rest == "S" else FlatShard(0, layout.numel)
         # What others read in a gather lies where the communicator wants it: best, once for all of them.
         sharded = held.numel < layout.numel
@@ -122,6 +125,20 @@ class BucketMemory:
             if first < last:
                 yield entry, first, last
 
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """The bucket's, by name."""
+        return {p.name: p for p in self.bucket.parameters}
+
+    def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
+        """Elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view of ``flat``, which begins
+        with element ``origin``."""
+        mesh, rank = self.comm.mesh, self.comm.rank
+        for entry, first, last in self.ranges(start, stop):
+            parameter = self.parameters[entry.name]
+            for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
+                yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
+
     @property
     def resident(self) -> bool:
         """Whether the whole bucket is here between steps, if only since ranks have memory in common."""
@@ -152,10 +169,11 @@ class BucketMemory:
     def load(self, values: Values) -> None:
         """Set the held range, masters first, so that nothing of their precision is lost; what others hold is gathered before its use."""
         held = self.held
-        for entry, start, stop in self.ranges(held.start, held.stop):
-            values.copy_range(
-                entry.name, start - entry.offset, stop - entry.offset, self.master[start - held.start : stop - held.start]
-            )
+        found: dict[str, list[tuple[Box, Tensor]]] = {}
+        for parameter, box, goal in self.boxes(self.master, held.start, held.start, held.stop):
+            found.setdefault(parameter.name, []).append((box, goal))
+        for name, goals in found.items():
+            values.copy_boxes(name, goals)
         self.publish()
 
     @torch.no_grad()
@@ -182,17 +200,54 @@ class BucketMemory:
             tensor.copy_(before)
         self.publish()
 
-    def whole(self, held: Tensor, comm: Communicator, what: str) -> Tensor:
-        """A tensor of the held range of all ranks together; all call it, and each may change what it gets."""
+    def whole(self, held: Tensor, what: str) -> dict[str, Tensor]:
+        """A tensor of the held range of all ranks together, by parameter; all call it, and each may change what it gets."""
+        comm = self.comm
         if held.numel() == self.layout.numel:
-            return held.clone()
-        out = torch.empty(self.layout.numel, dtype=held.dtype, device=comm.device)
-        comm.all_gather(out, held.to(comm.device), SHARDS, lane="state", what=what).wait()
-        return out
+            out = held.clone()
+        else:
+            out = torch.empty(self.layout.numel, dtype=held.dtype, device=comm.device)
+            comm.all_gather(out, held.to(comm.device), SHARDS, lane="state", what=what).wait()
+        return self._joined(out, what) if comm.mesh.axis_size(self.bucket.axes) > 1 else self.views(out)
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
-        """The parameters' views of a whole bucket."""
-        return {e.name: whole[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
+    def _joined(self, own: Tensor, what: str) -> dict[str, Tensor]:
+        """The whole parameters of the local pieces of all ranks over the bucket's axes, whose buckets differ in size: all are padded."""
+        comm, axes = self.comm, self.bucket.axes
+        ranks = comm.mesh.group(comm.rank, axes)
+        layouts = [self.bucket.layout(self.choice, comm.mesh, rank) for rank in ranks]
+        most = max(layout.numel for layout in layouts)
+        padded = torch.zeros(most, dtype=own.dtype, device=comm.device)
+        padded[: own.numel()] = own
+        everyone = torch.empty(len(ranks), most, dtype=own.dtype, device=comm.device)
+        comm.all_gather(everyone, padded, axes, lane="state", what=what).wait()
+        found = {p.name: torch.empty(p.shape, dtype=own.dtype, device=comm.device) for p in self.bucket.parameters}
+        for rank, layout, flat in zip(ranks, layouts, everyone, strict=True):
+            for entry in layout.entries:
+                local = flat[entry.offset : entry.stop].view(entry.shape)
+                for part in parts(self.parameters[entry.name].placed, comm.mesh, rank):
+                    found[entry.name][part.whole.slices] = local[part.local.slices]
+        return found
+
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parameters' views of a bucket that is whole on this rank: their local pieces."""
+        return {e.name: flat[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
+
+
+def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tensor:
+    """What this rank has of a whole parameter."""
+    if parameter.layout is None:
+        return whole
+    out = torch.empty(parameter.local_shape(comm.mesh, comm.rank), dtype=whole.dtype, device=whole.device)
+    for part in parts(parameter.layout, comm.mesh, comm.rank):
+        out[part.local.slices] = whole[part.whole.slices]
+    return out
+
+
+def _rectangle(flat: Tensor, offset: int, shape: Sequence[int], box: Box) -> Tensor:
+    """The view of a ``box`` of a row-major tensor of ``shape`` whose first element is, or would be, number ``offset`` of ``flat``."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    first = offset + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
+    return flat.as_strided(box.shape, strides, flat.storage_offset() + first)
 
 
 def _zeros(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:

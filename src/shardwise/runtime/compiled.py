@@ -12,12 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.check import check
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.initial_values import Values
+from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
 from shardwise.trace.trace import Bucket, Trace, trace
@@ -125,9 +128,15 @@ class Compiled:
             if key not in self._traces:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule,
+                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule, tensor=self._tensors(),
                 )  # fmt: skip
         return self._traces[key]
+
+    def _tensors(self) -> Tensors:
+        """What tensor parallelism does; where parameters lie is the same in all traces."""
+        mesh = self.plan.mesh
+        layouts = {p.name: p.layout for b in self.buckets for p in b.parameters} if self.buckets else None
+        return Tensors({axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)}, self.plan.tensor, layouts)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -138,20 +147,31 @@ class Compiled:
         key = (id(one), microbatches, batches)
         with self._lock:
             if key not in self._programs:
+                self._check_placed(one)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches)
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
 
+    def _check_placed(self, one: Trace) -> None:
+        """:class:`ShardwiseError` where a trace takes parameters to lie otherwise than the buckets, which all traces share, have them."""
+        here = {p.name: p.placed for b in self.buckets for p in b.parameters}
+        for parameter in (p for b in one.buckets for p in b.parameters):
+            if here.get(parameter.name, parameter.placed) != parameter.placed:
+                raise ShardwiseError(
+                    f"parameter {parameter.name} lies as {here[parameter.name]} in training, and as {parameter.placed} in another trace"
+                )
+
 
 def _traced_for(plan: Plan) -> tuple[Any, ...]:
-    """What a trace depends on; parameters of different rules do not share a bucket."""
-    return plan.precision, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
+    """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
+    tensor = [(axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
+    return plan.precision, tensor, plan.tensor, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
-def _layout(one: Trace) -> list[tuple[str, ...]]:
-    return [tuple(p.name for p in b.parameters) for b in one.buckets]
+def _layout(one: Trace) -> list[list[tuple[str, Layout]]]:
+    return [[(p.name, p.placed) for p in b.parameters] for b in one.buckets]
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:

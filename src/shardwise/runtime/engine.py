@@ -17,8 +17,9 @@ from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.batch import StepInput, StepResult
-from shardwise.runtime.buffers import BucketMemory, RankMemory
+from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
@@ -84,13 +85,18 @@ class Engine:
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
-            tuple(b.index for b in own if b.learns and self.counts(b.index)), clip_norm, progress, apart=apart, strict=strict,
-            offload=plan.offloads_activations,
+            tuple(b.index for b in own if b.learns and self.counts(b)), tensor_axes(plan), clip_norm, progress, apart=apart,
+            strict=strict, offload=plan.offloads_activations,
         )  # fmt: skip
 
-    def counts(self, bucket: int) -> bool:
-        """Whether this rank, of those over the pipeline that have a bucket, is the first: the one that counts it and saves it."""
+    def leads(self, bucket: int) -> bool:
+        """Whether this rank is the first of those over the pipeline that have a bucket: one of those that save it."""
         return self.holders[bucket][0] == self.pipe
+
+    def counts(self, bucket: Bucket) -> bool:
+        """Whether this rank counts a bucket in the norm: of all that have the same of it, but for those over the batch axes, the first."""
+        replicas = tuple(axis for axis in tensor_axes(self.compiled.plan) if axis not in bucket.axes)
+        return self.leads(bucket.index) and self.comm.mesh.index(self.comm.rank, replicas) == 0
 
     def _compute_dtype(self, name: str) -> torch.dtype:
         module = self.compiled.module
@@ -130,8 +136,9 @@ class Engine:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled)
-        for name in sorted({n for t in traces for u in t.units for n in u.parameters} & set(self.unused)):
-            self.memory.leaves[name] = self.unused[name].to(self.comm.device, self._compute_dtype(name))
+        for parameter in {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}.values():
+            value = local_part(self.unused[parameter.name], parameter, self.comm)
+            self.memory.leaves[parameter.name] = value.to(self.comm.device, self._compute_dtype(parameter.name))
         program = self.program(compiled, traces)
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
@@ -229,11 +236,11 @@ class Engine:
         """Copies of all parameters that some unit reads, whole, in their master precision; all ranks call it together."""
         found: dict[str, Tensor] = {}
         for index, memory in self.memory.buckets.items():
-            found |= memory.views(memory.whole(memory.master, self.comm, f"parameters of bucket {index}"))
+            found |= memory.whole(memory.master, f"parameters of bucket {index}")
         return self.everywhere(found, self.compiled.general.buckets)
 
     def everywhere(self, mine: Mapping[str, Tensor], buckets: Sequence[Bucket] | None = None) -> dict[str, Tensor]:
-        """What the ranks of the pipeline have of a tensor for each parameter, by default those that learn; all ranks call it together."""
+        """What the ranks of the pipeline have of a whole tensor for each parameter, by default those that learn; all ranks call it together."""
         if self.cut.ranks == 1:
             return dict(mine)
         found = dict(mine)

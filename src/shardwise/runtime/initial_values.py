@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError, ShardwiseError, did_you_mean
+from shardwise.core.layout import Box
 from shardwise.trace.initial import Recorded, named_tensors
 
 LISTED = 3  # names in one error
@@ -96,17 +97,21 @@ class Values(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def copy_range(self, name: str, start: int, stop: int, out: Tensor) -> None:
-        """Copy elements ``start`` to ``stop`` of the flattened (row-major) tensor into ``out``: 1-d, of any dtype and device.
+    def copy_boxes(self, name: str, goals: Sequence[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of a tensor into tensors of their shapes, of any dtype and device.
 
-        Makes that one tensor for as long as it takes, and nothing if the range is empty.
+        Makes that one tensor for as long as it takes, and nothing if all boxes are empty.
         """
-        numel = self._tensors[name].numel()
-        if not 0 <= start <= stop <= numel or tuple(out.shape) != (stop - start,):
-            raise ShardwiseError(f'range {start} to {stop} of "{name}", which has {numel} elements, into {list(out.shape)}')
-        if start < stop:
+        shape = tuple(self._tensors[name].shape)
+        everything = Box((0,) * len(shape), shape)
+        for box, out in goals:
+            if len(box.start) != len(shape) or not everything.contains(box) or tuple(out.shape) != box.shape:
+                raise ShardwiseError(f'box {box.start} to {box.stop} of "{name}", which is {list(shape)}, into {list(out.shape)}')
+        if any(box.numel for box, _ in goals):
             with torch.no_grad():
-                out.copy_(self[name].reshape(-1)[start:stop])
+                value = self[name]
+                for box, out in goals:
+                    out.copy_(value[box.slices])
 
     @property
     def missing(self) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,8 +30,9 @@ if TYPE_CHECKING:
 class Interpreter:
     """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction.
 
-    ``axes`` are those of the batch.  ``learning`` are the indices of all buckets that learn, on whatever rank; ``counted`` those whose norm
-    this rank counts: of several ranks that have a bucket one does.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
+    ``axes`` are those of the batch, ``tensor`` those over which parameters are sharded.  ``learning`` are the indices of all buckets that learn,
+    on whatever rank; ``counted`` those whose norm this rank counts: of several ranks that have the same of a bucket one does, not to speak of
+    the batch axes.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
     fills memory with NaN as soon as the program says that its content has ended.
     """
 
@@ -40,6 +42,7 @@ class Interpreter:
     seed: int
     learning: tuple[int, ...]
     counted: tuple[int, ...]
+    tensor: tuple[str, ...] = ()
     clip_norm: float | None = None
     progress: Callable[[int, Instruction], None] | None = None
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
@@ -49,6 +52,12 @@ class Interpreter:
     strict: bool = False
     offload: bool = False  # of activations
     recorder: Recorder | None = None
+
+    @cached_property
+    def place(self) -> dict[str, tuple[int, int]]:
+        """For each axis of tensor parallelism the number of ranks, and which this one is."""
+        mesh, rank = self.comm.mesh, self.comm.rank
+        return {axis: (mesh.axis_size(axis), mesh.index(rank, axis)) for axis in self.tensor}
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
         """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""

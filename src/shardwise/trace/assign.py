@@ -10,11 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, fx
 
-from shardwise.trace import ops
+from shardwise.core.layout import Layout
 from shardwise.trace.forms import Form, Place, State, Strategy
-from shardwise.trace.schema import is_tensor
+from shardwise.trace.schema import differentiable, is_tensor
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``."""
+    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``; ``layouts`` are those of parameters, where they
+    have been chosen before (None: whole)."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     recipe: str = "1d"
+    layouts: Mapping[str, Layout | None] | None = None
 
 
 @dataclass
@@ -34,15 +37,6 @@ class Assignment:
 
     states: dict[fx.Node, tuple[State, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
-
-
-def assign(p: Propagation, forms: Mapping[fx.Node, Form | None], group: str) -> Assignment:
-    """The strategies of all ops on ``group``."""
-    if group == ops.ROWS:
-        return Walk(p, forms).run()
-    from shardwise.trace.tensor import TensorWalk
-
-    return TensorWalk(p, forms, group).run()
 
 
 class Walk:
@@ -101,8 +95,6 @@ class Walk:
 
 def with_gradient(p: Propagation) -> dict[fx.Node, bool]:
     """Whether a node's value depends on trainable parameters in a differentiable way."""
-    from shardwise.trace.sharding import aten, differentiable
-
     found: dict[fx.Node, bool] = {}
     trainable = p.captured.trainable
     for node in p.normal.graph.nodes:
@@ -113,5 +105,5 @@ def with_gradient(p: Propagation) -> dict[fx.Node, bool]:
             value: Any = node.meta.get("val")
             reached = any(found.get(n, False) for n in node.all_input_nodes)
             good = isinstance(value, Tensor | tuple | list) and differentiable(value)
-            found[node] = reached and good and node.target is not aten.detach.default
+            found[node] = reached and good and node.target is not torch.ops.aten.detach.default
     return found

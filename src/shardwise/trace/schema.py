@@ -15,6 +15,13 @@ def is_tensor(node: fx.Node) -> bool:
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
 
 
+def differentiable(value: Any) -> bool:
+    """Whether a value, or one of several, can have a gradient."""
+    if isinstance(value, tuple | list):
+        return any(differentiable(v) for v in value)
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 def op_name(node: fx.Node) -> str:
     """The name of an ATen op without its overload, or of a function."""
     schema = torch_private.schema(node.target)

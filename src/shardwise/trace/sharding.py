@@ -22,14 +22,15 @@ from torch import Tensor, fx
 
 from shardwise.core.layout import Factor, Layout
 from shardwise.trace import ops
-from shardwise.trace.assign import Tensors, assign
+from shardwise.trace.assign import Assignment, Tensors, Walk
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
-from shardwise.trace.schema import is_tensor
+from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression
+from shardwise.trace.tensor import TensorWalk
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -100,7 +101,9 @@ class Propagation:
             if isinstance(size, torch.SymInt):
                 self.sizes.symbol = size.node.expr
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
-        self.assignments = {group: assign(self, forms, group) for group in self.groups}
+        rows = Walk(self, forms).run()
+        self.assignments: dict[str, Assignment] = {ROWS: rows}
+        self.assignments |= {axis: TensorWalk(self, forms, axis, rows).run() for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -375,13 +378,6 @@ def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[s
         found.append(Factor(extent, axes))
         done = pre * extent
     return [*found, Factor(size // done)] if done < size or not size else found
-
-
-def differentiable(value: Any) -> bool:
-    """Whether a value, or one of several, can have a gradient."""
-    if isinstance(value, tuple | list):
-        return any(differentiable(v) for v in value)
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
 def picks(node: fx.Node) -> bool:

@@ -1,1 +1,336 @@
-"""Tensor parallelism: to be."""
+"""What the ops of a model are on an axis of tensor parallelism, by a recipe: which parameters are sharded, and where ranks communicate.
+
+``1d`` (Shoeybi et al., arXiv 1909.08053, section 3): a product whose input is whole has its weight split by columns, and one whose
+input is sharded along what it sums over, by rows; a table is split by rows where indices come from the batch, and a cross-entropy takes
+scores that are split by classes.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a rank and microbatch,
+forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section 4.2.2): what comes between the products is sharded along the
+sequence; the all-reduces become a reduce-scatter and an all-gather each, of the same volume.
+
+Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits that come after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import fx
+
+from shardwise.core.layout import Layout
+from shardwise.trace.assign import Assignment, Walk
+from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.schema import is_tensor
+
+if TYPE_CHECKING:
+    from shardwise.trace.sharding import Propagation
+
+OPEN = "?"
+"""The state of a parameter that nothing has used yet, and of views of it."""
+
+FAR = 200
+"""Ops after which it is no longer followed where a shard leads to."""
+
+TABLE = 8
+"""Rows a rank from which on a table is split."""
+
+
+class TensorWalk(Walk):
+    """The walk for one axis, over which there are ``parts`` ranks."""
+
+    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment) -> None:
+        super().__init__(p, forms)
+        self.axis, self.parts, self.rows = axis, p.tensor.axes[axis], rows
+        self.sequence = p.tensor.recipe == "1d-sp"
+        self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
+        self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
+        self.users = {n: list(n.users) for n in p.normal.graph.nodes}
+
+    def run(self) -> Assignment:
+        for node in self.p.normal.graph.nodes:
+            if node.op == "placeholder":
+                self.found.states[node] = (self.birth(node),)
+            elif node.op == "call_function" and is_tensor(node):
+                self.visit(node)
+        for node in list(self.views):
+            self.settle(node, None)
+        return self.found
+
+    def visit(self, node: fx.Node) -> None:
+        form, found = self.forms.get(node), self.found
+        if node not in self.forms:  # one of several results
+            source, index = node.args
+            found.states[node] = (found.states[source][index],)
+            if source in self.origin:
+                self.remember(node, source)
+        elif form is None:
+            for operand in node.all_input_nodes:
+                self.close(operand, None)
+            found.states[node] = ("I",) * len(self.p.shapes(node))
+        elif len(form.operands) == 1 and form.operands[0][0] in self.origin:
+            found.states[node] = (OPEN,) * len(form.results)
+            self.remember(node, form.operands[0][0])
+        else:
+            found.strategies[node] = strategy = self.choose(form)
+            found.states[node] = strategy.results
+
+    # ---- parameters ------------------------------------------------------------------------------------------------
+
+    def birth(self, node: fx.Node) -> State:
+        name = self.p.captured.parameters.get(node.name)
+        if name is None:
+            return "I"
+        if self.p.tensor.layouts is not None:
+            layout = self.p.tensor.layouts.get(name)
+            return "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
+        self.views[node], self.origin[node] = [], node
+        return OPEN
+
+    def remember(self, node: fx.Node, source: fx.Node) -> None:
+        self.origin[node] = self.origin[source]
+        self.views[self.origin[source]].append(node)
+
+    def close(self, node: fx.Node, wanted: State | None) -> bool:
+        """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.  Whether it is."""
+        if node not in self.origin:
+            return self.found.states[node][0] == wanted
+        parameter = self.origin[node]
+        for place in self.candidates(parameter, node, wanted) if isinstance(wanted, Place) else ():
+            if self.under(parameter, place).get(node, (None,))[0] == wanted:
+                self.settle(parameter, place)
+                return True
+        self.settle(parameter, None)
+        return False
+
+    def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Place) -> Iterator[Place]:
+        """Where a parameter might be sharded for a view of it to be sharded as wanted."""
+        shape, size = self.p.shape(parameter), self.p.shape(node)[wanted.dim]
+        for dim, whole in enumerate(shape):
+            for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
+                if whole % (pre * wanted.post) == 0:
+                    yield Place(dim, pre, wanted.post)
+
+    def under(self, parameter: fx.Node, place: Place | None) -> dict[fx.Node, tuple[State, ...]]:
+        """The states of a parameter and its views if it is sharded there."""
+        found: dict[fx.Node, tuple[State, ...]] = {parameter: ("I" if place is None else place,)}
+        for node in self.views[parameter]:
+            form = self.forms.get(node)
+            if form is None:
+                found[node] = (found[node.args[0]][node.args[1]],)
+                continue
+            strategy = self.of_view(form, found[form.operands[0][0]][0])
+            found[node] = strategy.results
+        return found
+
+    @staticmethod
+    def of_view(form: Form, state: State) -> Strategy:
+        found = form.shards(0, state) if isinstance(state, Place) else None
+        return form.whole("I") if found is None else found
+
+    def settle(self, parameter: fx.Node, place: Place | None) -> None:
+        self.found.states |= (states := self.under(parameter, place))
+        for node in self.views.pop(parameter):
+            form = self.forms.get(node)
+            if form is not None:
+                self.found.strategies[node] = self.of_view(form, states[form.operands[0][0]][0])
+        for node in states:
+            del self.origin[node]
+
+    # ---- ops -----------------------------------------------------------------------------------------------------------
+
+    def choose(self, form: Form) -> Strategy:
+        opened = [i for i, (o, _) in enumerate(form.operands) if o in self.origin]
+        if opened:
+            self.decide(form, opened)
+        states = [self.state(o) for o, _ in form.operands]
+        sharded = [(i, s) for i, s in enumerate(states) if isinstance(s, Place)]
+        sharded.sort(key=lambda one: (not self.learned(form.operands[one[0]][0]), -math.prod(self.p.shape(form.operands[one[0]][0]))))
+        for i, place in sharded:
+            found = form.shards(i, place)
+            if found is not None:
+                return found
+        partial = [i for i, s in enumerate(states) if s == "P"]
+        others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
+        if form.keeps(partial) and not others:
+            return form.on_partial(partial)
+        for i in partial if self.sequence else ():
+            found = self.along_sequence(form, i)
+            if found is not None:
+                return found
+        return form.whole("I")
+
+    def learned(self, node: fx.Node) -> bool:
+        """Whether a value follows from parameters alone."""
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return node.op == "placeholder" and node.name in self.p.captured.parameters
+
+    def decide(self, form: Form, opened: list[int]) -> None:
+        """Close the open operands of an op: as its other operands want it, or as the recipe says where these are whole."""
+        place = self.by_rows(form, opened) or self.by_columns(form, opened) or self.by_table(form, opened)
+        strategy = None if place is None else form.shards(*place)
+        if place is None:
+            known = [(i, self.state(o)) for i, (o, _) in enumerate(form.operands) if i not in opened]
+            sharded = [(i, s) for i, s in known if isinstance(s, Place)]
+            strategy = next((found for one in sharded if (found := form.shards(*one)) is not None), None)
+        order = [place[0]] if place is not None and place[0] in opened else []
+        for i in [*order, *(i for i in opened if i not in order)]:
+            good = self.close(form.operands[i][0], None if strategy is None else strategy.operands[i])
+            if not good and i in order:
+                strategy = None
+
+    def by_rows(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
+        for i, (operand, labels) in enumerate(form.operands):
+            state = self.state(operand)
+            if i in opened or not isinstance(state, Place) or not self.summed(form, labels[state.dim]):
+                continue
+            if any(labels[state.dim] in form.operands[j][1] for j in opened):
+                return i, state
+        return None
+
+    def by_columns(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(weight, where to shard it): along a dim of the result that the weight alone has, of a product."""
+        for i in opened:
+            labels = form.operands[i][1]
+            others = {label for j, (_, theirs) in enumerate(form.operands) if j not in opened for label in theirs}
+            if not any(self.summed(form, label) and label in others for label in labels):
+                continue
+            for dim, label in enumerate(labels):
+                if label is not None and label in form.results[0] and label not in others:
+                    place = self.split(form, i, dim, list(form.results[0]).index(label))
+                    if place is not None:
+                        return i, place
+        return None
+
+    def by_table(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(table, where to shard it): along rows that are looked up by what comes from the batch."""
+        for i in opened:
+            operand, labels = form.operands[i]
+            alone = [d for d, label in enumerate(labels) if self.summed(form, label)]
+            looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
+            if len(alone) == 1 and looked and self.p.shape(operand)[alone[0]] >= TABLE * self.parts:
+                return i, self.even(self.p.shape(operand)[alone[0]], alone[0])
+        return None
+
+    @staticmethod
+    def summed(form: Form, label: Any) -> bool:
+        return label is not None and all(label not in labels for labels in form.results) and form.moves is None
+
+    # ---- where to cut a dim ------------------------------------------------------------------------------------------------
+
+    def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Place:
+        """A place; where pieces come out equal it says so, whatever they are made of."""
+        return Place(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
+
+    def split(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
+        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces."""
+        node, size = form.node, self.p.shape(form.operands[weight][0])[dim]
+        found = []
+        for order, (pre, post) in enumerate(self.made_of(node, result)):
+            if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
+                place = self.even(size, result, pre, post)
+                uneven = size // (place.pre * place.post) % self.parts != 0
+                found.append((self.gathered(node, place), uneven, order, place))
+        if not found:
+            return None
+        place = min(found, key=lambda one: one[:3])[3]
+        return Place(dim, place.pre, place.post)
+
+    def made_of(self, node: fx.Node, dim: int) -> list[tuple[int, int]]:
+        """The (pre, post) of the factors of a dim that views and splits after it show, the dim itself first."""
+        found: dict[tuple[int, int], None] = {(1, 1): None}
+        seen: set[tuple[fx.Node, int, int]] = set()
+        stack = [(node, dim, 1)]  # the dim, or a part of so many equal ones, as it goes on
+        while stack and len(seen) < FAR:
+            value, d, parts = one = stack.pop()
+            sizes = self.p.expressions(value)
+            if one in seen or not isinstance(sizes[d], int):
+                continue
+            seen.add(one)
+            for user, position, form in self.uses(value):
+                for i, result in enumerate(self.results(user)):
+                    if result is None:
+                        continue
+                    goal = self.p.expressions(result)
+                    found |= {(parts * pre, post): None for pre, post in _factors(sizes, d, goal)}
+                    for number in (1, *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0)):
+                        found[parts * number, 1] = None
+                        after = form.shards(position, Place(d, number))
+                        at = None if after is None else after.results[i]
+                        if isinstance(at, Place) and (at.pre, at.post) == (1, 1):
+                            stack.append((result, at.dim, parts * number))
+        return list(found)
+
+    def uses(self, value: fx.Node) -> Iterator[tuple[fx.Node, int, Form]]:
+        """(op, position among its operands, its form) of those that read a value."""
+        for user in self.users[value]:
+            form = self.forms.get(user)
+            for position, (operand, _) in enumerate(form.operands if form is not None else ()):
+                if operand is value and form is not None:
+                    yield user, position, form
+
+    def results(self, user: fx.Node) -> list[fx.Node | None]:
+        """The nodes of an op's results, of those that are read."""
+        if not isinstance(user.meta["val"], tuple | list):
+            return [user]
+        picked = {u.args[1]: u for u in self.users[user] if u not in self.forms}
+        return [picked.get(i) for i in range(len(user.meta["val"]))]
+
+    def gathered(self, node: fx.Node, place: Place) -> int:
+        """The elements that have to be gathered, after ``node`` is made sharded at ``place``, before ops that do not take them so."""
+        total = 0
+        seen: set[tuple[fx.Node, Place]] = set()
+        stack = [(node, place)]
+        while stack and len(seen) < FAR:
+            value, at = one = stack.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            strategies = [(user, form.shards(position, at)) for user, position, form in self.uses(value)]
+            total += math.prod(self.p.shape(value)) * any(strategy is None for _, strategy in strategies)
+            for user, strategy in strategies:
+                after = strategy.results if strategy is not None else ()
+                stack += [(r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)]
+        return total
+
+    def along_sequence(self, form: Form, position: int) -> Strategy | None:
+        """The strategy of an op on a partial sum that is reduced to shards along the dim after that of the rows."""
+        operand = form.operands[position][0]
+        rows, shape = self.rows.states[operand][0], self.p.shape(operand)
+        at = rows.dim if isinstance(rows, Place) else -1
+        for dim in range(len(shape) - 1):
+            if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
+                return form.shards(position, self.even(shape[dim], dim))
+        return None
+
+
+def _factors(source: list[Any], dim: int, goal: list[Any]) -> list[tuple[int, int]]:
+    """The (pre, post) of the dims that a row-major view of ``source`` as ``goal`` sizes makes of dim ``dim``, where it makes several."""
+    if not all(isinstance(s, int) for s in source[dim + 1 :]):
+        return []
+    size, behind = source[dim], math.prod(source[dim + 1 :])
+    found, inner = [], 1
+    for extent in reversed(goal):
+        if not isinstance(extent, int) or inner >= behind * size:
+            break
+        post, rest = divmod(inner, behind)
+        if post and not rest and 1 < extent < size and size % (post * extent) == 0:
+            found.append((size // (post * extent), post))
+        inner *= extent
+    return found
+
+
+def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
+    """Where ``axis`` shards a tensor of this layout; "I" where it does not."""
+    for dim, factors in enumerate(layout.dims):
+        whole, pre = math.prod(f.size for f in factors), 1
+        for factor in factors:
+            if axis in factor.axes:
+                equal = factor.size == math.prod(parts[a] for a in factor.axes)
+                return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)))
+            pre *= factor.size
+    return "I"
+
+
+__all__ = ["TensorWalk"]

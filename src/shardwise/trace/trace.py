@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.flat import FlatBuffer
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
+from shardwise.parallel.data import SHARDS
+from shardwise.parallel.tensor import OTHERS
+from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype
 from shardwise.trace.functional import functionalise
@@ -34,23 +40,51 @@ NOTHING_LEARNS = (
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as it takes part in computing: tied ones once, under the first of their names."""
+    """A parameter as it takes part in computing: tied ones once, under the first of their names.
+
+    ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of it.
+    :class:`ShardwiseError` for a layout of another shape, with partial sums, or over other axes.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     units: tuple[int, ...]
+    layout: Layout | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout is not None and (self.layout.shape != self.shape or self.layout.partial or set(self.axes) & set(OTHERS)):
+            raise ShardwiseError(
+                f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its shape without partial "
+                f"axes, sharded over none of {', '.join(OTHERS)}"
+            )
 
     @property
     def numel(self) -> int:
+        """Of the whole."""
         return int(torch.Size(self.shape).numel())
+
+    @property
+    def placed(self) -> Layout:
+        """Its layout, also where that is to be replicated."""
+        return Layout.replicated(self.shape) if self.layout is None else self.layout
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes that shard it, sorted."""
+        return () if self.layout is None else tuple(sorted(self.layout.sharding_axes))
+
+    def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
+        """The shape of what ``rank`` has of it."""
+        return self.placed.local_shape(mesh, rank)
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share.
 
-    Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart.
+    Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart, and those that are
+    sharded over other ``axes``: a bucket's elements belong to as many ranks each.
     """
 
     index: int
@@ -58,14 +92,16 @@ class Bucket:
     units: tuple[int, ...]
     dtype: torch.dtype
     learns: bool = True
+    axes: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
+        """Of whole parameters."""
         return sum(p.numel for p in self.parameters)
 
     @property
     def nbytes(self) -> int:
-        """In the dtype that computes, without padding."""
+        """Of whole parameters in the dtype that computes, without padding."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -73,10 +109,14 @@ class Bucket:
         """The dtype of gradients, masters and optimizer state."""
         return GRADIENT_DTYPE.get(self.dtype, self.dtype)
 
-    def layout(self, choice: OptimizerChoice, parts: int = 1) -> FlatBuffer:
-        """Where the parameters lie in a flat buffer of ``parts`` equal ranges, those with weight decay first."""
-        items = [(p.name, p.shape, DECAY if self.learns and choice.decays(p.name, p.shape) else "plain") for p in self.parameters]
-        return FlatBuffer.pack(items, parts, self.dtype.itemsize)
+    def layout(self, choice: OptimizerChoice, mesh: Mesh, rank: int) -> FlatBuffer:
+        """Where what ``rank`` has of the parameters lies in a flat buffer, those with weight decay first; equal ranges over ``dp``.
+
+        It is the same for ranks that differ in other axes than the bucket's.
+        """
+        groups = [DECAY if self.learns and choice.decays(p.name, p.shape) else "plain" for p in self.parameters]
+        items = [(p.name, p.local_shape(mesh, rank), group) for p, group in zip(self.parameters, groups, strict=True)]
+        return FlatBuffer.pack(items, mesh.axis_size(SHARDS), self.dtype.itemsize)
 
 
 @dataclass(frozen=True)
@@ -130,6 +170,7 @@ def trace(
     rows: int | None = None,
     opaque: bool = True,
     group: Callable[[str], Hashable] | None = None,
+    tensor: Tensors | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``, sharded over the axes of the batch.
 
@@ -138,6 +179,7 @@ def trace(
         ones: fields that are known to be all ones in the batches that will use this trace.
         rows: ask for a static graph of so many rows.
         group: parameters (by name) for which it differs never share a bucket.
+        tensor: what tensor parallelism does to it; a model that cannot be captured takes none.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
     """
     try:
@@ -152,18 +194,21 @@ def trace(
             summands=summands(normal),
             dropout=dropout,
             device=device,
+            tensor=tensor,
         )
         targets = targets_of(sharded, entropy) if entropy is not None else None
     except Uncapturable as error:
         if not opaque:
             raise
+        if tensor is not None and tensor.axes:
+            raise ConfigError(f"tp: the model could not be captured, so nothing inside it can be sharded: {error}; legal: tp = 1") from error
         return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
     learning = _learning(units, captured)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
-    buckets = _buckets(units, module, precision, learning, group)
+    buckets = _buckets(units, module, precision, learning, group, sharded.layouts)
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         captured.notes, sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
@@ -202,8 +247,10 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
 
 
 def _buckets(
-    units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None
-) -> list[Bucket]:
+    units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
+    layouts: Mapping[str, Layout] = MappingProxyType({}),
+) -> list[Bucket]:  # fmt: skip
+    """``layouts``: of the parameters that are sharded, by name."""
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:
@@ -218,11 +265,12 @@ def _buckets(
                     "read through torch.view_as_complex"
                 )
             dtype = shadow_dtype(module, name, own[name], precision)
-            key = (users[name], dtype, name in learning, group(name) if group is not None else None)
-            groups.setdefault(key, []).append(Parameter(name, tuple(own[name].shape), dtype, users[name]))
+            one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name))
+            key = (users[name], dtype, name in learning, one.axes, group(name) if group is not None else None)
+            groups.setdefault(key, []).append(one)
     # Those of one unit in the order of the module, so that all processes agree.
-    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2]))
-    return [Bucket(i, tuple(groups[k]), k[0], k[1], k[2]) for i, k in enumerate(ordered)]
+    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3]))
+    return [Bucket(i, tuple(groups[k]), k[0], k[1], k[2], k[3]) for i, k in enumerate(ordered)]
 
 
 def _opaque(

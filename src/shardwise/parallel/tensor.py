@@ -1,0 +1,19 @@
+"""Tensor parallelism: mesh axes over which parameters themselves are sharded.
+
+Every rank of such axes has the same rows of a batch.  What each has of a parameter is the parameter's ``Layout``, which follows from the
+trace; data parallelism and ZeRO work on these local pieces as on whole parameters.
+"""
+
+from __future__ import annotations
+
+from shardwise.core.plan import Plan
+from shardwise.parallel.data import REPLICAS, SHARDS
+from shardwise.parallel.pipeline import PIPELINE
+
+OTHERS = (PIPELINE, REPLICAS, SHARDS)
+"""The axes of a mesh that shard no parameter by its dims."""
+
+
+def tensor_axes(plan: Plan) -> tuple[str, ...]:
+    """The tensor-parallel axes of the plan's mesh, in its order, those of one rank left out."""
+    return tuple(axis.name for axis in plan.mesh.axes if axis.name not in OTHERS and axis.size > 1)
