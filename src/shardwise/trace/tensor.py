@@ -64,7 +64,7 @@ class TensorWalk(Walk):
             if source in self.origin:
                 self.remember(node, source)
         elif form is None:
-            for operand in node.all_input_nodes:
+            for operand in filter(self.origin.__contains__, node.all_input_nodes):
                 self.close(operand, None)
             found.states[node] = ("I",) * len(self.p.shapes(node))
         elif len(form.operands) == 1 and form.operands[0][0] in self.origin:
