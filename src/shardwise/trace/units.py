@@ -307,7 +307,7 @@ class _Builder:
         for kind, nodes in kinds.items():
             for i, node in enumerate(nodes):
                 copies[node] = graph.placeholder(f"{kind[0]}{i}")
-                copies[node].meta = {"val": node.meta.get("val")}
+                copies[node].meta = {key: node.meta.get(key) for key in ("val", "layout")}
         ordinals = [o for n in mine if (o := _ordinal(n)) is not None]
         first = min(ordinals, default=0)
 
