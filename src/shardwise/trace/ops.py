@@ -188,8 +188,8 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
-        out = there(env, x, where)
-        return out.view_as(out) if out is x else out
+        # No view of x to autograd, which would ask what has been written to its memory since: a slot may hold other parameters by then.
+        return there(env, x, where).data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
