@@ -142,7 +142,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
         own[:mine] = x.reshape(outer, mine, inner).transpose(0, 1)
     out = x.new_empty((len(spans), most, outer, inner))
     env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather").wait()
-    together = out.view(-1, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
+    together = out.view(whole, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
     return together.transpose(0, 1).reshape(shape)
 
 
@@ -189,7 +189,7 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
         out = there(env, x, where)
-        return out.view_as(out) if out is x else out
+        return out.detach() if out is x else out  # not a view: parameters change their memory while a graph holds them
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
