@@ -30,7 +30,7 @@ from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression
-from shardwise.trace.tensor import TensorWalk
+from shardwise.trace.tensor import ROLES, TensorWalk
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -103,7 +103,10 @@ class Propagation:
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
-        self.assignments |= {axis: TensorWalk(self, forms, axis, rows).run() for axis in self.tensor.axes}
+        found: dict[str, Assignment] = {}
+        for axis in sorted(self.tensor.axes, key=lambda a: ROLES[self.tensor.recipe][a].at_use):  # what rests within others' pieces comes last
+            found[axis] = TensorWalk(self, forms, axis, rows, found).run()
+        self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -127,12 +130,14 @@ class Propagation:
         new.meta["val"] = value
         parameter = self.captured.parameters.get(node.name)
         states = {group: one.states[node][0] for group, one in self.assignments.items()}
-        layout = self.layout_of(self.shape(node), states)
+        # A field comes with all rows of this rank's part of the batch, of which axes that shard rows again take theirs.
+        born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
+        layout = self.layout_of(self.shape(node), born)
         if parameter is not None and layout.axes_used:
             self.sharded.layouts[parameter] = layout
         grad = parameter is not None and bool(self.captured.trainable.get(parameter, True))
-        self.annotate(new, layout, states, grad)
-        self.value[node] = new
+        self.annotate(new, layout, born, grad)
+        self.value[node] = self.convert(new, states)
 
     def step(self, node: fx.Node, form: Form | None) -> Any:
         if picks(node):
