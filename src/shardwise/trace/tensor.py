@@ -12,16 +12,19 @@ Nothing here knows models: what a dim is made of (heads, parts of a fused projec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
+from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import is_tensor
+from shardwise.trace.sizes import factored
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -185,6 +188,30 @@ class TensorWalk(Walk):
                 return found
         return form.whole("I")
 
+    def shards(self, form: Form, position: int, place: Place) -> Strategy | None:
+        """A form's strategy, if its shards go together with those of other axes."""
+        strategy = form.shards(position, place)
+        if strategy is None:
+            return None
+        others = [one.strategies[form.node] for one in (self.rows, *self.before.values()) if form.node in one.strategies]
+        nodes = [*((o, i, "operands") for i, (o, _) in enumerate(form.operands)), *((form.node, i, "results") for i in range(len(form.results)))]
+        for node, i, side in nodes:
+            own = getattr(strategy, side)[i]
+            shape = self.p.shapes(form.node)[i] if side == "results" else self.p.shape(node)
+            if isinstance(own, Place) and not self.fits(shape, own, [getattr(o, side)[i] for o in others]):
+                return None
+        return strategy
+
+    def fits(self, shape: Sequence[int], place: Place, others: Sequence[State]) -> bool:
+        """Whether a tensor can be sharded at ``place`` beside what others do with it."""
+        names = (ops.ROWS, *self.before, self.axis)
+        places = [(g, s.pre, s.post) for g, s in zip(names, (*others, place), strict=False) if isinstance(s, Place) and s.dim == place.dim]
+        try:
+            factored(shape[place.dim], places, self.p.tensor.axes)
+        except Uncapturable:
+            return False
+        return True
+
     def sharded(self, form: Form, states: list[State]) -> Strategy | None:
         """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
         order = []
@@ -194,7 +221,7 @@ class TensorWalk(Walk):
                 if not (mine and self.role.at_use and not self.looks_up(form, i)):
                     order.append((not mine, -math.prod(self.p.shape(operand)), i, state))
         for _, _, i, state in sorted(order, key=lambda one: one[:3]):
-            found = form.shards(i, state)
+            found = self.shards(form, i, state)
             if found is not None:
                 return found
         return None
@@ -207,7 +234,7 @@ class TensorWalk(Walk):
             state = states[i]
             if isinstance(state, Place) and self.learned(operand) and self.product(form, i) and self.summed(form, labels[state.dim]):
                 place = self.by_columns(form, [i])
-                return None if place is None else form.shards(*place)
+                return None if place is None else self.shards(form, *place)
         return None
 
     def noted(self, form: Form, strategy: Strategy) -> Strategy:
@@ -250,11 +277,11 @@ class TensorWalk(Walk):
             place = self.at_rest(form, opened)
         else:
             place = self.by_rows(form, opened) or self.by_table(form, opened) or self.by_columns(form, opened)
-        strategy = None if place is None else form.shards(*place)
+        strategy = None if place is None else self.shards(form, *place)
         if place is None:
             known = [(i, self.state(o)) for i, (o, _) in enumerate(form.operands) if i not in opened]
             sharded = [(i, s) for i, s in known if isinstance(s, Place)]
-            strategy = next((found for one in sharded if (found := form.shards(*one)) is not None), None)
+            strategy = next((found for one in sharded if (found := self.shards(form, *one)) is not None), None)
         order = [place[0]] if place is not None and place[0] in opened else []
         for i in [*order, *(i for i in opened if i not in order)]:
             wanted = place[1] if self.role.at_use and order == [i] and place is not None else None if strategy is None else strategy.operands[i]
@@ -416,13 +443,13 @@ class TensorWalk(Walk):
             return None
         rows, shape = self.rows.states[operand][0], self.p.shape(operand)
         if self.role.rows or self.role.stream == "rows":
-            return form.shards(position, rows) if isinstance(rows, Place) else None
+            return self.shards(form, position, rows) if isinstance(rows, Place) else None
         if self.role.stream != "sequence":
             return None
         at = rows.dim if isinstance(rows, Place) else -1
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
-                return form.shards(position, self.even(shape[dim], dim))
+                return self.shards(form, position, self.even(shape[dim], dim))
         return None
 
 
