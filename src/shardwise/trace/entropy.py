@@ -127,7 +127,9 @@ def _joined(env: Env, axes: tuple[str, ...], largest: Tensor, total: Tensor, cho
         return largest, total, chosen
     own = torch.stack([largest, total, chosen])
     every = own.new_empty((parts, *own.shape))
-    env.comm.all_gather(every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes").wait()
+    env.comm.all_gather(
+        every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes"
+    ).wait()
     maxima, totals, targets = every.unbind(1)
     top = maxima.amax(0)
     return top, (totals * (maxima - top).exp_()).sum(0), targets.sum(0)

@@ -189,7 +189,10 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
         out = there(env, x, where)
-        return out.detach() if out is x else out  # not a view: parameters change their memory while a graph holds them
+        if there not in (_same, _first_only, _own):
+            return out
+        # Not a view: gathered parameters change their memory while a graph holds them.
+        return x.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
@@ -463,7 +466,15 @@ def alpha_dropout(
         return dropout(env, x, p, ordinal, batch, spread, grid, shape)
     row = _row_start(env, spread)
     keep = keyed.keyed_mask(
-        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device, env.kind,
+        p,
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        x.shape if shape is None else shape,
+        batch,
+        row,
+        x.device,
+        env.kind,
         _columns(env, grid, batch, x.device),
     )
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
@@ -521,4 +532,13 @@ def random_of(
 
 def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None) -> Tensor:
     """1 with probability p, else 0."""
-    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), env.kind, _columns(env, grid, batch, p.device))
+    return keyed.keyed_bernoulli(
+        p,
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        batch,
+        _row_start(env, spread),
+        env.kind,
+        _columns(env, grid, batch, p.device),
+    )

@@ -104,7 +104,9 @@ class Propagation:
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
         found: dict[str, Assignment] = {}
-        for axis in sorted(self.tensor.axes, key=lambda a: ROLES[self.tensor.recipe][a].at_use):  # what rests within others' pieces comes last
+        for axis in sorted(
+            self.tensor.axes, key=lambda a: ROLES[self.tensor.recipe][a].at_use
+        ):  # what rests within others' pieces comes last
             found[axis] = TensorWalk(self, forms, axis, rows, found).run()
         self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):

@@ -194,7 +194,10 @@ class TensorWalk(Walk):
         if strategy is None:
             return None
         others = [one.strategies[form.node] for one in (self.rows, *self.before.values()) if form.node in one.strategies]
-        nodes = [*((o, i, "operands") for i, (o, _) in enumerate(form.operands)), *((form.node, i, "results") for i in range(len(form.results)))]
+        nodes = [
+            *((o, i, "operands") for i, (o, _) in enumerate(form.operands)),
+            *((form.node, i, "results") for i in range(len(form.results))),
+        ]
         for node, i, side in nodes:
             own = getattr(strategy, side)[i]
             shape = self.p.shapes(form.node)[i] if side == "results" else self.p.shape(node)
@@ -205,7 +208,11 @@ class TensorWalk(Walk):
     def fits(self, shape: Sequence[int], place: Place, others: Sequence[State]) -> bool:
         """Whether a tensor can be sharded at ``place`` beside what others do with it."""
         names = (ops.ROWS, *self.before, self.axis)
-        places = [(g, s.pre, s.post) for g, s in zip(names, (*others, place), strict=False) if isinstance(s, Place) and s.dim == place.dim]
+        places = [
+            (g, s.pre, s.post)
+            for g, s in zip(names, (*others, place), strict=False)
+            if isinstance(s, Place) and s.dim == place.dim
+        ]
         try:
             factored(shape[place.dim], places, self.p.tensor.axes)
         except Uncapturable:
@@ -232,7 +239,12 @@ class TensorWalk(Walk):
             return None
         for i, (operand, labels) in enumerate(form.operands):
             state = states[i]
-            if isinstance(state, Place) and self.learned(operand) and self.product(form, i) and self.summed(form, labels[state.dim]):
+            if (
+                isinstance(state, Place)
+                and self.learned(operand)
+                and self.product(form, i)
+                and self.summed(form, labels[state.dim])
+            ):
                 place = self.by_columns(form, [i])
                 return None if place is None else self.shards(form, *place)
         return None
@@ -240,7 +252,9 @@ class TensorWalk(Walk):
     def noted(self, form: Form, strategy: Strategy) -> Strategy:
         """Remember where a partial sum is that of a product."""
         if "P" in strategy.results:
-            product = any(self.product(form, i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.learned(o))
+            product = any(
+                self.product(form, i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.learned(o)
+            )
             if product or any(o in self.made for o, _ in form.operands):
                 self.made.add(form.node)
         return strategy
@@ -284,7 +298,13 @@ class TensorWalk(Walk):
             strategy = next((found for one in sharded if (found := self.shards(form, *one)) is not None), None)
         order = [place[0]] if place is not None and place[0] in opened else []
         for i in [*order, *(i for i in opened if i not in order)]:
-            wanted = place[1] if self.role.at_use and order == [i] and place is not None else None if strategy is None else strategy.operands[i]
+            wanted = (
+                place[1]
+                if self.role.at_use and order == [i] and place is not None
+                else None
+                if strategy is None
+                else strategy.operands[i]
+            )
             good = self.close(form.operands[i][0], None if self.role.at_use and i not in order else wanted)
             if not good and i in order:
                 strategy = None
@@ -396,7 +416,10 @@ class TensorWalk(Walk):
                         continue
                     goal = self.p.expressions(result)
                     found |= {(parts * pre, post): None for pre, post in _factors(sizes, d, goal)}
-                    for number in (1, *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0)):
+                    for number in (
+                        1,
+                        *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0),
+                    ):
                         found[parts * number, 1] = None
                         after = form.shards(position, Place(d, number))
                         at = None if after is None else after.results[i]
@@ -433,7 +456,9 @@ class TensorWalk(Walk):
             total += math.prod(self.p.shape(value)) * any(strategy is None for _, strategy in strategies)
             for user, strategy in strategies:
                 after = strategy.results if strategy is not None else ()
-                stack += [(r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)]
+                stack += [
+                    (r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)
+                ]
         return total
 
     def in_stream(self, form: Form, position: int) -> Strategy | None:
