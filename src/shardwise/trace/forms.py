@@ -101,9 +101,7 @@ class Form:
 
         results = tuple("I" if i in self.alike else at(labels, "P") for i, labels in enumerate(self.results))
         partial = "P" in results
-        operands = tuple(
-            at(labels, "P" if partial and i in self.added else "R") for i, (_, labels) in enumerate(self.operands)
-        )
+        operands = tuple(at(labels, "P" if partial and i in self.added else "R") for i, (_, labels) in enumerate(self.operands))
         return Strategy(operands, results)
 
     def keeps(self, partial: Sequence[int]) -> bool:

@@ -15,6 +15,10 @@ from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
 
 
+COUNT = 8
+"""Bytes of a number of targets."""
+
+
 class Traffic(NamedTuple):
     """One ``kind`` of collective over ``axes`` of the mesh; ``nbytes`` are those of a whole: what an all_reduce sums, what an all_gather
     puts together, what a reduce_scatter takes apart, with the padding of uneven pieces."""
@@ -116,16 +120,34 @@ def _cross_entropy(node: fx.Node, env: Env) -> _Found:
     share, spread = (*node.args[9:], *(None, (ROWS,))[len(node.args[9:]) :])
     if not counted:
         double = weight is None or target.meta["val"].is_floating_point()
-        yield False, "all_reduce", spread, 8 if double else _itemsize(weight)
+        yield False, "all_reduce", spread, COUNT if double else _itemsize(weight)
     if share is not None:
         _, axes = share
         rows, dtype = local_shape(logits.meta["val"], logits.meta["layout"], env)[0], logits.meta["val"].dtype
         yield False, "all_gather", axes, env.group(axes)[0] * 3 * rows * max(dtype.itemsize, 4)
 
 
+def _norm_of_width(node: fx.Node, env: Env) -> _Found:
+    """A sum of squares of each row, before it a sum where a mean is taken off, and in backward one or two more at once."""
+    x, axes, centred = node.args[1], node.args[6], node.args[7]
+    dtype = torch.promote_types(x.meta["val"].dtype, torch.float32)
+    each = math.prod(local_shape(x.meta["val"], x.meta["layout"], env)[:-1]) * dtype.itemsize
+    for _ in range(1 + centred):
+        yield False, "all_reduce", axes, each
+    yield True, "all_reduce", axes, (1 + centred) * each
+
+
+def _valid_targets(node: fx.Node, env: Env) -> _Found:
+    """Their count, where ranks with the same rows have some each."""
+    yield False, "all_reduce", node.args[3] if len(node.args) > 3 else (), COUNT
+
+
 _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
     ops.sync_batch_norm: _batch_norm,
+    ops.norm_of_width: _norm_of_width,
     entropy.cross_entropy: _cross_entropy,
+    entropy.valid_targets: _valid_targets,
+    entropy.valid_targets_once: _valid_targets,
 }
 """The ops that communicate by themselves."""
 

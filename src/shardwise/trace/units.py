@@ -336,7 +336,8 @@ ORDINAL_AT = {
 }  # fmt: skip
 RUNNING_AT = {ops.batch_norm: (3, 4), ops.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {
-    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, entropy.cross_entropy,
+    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, ops.norm_of_width,
+    entropy.cross_entropy,
 }  # fmt: skip
 
 
