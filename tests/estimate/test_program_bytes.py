@@ -17,8 +17,8 @@ from torch import Tensor
 import zoo
 from covering import covering
 from shardwise.core.instruction import Buffer
-from shardwise.core.optim import OptimizerChoice
 from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.timeline import Category, total
 from shardwise.lower import messages
@@ -66,7 +66,9 @@ def planned(one: dict[str, Any]) -> Plan:
     plan = data_parallel(Plan(**fields), one.get("ranks", 1), one.get("zero", 0), one.get("replicas", 1))
     if "pp" in one:
         plan = pipeline(plan, one["pp"], one["schedule"])
-    return plan.replace(mesh=Mesh((*plan.mesh.axes, Axis("tp", one["tp"])))) if "tp" in one else plan
+    sizes = one.get("tp", {})
+    axes = {"tp": sizes} if isinstance(sizes, int) else sizes
+    return plan.replace(mesh=Mesh((*plan.mesh.axes, *(Axis(name, size) for name, size in axes.items()))))
 
 
 def cases() -> Iterator[Any]:
@@ -88,7 +90,7 @@ Sharded = tuple[str, str, int, int, int, int, str, int]
 SHARDED: list[Sharded] = [
     (name, kind, tp, ranks, zero, pp, recompute, m)
     for name, kind, tp, (ranks, zero), pp, recompute, m in itertools.product(
-        ("own gpt", "own llama", "bert", "own mlp", "gpt2"), CHOICES["tensor"], (2, 3), ((1, 0), (2, 0), (2, 3)), (1, 2),
+        ("own gpt", "own llama", "bert", "own mlp", "gpt2"), ("1d", "1d-sp"), (2, 3), ((1, 0), (2, 0), (2, 3)), (1, 2),
         CHOICES["recompute"], (1, 2),
     )
     if name != "own mlp" or pp == 1
@@ -115,10 +117,34 @@ def test_every_instruction_under_tensor_parallelism(one: Sharded) -> None:
     sharded(one)
 
 
+def test_the_rank_that_is_named_holds_most() -> None:
+    """Of three ranks the last has two of four heads, and eleven of 31 words."""
+    subject = captured("own gpt", "1d", 3)
+    batch = dict(subject.example)
+    real = [one.peak for one in measured(subject, batch)]
+    named = predicted(subject, batch, rank=None)
+    assert named.rank == 2 and named.peak_bytes == real[2] == max(real) > 1.2 * min(real)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("one", SHARDED, ids=lambda one: "-".join(map(str, one)))
 def test_every_instruction_of_every_tensor_plan(one: Sharded) -> None:
     sharded(one)
+
+
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [
+        ("own gpt", {"tensor": "2d", "tp": {"tp_i": 2, "tp_j": 2}, "recompute": "full", "microbatches": 2}),
+        ("own llama", {"tensor": "2.5d", "tp": {"tp_d": 2, "tp_i": 2, "tp_j": 2}, "recompute": "none"}),
+        ("own gpt", {"tensor": "3d", "tp": {"tp_i": 2, "tp_j": 2, "tp_l": 2}, "recompute": "selective"}),
+        ("own llama", {"tensor": "2d", "tp": {"tp_i": 2, "tp_j": 2}, "ranks": 2, "zero": 3, "recompute": "none"}),
+    ],
+    ids=lambda one: one if isinstance(one, str) else case(one),
+)
+def test_every_instruction_over_several_axes(name: str, one: dict[str, Any]) -> None:
+    subject, batch = made(name, one)
+    assert differences(subject, batch) == []
 
 
 @pytest.mark.full

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from counting import counted
 
 import zoo
-from counting import counted
 from covering import covering
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Axis, Mesh
@@ -30,7 +30,7 @@ from shardwise.trace.trace import Trace, trace
 from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
 
 SGD = OptimizerChoice("sgd", lr=0.0)
-KINDS = CHOICES["tensor"]
+KINDS = ("1d", "1d-sp")
 Case = tuple[str, str, int, int, int, int, str, int]
 CASES: list[Case] = [
     (name, kind, tp, dp, zero, pp, recompute, m)
@@ -41,22 +41,26 @@ CASES: list[Case] = [
 ]
 
 
-def planned(tp: int, kind: str, dp: int = 1, zero: int = 0, pp: int = 1, replicas: int = 1, **fields: Any) -> Plan:
+def planned(
+    tp: int | dict[str, int], kind: str, dp: int = 1, zero: int = 0, pp: int = 1, replicas: int = 1, **fields: Any
+) -> Plan:  # fmt: skip
     plan = pipeline(data_parallel(Plan(**fields), dp, zero, replicas), pp)
-    return plan.replace(mesh=Mesh((*plan.mesh.axes, Axis("tp", tp))), tensor=kind)
+    axes = {"tp": tp} if isinstance(tp, int) else tp
+    return plan.replace(mesh=Mesh((*plan.mesh.axes, *(Axis(name, size) for name, size in axes.items()))), tensor=kind)
 
 
 @functools.cache
-def captured(name: str, kind: str, tp: int, precision: str = "fp32") -> tuple[zoo.Model, Compiled]:
+def captured(name: str, kind: str, tp: Mesh, precision: str = "fp32") -> tuple[zoo.Model, Compiled]:
     """A capture serves all plans with these tensor axes."""
-    model = zoo.make(name)
-    return model, Compiled(model.module, planned(tp, kind, precision=precision), model.batch, model.loss)
+    model, sizes = zoo.make(name), {axis.name: axis.size for axis in tp.axes}
+    return model, Compiled(model.module, planned(sizes, kind, precision=precision), model.batch, model.loss)
 
 
 def check(name: str, plan: Plan, anew: bool = False) -> None:
     """Every instruction of every rank: the same operations, of as many bytes."""
     find = captured.__wrapped__ if anew else captured
-    model, one = find(name, plan.tensor, plan.mesh.axis_size("tp"), plan.precision)
+    tensor = Mesh(tuple(axis for axis in plan.mesh.axes if axis.name.startswith("tp")))
+    model, one = find(name, plan.tensor, tensor, plan.precision)
     subject, rows = one.under(plan), len(next(iter(model.batch.values())))
     sizes = [b - a for a, b in (shard_range(rows, plan.microbatches, m) for m in range(plan.microbatches))]
     traces, number = [subject.trace(subject.masks, size) for size in sizes], 0
@@ -91,6 +95,9 @@ def test_every_combination_is_predicted(case: Case) -> None:
         ("own gpt", planned(1, "1d", 4, 3, replicas=2, precision="bf16")),
         ("bert", planned(3, "1d-sp", 2, 1, precision="bf16")),
         ("mixtral balanced", planned(2, "1d-sp", 2, 0, 2, microbatches=2)),
+        ("own gpt", planned({"tp_i": 2, "tp_j": 2}, "2d", 2, 3)),
+        ("own llama", planned({"tp_d": 2, "tp_i": 2, "tp_j": 2}, "2.5d", recompute="full")),
+        ("own gpt", planned({"tp_i": 2, "tp_j": 2, "tp_l": 2}, "3d", microbatches=2)),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -155,7 +162,7 @@ def test_recomputation_communicates_what_forward_does_once_more() -> None:
     found: dict[str, list[Moment]] = {}
     for recompute in ("none", "full"):
         plan = planned(2, "1d", recompute=recompute)
-        found[recompute] = step_traffic([captured("own gpt", "1d", 2)[1].general], plan, SGD, rows=zoo.ROWS)
+        found[recompute] = step_traffic([captured("own gpt", "1d", Mesh.of(tp=2))[1].general], plan, SGD, rows=zoo.ROWS)
     volumes = {name: sum(t.ring(2) for one in moments for t in one.traffic) for name, moments in found.items()}
     again = sum(t.ring(2) for one in found["full"] if one.instruction.op == "RECOMPUTE" for t in one.traffic)
     assert again > 0 and volumes["full"] == volumes["none"] + again

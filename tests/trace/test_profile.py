@@ -111,6 +111,16 @@ def test_illegal_arguments_are_refused() -> None:
             profile(found, 7, tensor=places)
 
 
+@pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("1d-sp", 2), ("1d", 4)])
+def test_selective_recomputation_keeps_shards(kind: str, tp: int) -> None:
+    """Of a layer qkv, attention with its statistics and the MLP's first product; of the partial sums the one whose value is needed again."""
+    b, s, h, a = 3, 24, 48, 12
+    module = GPT(vocabulary=48, width=h, layers=2, heads=a, context=s)
+    batch = {n: torch.zeros(b, s, dtype=torch.int64) for n in ("input_ids", "labels")}
+    layer = profile(trace(module, batch, tensor=Tensors({"tp": tp}, kind)), b).units[1]
+    assert layer.selective.kept == 4 * b * s * ((3 * h + h + a + 4 * h) // tp + h)
+
+
 def test_the_last_rank_of_an_axis_has_the_most() -> None:
     model = zoo.make("own gpt")  # four heads, and 31 words
     found = trace(model.module, model.batch, tensor=Tensors({"tp": 3}))

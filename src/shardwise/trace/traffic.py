@@ -14,7 +14,6 @@ from shardwise.trace import entropy, ops
 from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
 
-
 COUNT = 8
 """Bytes of a number of targets."""
 
@@ -153,7 +152,7 @@ _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
 
 
 def _dual(node: fx.Node) -> str:
-    return node.args[3] if node.target in (ops.all_reduce, ops.gather) and len(node.args) > 3 else "I"
+    return str(node.args[3]) if node.target in (ops.all_reduce, ops.gather) and len(node.args) > 3 else "I"
 
 
 def _number(node: fx.Node, env: Env) -> Any:
