@@ -117,7 +117,7 @@ def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest
 
 
 def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "sync_batch_norm", lambda env, *args: ops.batch_norm(*args[:7]))
+    monkeypatch.setattr(norms, "sync_batch_norm", lambda env, *args: norms.batch_norm(*args[:7]))
     torch.manual_seed(0)
     batch = {"image": torch.randn(8, 3, 8, 8), "label": torch.randint(0, 5, (8,))}
     module = ConvNet().train()
