@@ -276,7 +276,7 @@ class _Lowering:
 
     def norm(self, batch: int) -> list[Instruction]:
         """The norm over all gradients of which this rank is the first to have them."""
-        held = dict((b.index, ranks) for b, ranks in shared(self.cut, self.rank, self.own))
+        held = {b.index: ranks for b, ranks in shared(self.cut, self.rank, self.own)}
         counted = [b for b in self.own if b.learns and held.get(b.index, (self.rank,))[0] == self.rank]
         norm, axes = of_batch("norm", batch), self.deciding(batch)
         reads = tuple(Buffer("grad", b.index) for b in counted)
