@@ -25,17 +25,17 @@ PIECE = {
 
 def cross_entropy(
     env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, counted: bool,
-    log_probabilities: bool = False, summand: bool = False, share: tuple[int, tuple[str, ...]] | None = None, rows: bool = True,
+    log_probabilities: bool = False, summand: bool = False, share: tuple[int, tuple[str, ...]] | None = None, spread: tuple[str, ...] = (ops.ROWS,),
 ) -> Tensor:  # fmt: skip
     """Mean cross-entropy over the rows of all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
 
     ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
     ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of those whose sum it is.  ``share`` is (classes, axes) where each
-    rank over ``axes`` has the scores of some classes; ``rows`` says that each has some rows.  bf16 and fp16 scores count as cast to fp32 before.
+    rank over ``axes`` has the scores of some classes; those over ``spread`` each have some rows.  bf16 and fp16 scores count as cast to fp32 before.
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
     plain = weight is None and not smoothing and not log_probabilities and not target.is_floating_point() and logits.dim() == 2
-    count = _count(env, logits, target, weight, ignore_index, counted, rows).to(wide)
+    count = _count(env, logits, target, weight, ignore_index, counted, spread).to(wide)
     if share is not None or (plain and logits.requires_grad and torch.is_grad_enabled()):
         result: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
             env, logits, target, ignore_index, count.reciprocal(), wide, env.alone and summand, share
@@ -48,7 +48,7 @@ def cross_entropy(
 
 
 def _count(
-    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool, rows: bool
+    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool, spread: tuple[str, ...]
 ) -> Tensor:
     """The targets of all ranks together, or the sum of their weights."""
     if counted and env.targets is not None:
@@ -60,7 +60,7 @@ def _count(
     else:
         valid = target != ignore_index
         count = (weight[target.where(valid, 0)] * valid).sum()
-    return count if not rows else ops.all_sum(env, count, (ops.ROWS,), "targets of the cross-entropy")
+    return ops.all_sum(env, count, spread, "targets of the cross-entropy")
 
 
 class _CrossEntropy(torch.autograd.Function):

@@ -102,9 +102,9 @@ def local_rows(env: Env) -> int:
     return stop - start
 
 
-def row_start(env: Env) -> int:
-    """The first row of this rank in the microbatch."""
-    return env.range()[0]
+def row_start(env: Env, axes: Groups = (ROWS,)) -> int:
+    """The first row of this rank in the microbatch, if ``axes`` shard it."""
+    return shard_range(env.rows, *env.group(axes))[0]
 
 
 def local_size(env: Env, size: int, axes: Groups) -> int:
@@ -142,7 +142,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
         own[:mine] = x.reshape(outer, mine, inner).transpose(0, 1)
     out = x.new_empty((len(spans), most, outer, inner))
     env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather").wait()
-    together = out.view(-1, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
+    together = out.view(whole, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
     return together.transpose(0, 1).reshape(shape)
 
 
@@ -189,7 +189,7 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
         out = there(env, x, where)
-        return out.view_as(out) if out is x else out
+        return out.detach() if out is x else out  # not a view: parameters change their memory while a graph holds them
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
@@ -303,12 +303,13 @@ def batch_norm(
 
 def sync_batch_norm(
     env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float,
-    eps: float, per_row: int = 1,
+    eps: float, per_row: int = 1, axes: Groups = (ROWS,),
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """BatchNorm over the rows of all ranks: ``x`` is V on dim 0, ``per_row`` elements of it a row, the statistics I, weight and bias R."""
-    if env.parts == 1:
+    """BatchNorm over the rows of all ranks over ``axes``: ``x`` is V on dim 0, ``per_row`` elements of it a row, the statistics I, weight and
+    bias R."""
+    if env.group(axes)[0] == 1:
         return batch_norm(x, weight, bias, mean, var, momentum, eps)
-    result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, per_row)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, per_row, axes)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -327,6 +328,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         momentum: float,
         eps: float,
         per_row: int,
+        axes: Groups,
     ) -> Any:
         dims = [0, *range(2, x.dim())]
         each = math.prod(x.shape[2:]) * per_row
@@ -335,16 +337,18 @@ class _SyncBatchNorm(torch.autograd.Function):
         if x.shape[0]:
             v, m = torch.var_mean(wide, dims, correction=0)
             local[0], local[1] = m, v
-        every = torch.empty((env.parts, *local.shape), dtype=local.dtype, device=x.device)
-        env.comm.all_gather(every.view(-1), local.view(-1), env.axes, lane="compute", what="BatchNorm statistics").wait()
-        counts = torch.tensor([(b - a) * each for a, b in map(env.range, range(env.parts))], dtype=local.dtype)
+        parts = env.group(axes)[0]
+        every = torch.empty((parts, *local.shape), dtype=local.dtype, device=x.device)
+        env.comm.all_gather(every.view(-1), local.view(-1), env.real(axes), lane="compute", what="BatchNorm statistics").wait()
+        spans = (shard_range(env.rows, parts, i) for i in range(parts))
+        counts = torch.tensor([(b - a) * each for a, b in spans], dtype=local.dtype)
         counts = counts.to(x.device)[:, None]
         total = env.rows * each
         mean = (every[:, 0] * counts).sum(0) / total
         var = ((every[:, 1] + (every[:, 0] - mean) ** 2) * counts).sum(0) / total
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
         ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
-        ctx.env, ctx.total, ctx.has_bias = env, total, bias is not None
+        ctx.env, ctx.axes, ctx.total, ctx.has_bias = env, axes, total, bias is not None
         if running_mean is None:
             return (y,)
         unbiased = var * (total / max(total - 1, 1))
@@ -361,21 +365,21 @@ class _SyncBatchNorm(torch.autograd.Function):
         dy = grads[0].to(mean.dtype)
         xhat = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
         sums = torch.stack([dy.sum(dims), (dy * xhat).sum(dims)])
-        total = all_sum(ctx.env, sums, (ROWS,), "BatchNorm gradient") / ctx.total
+        total = all_sum(ctx.env, sums, ctx.axes, "BatchNorm gradient") / ctx.total
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
-        if not local_rows(ctx.env):
+        if not local_size(ctx.env, ctx.env.rows, ctx.axes):
             dx = torch.zeros_like(dx)  # a stand-in for no rows at all has had no part in the statistics
         dw = None if weight is None else sums[1].to(weight.dtype)
         db = sums[0].to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return None, dx.to(x.dtype), dw, db, None, None, None, None, None
+        return None, dx.to(x.dtype), dw, db, None, None, None, None, None, None
 
 
 # ---- random ops --------------------------------------------------------------------------------------------------------
 
 
-def _row_start(env: Env, whole: bool) -> int:
-    return env.offset if whole else env.offset + env.range()[0]
+def _row_start(env: Env, spread: Groups) -> int:
+    return env.offset + row_start(env, spread)
 
 
 Grid = Sequence[Sequence[tuple[int, Groups]]] | None
@@ -395,31 +399,31 @@ def _columns(env: Env, grid: Grid, batch: tuple[int, int] | None, device: Any) -
 
 
 def dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None,
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Dropout with a keyed mask; ``whole`` says that ``x`` holds the rows of all ranks; ``shape`` is the mask's, if not x's."""
+    """Dropout with a keyed mask; ``spread`` are the axes over which ``x`` has a part of the rows each; ``shape`` is the mask's, if not x's."""
     columns = _columns(env, grid, batch, x.device)
     return keyed.keyed_dropout(
-        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), shape, env.kind, columns
+        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
     )
 
 
 def feature_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
     """Dropout of whole channels (dim 1)."""
-    return dropout(env, x, p, ordinal, batch, whole, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
+    return dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
 def alpha_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None,
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Dropout to SELU's limit, then the affine map that keeps mean and variance (Klambauer et al. 2017)."""
     if p in (0, 1):
-        return dropout(env, x, p, ordinal, batch, whole, grid, shape)
-    row = _row_start(env, whole)
+        return dropout(env, x, p, ordinal, batch, spread, grid, shape)
+    row = _row_start(env, spread)
     keep = keyed.keyed_mask(
         p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device, env.kind,
         _columns(env, grid, batch, x.device),
@@ -430,15 +434,15 @@ def alpha_dropout(
 
 
 def feature_alpha_dropout(
-    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
     """Alpha dropout of whole channels (dim 1)."""
-    return alpha_dropout(env, x, p, ordinal, batch, whole, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
+    return alpha_dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
 def attention(
     env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
-    batch: tuple[int, int] | None, whole: bool, grid: Grid = None, scale: float | None = None, enable_gqa: bool = False,
+    batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout on its probabilities, spelled out so that the mask is keyed."""
     if enable_gqa and q.shape[-3] != k.shape[-3]:
@@ -452,22 +456,22 @@ def attention(
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
     dead = torch.isneginf(scores).all(-1, keepdim=True)  # a query that may look at nothing gives zeros, as in the fused kernels
     chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
-    return dropout(env, chances, p, ordinal, batch, whole, grid) @ v
+    return dropout(env, chances, p, ordinal, batch, spread, grid) @ v
 
 
 def random_like(
-    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid, x: Tensor, a: float, b: float
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, x: Tensor, a: float, b: float
 ) -> Tensor:
     """Uniform in [a, b), or normal with mean a and deviation b, of x's shape and dtype."""
-    return random_of(env, kind, ordinal, batch, whole, grid, x.shape, x.dtype, x.device, a, b)
+    return random_of(env, kind, ordinal, batch, spread, grid, x.shape, x.dtype, x.device, a, b)
 
 
 def random_of(
-    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid, shape: Sequence[int],
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, shape: Sequence[int],
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
-    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, whole), device or "cpu", env.kind)
+    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
     columns = _columns(env, grid, batch, device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
@@ -477,6 +481,6 @@ def random_of(
     return keyed.keyed_uniform(*key, columns=columns, dtype=dtype).mul_(b - a).add_(a)
 
 
-def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, whole: bool, grid: Grid = None) -> Tensor:
+def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None) -> Tensor:
     """1 with probability p, else 0."""
-    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, whole), env.kind, _columns(env, grid, batch, p.device))
+    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), env.kind, _columns(env, grid, batch, p.device))

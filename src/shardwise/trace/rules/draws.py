@@ -20,38 +20,38 @@ RULES = Table()
 Batch = tuple[int, int] | None
 
 
-def sample_dim(p: Propagation, sizes: Sequence[Any], place: Place | None) -> tuple[Batch, bool]:
-    """Where the samples are in a random tensor of these sizes, as (dim, minor), and whether it holds those of all ranks."""
+def sample_dim(p: Propagation, sizes: Sequence[Any], place: Place | None) -> Batch:
+    """Where the samples are in a random tensor of these sizes, as (dim, minor)."""
     if place is not None:
-        return (place.dim, place.post), False
+        return place.dim, place.post
     if p.sizes.symbol is not None:
-        return next(((d, m) for d, s in enumerate(sizes) if (m := p.sizes.multiple(s))), None), True
+        return next(((d, m) for d, s in enumerate(sizes) if (m := p.sizes.multiple(s))), None)
     dims = [d for d, s in enumerate(sizes) if int(s) % p.rows == 0]
     if not dims:
-        return None, True
+        return None
     if dims != [0]:
         raise Uncapturable(f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known")
-    return (0, int(sizes[0]) // p.rows), True
+    return 0, int(sizes[0]) // p.rows
 
 
 def keys(p: Propagation, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, State]) -> tuple[Any, ...]:
-    """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, whole, grid).
+    """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, spread, grid).
 
-    ``grid`` has for each dim the factors of what a sample has of it, each with the axes of tensor parallelism that shard it; None where
-    nothing does.
+    ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it, each with the axes
+    of tensor parallelism that shard it; None where nothing does.
     """
-    rows = states[ROWS]
-    batch, whole = sample_dim(p, sizes, rows if isinstance(rows, Place) else None)
-    tensor = {g: s for g, s in states.items() if g != ROWS and isinstance(s, Place)}
-    grid: list[tuple[tuple[int, tuple[str, ...]], ...]] | None = None
-    if tensor:
-        minor = {batch[0]: batch[1]} if batch is not None else {}
-        shape = [minor.get(d, s) for d, s in enumerate(sizes)]
-        if any(s.dim in minor for s in tensor.values()):
-            raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
-        layout = p.layout_of([int(s) for s in shape], tensor)
-        grid = [tuple((f.size, f.axes) for f in dim) for dim in layout.dims]
-    return node.meta["ordinal"], batch, whole, tuple(grid) if grid is not None else None
+    places = {g: s for g, s in states.items() if isinstance(s, Place)}
+    first = places.get(ROWS) or next((s for s in places.values() if s.pre == 1 and p.sizes.multiple(sizes[s.dim]) == s.post), None)
+    spread = tuple(g for g, s in places.items() if s == first)
+    batch = sample_dim(p, sizes, first)
+    tensor = {g: s for g, s in places.items() if g not in spread}
+    if not tensor:
+        return node.meta["ordinal"], batch, spread, None
+    minor = {batch[0]: batch[1]} if batch is not None else {}
+    if any(s.dim in minor for s in tensor.values()):
+        raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
+    layout = p.layout_of([int(minor.get(d, s)) for d, s in enumerate(sizes)], tensor)
+    return node.meta["ordinal"], batch, spread, tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
 
 
 def ordered(p: Propagation, form: Form) -> Form:

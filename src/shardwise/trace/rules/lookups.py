@@ -11,7 +11,7 @@ from torch import fx
 from shardwise.trace import ops
 from shardwise.trace.forms import Form, Place, Solved, Strategy
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
-from shardwise.trace.sharding import ROWS, Propagation
+from shardwise.trace.sharding import Propagation
 from shardwise.trace.sizes import expression
 
 aten = torch.ops.aten
@@ -100,13 +100,14 @@ def _index(p: Propagation, node: fx.Node) -> Any:
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         feed = iter(solved.values)
         source = next(feed)
-        place = solved.strategies[ROWS].operands[0]
+        places = {g: q for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place)}
+        rows = tuple(g for g, q in places.items() if mine is not None and q.dim == mine[0])
         local = []
         for index in indices:
             value = next(feed) if isinstance(index, fx.Node) else None
-            if mine is not None and index is mine[2] and isinstance(place, Place) and place.dim == mine[0]:
+            if rows and mine is not None and index is mine[2]:
                 assert value is not None  # global numbers of own rows, as positions among own rows
-                start = p.graph.call_function(ops.row_start, (p.env,))
+                start = p.graph.call_function(ops.row_start, (p.env, rows))
                 value = p.emit(index, (value, start), {}, p.layout(value), aten.sub.Tensor)
             local.append(value)
         return p.emit(node, (source, local, *feed, *p.arguments(node.args[3:])), {}, solved.layout)

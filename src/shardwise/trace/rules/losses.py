@@ -48,19 +48,21 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
         values = list(solved.values)
         weights = values[2] if len(values) > 2 else None
         axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 1)
-        sharded = isinstance(solved.strategies[ROWS].operands[0], Place)
-        if reduction != _MEAN or not (sharded or axes):
+        spread = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim != 1)
+        if reduction != _MEAN or not (spread or axes):
             tail = (weights, reduction, ignore, smoothing) if plain else (weights, reduction, ignore)
             return p.emit(node, (*values[:2], *tail), {}, solved.layout)
         counted = node is p.counted
-        if not counted and sharded:
+        if not counted and spread:
             p.count("all_reduce", "count of targets")
         for _ in axes[:1]:
             p.count("all_gather", "softmax over shards of classes")
-        options = (ignore, smoothing, counted and sharded, not plain, node in p.summands)
+        options = (ignore, smoothing, counted and ROWS in spread, not plain, node in p.summands)
         args = (p.env, _before_cast(values[0]), values[1], weights, *options)
         if axes:
-            args = (*args, (p.shape(x)[1], axes), sharded)
+            args = (*args, (p.shape(x)[1], axes), spread)
+        elif spread != (ROWS,):
+            args = (*args, None, spread)
         return p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
 
     form.moves, form.emit = moves, emit

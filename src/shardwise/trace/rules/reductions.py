@@ -23,7 +23,7 @@ from shardwise.trace.rules.table import (
     tensors,
     whole_dims,
 )  # fmt: skip
-from shardwise.trace.sharding import ROWS, Propagation
+from shardwise.trace.sharding import Propagation
 
 aten = torch.ops.aten
 RULES = Table()
@@ -171,14 +171,15 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
         return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
-        place = solved.strategies[ROWS].operands[0]
-        if not isinstance(place, Place):
+        rows = {g: q for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0}
+        if not rows:
             return p.plain(node, solved)
+        place = next(iter(rows.values()))
         rest = iter(solved.values[1:])
         others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
         for kind in ("all_gather", "all_reduce in backward"):
             p.count(kind, "batch_norm")
-        args = (p.env, solved.values[0], *others, place.pre * place.post)
+        args = (p.env, solved.values[0], *others, place.pre * place.post, tuple(rows))
         return p.emit(node, args, {}, solved.layouts, ops.sync_batch_norm)
 
     form.moves, form.emit = moves, emit

@@ -1,0 +1,172 @@
+"""Tensor parallelism equals one device: of every model, and together with data parallelism, ZeRO, pipelines and recomputation."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zoo
+from covering import covering
+from models import deep
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace import ops
+from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
+from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
+
+KINDS = CHOICES["tensor"]
+ROWS = (7, 5)
+CLIP = 1.0
+PLAIN = OptimizerChoice("sgd", lr=0.1)
+"""For models with parameters whose gradient is zero but for rounding, which Adam would make as large as any."""
+
+Case = tuple[str, str, int, int, int, int, str, int]
+
+
+def sharded(plan: Plan, tp: int, kind: str) -> Plan:
+    """``plan`` with tensor parallelism inside all else."""
+    return plan.replace(mesh=Mesh((*plan.mesh.axes, Axis("tp", tp))), tensor=kind)
+
+
+def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice) -> None:
+    ours: list[list[RankStep]] = run_threads(
+        compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0)
+    )
+    for rank in ours:
+        found = compare(rank, truth)
+        assert found.passes(TOLERANCE), (found.largest, found.worst(3))
+
+
+def oracle(module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int) -> list[OracleStep]:
+    one = Oracle(module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=CLIP, decays=choice.decays)
+    return [one.step(batch, choice.learning_rate(i)) for i, batch in enumerate(batches)]
+
+
+# ---- every model -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def model(name: str) -> tuple[zoo.Model, list[dict[str, Tensor]], list[OracleStep]]:
+    one = zoo.make(name)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in one.batch.items()}
+    batches = [wide, {k: v[:3] for k, v in wide.items()}]
+    module = one.module.double().train()
+    return one, batches, oracle(module, one.loss, batches, PLAIN, 1)
+
+
+@pytest.mark.parametrize(("name", "kind", "tp"), [
+    (name, KINDS[i % 2], 2 + i % 3) for i, name in enumerate(zoo.NAMES)
+])  # fmt: skip
+def test_a_model(name: str, kind: str, tp: int) -> None:
+    every_size(name, kind, tp)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "kind", "tp"), itertools.product(zoo.NAMES, KINDS, (2, 3, 4, 8)))
+def test_every_model(name: str, kind: str, tp: int) -> None:
+    every_size(name, kind, tp)
+
+
+def every_size(name: str, kind: str, tp: int) -> None:
+    one, batches, truth = model(name)
+    plan = sharded(Plan(precision="fp64", mesh=Mesh(())), tp, kind)
+    compiled = Compiled(one.module, plan, batches[0], one.loss)
+    assert any(b.axes for b in compiled.general.buckets) or tp > 3
+    check(compiled, batches, truth, PLAIN)
+
+
+# ---- together with all else -----------------------------------------------------------------------------------------------
+
+
+DEEP = ("gpt", "llama", "gpt2")
+EVERY: list[Case] = [
+    case
+    for case in itertools.product(DEEP, KINDS, (2, 3, 4), (1, 2), (0, 1, 2, 3), (1, 2), CHOICES["recompute"], (1, 3))
+    if (case[3] > 1 or case[4] == 0) and case[2] * case[3] * case[5] <= 8
+]
+
+
+@functools.cache
+def subject(name: str) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    torch.manual_seed(len(name))
+    module, make = deep(name, 3)
+    return module.train(), [make(rows) for rows in ROWS]
+
+
+@functools.cache
+def truth_of(name: str, microbatches: int) -> list[OracleStep]:
+    module, batches = subject(name)
+    return oracle(module, None, batches, OPTIMIZER, microbatches)
+
+
+@functools.cache
+def captured(name: str, kind: str, tp: int) -> Compiled:
+    """A capture serves all plans with these tensor axes."""
+    module, batches = subject(name)
+    return Compiled(module, sharded(Plan(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
+
+
+def together(case: Case) -> None:
+    name, kind, tp, dp, zero, pp, recompute, m = case
+    base: Any = Plan(microbatches=m, recompute=recompute, precision="fp64")  # type: ignore[arg-type]
+    plan = sharded(pipeline(data_parallel(base, dp, zero), pp, "zbv" if pp > 1 and m > 1 else "1f1b"), tp, kind)
+    check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)
+
+
+@pytest.mark.parametrize("case", list(covering(EVERY)), ids=lambda case: "-".join(map(str, case)))
+def test_together(case: Case) -> None:
+    together(case)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
+def test_every_combination(case: Case) -> None:
+    together(case)
+
+
+# ---- what is sharded ---------------------------------------------------------------------------------------------------------
+
+
+def test_megatrons_plan_comes_out_for_a_transformer() -> None:
+    one = captured("gpt", "1d", 2).general
+    found = {p.name.partition(".")[2]: str(p.placed) for b in one.buckets for p in b.parameters if ".1." in p.name}
+    assert found["1.attention.qkv.weight"].startswith("[3*"), found
+    assert found["1.attention.proj.weight"].endswith("2:tp*16]") or ":tp" in found["1.attention.proj.weight"].partition(",")[2]
+    assert ":tp" in found["1.mlp.up.weight"].partition(",")[0]
+    assert ":tp" in found["1.mlp.proj.weight"].partition(",")[2]
+    assert ":tp" not in found["1.norm1.weight"]
+    kinds = {kind for (kind, _, path) in one.collectives if path.startswith("blocks.1")}
+    assert kinds == {"all_reduce", "all_reduce in backward"}
+    assert not one.replicated
+
+
+def test_a_forgotten_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "replicate", lambda env, x, axes: x)
+    module, batches = subject("gpt")
+    compiled = Compiled(module, sharded(Plan(precision="fp64", mesh=Mesh(())), 2, "1d"), batches[0])
+    with pytest.raises(AssertionError):
+        check(compiled, batches, truth_of("gpt", 1), OPTIMIZER)
+
+
+def test_a_model_that_is_not_captured_is_refused() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x)
+            return y.sum() if float(y.sum()) > 0 else y.square().sum()
+
+    with pytest.raises(ConfigError, match="tp: the model could not be captured"):
+        Compiled(Branches(), sharded(Plan(mesh=Mesh(())), 2, "1d"), {"x": torch.zeros(4, 4)})
