@@ -351,12 +351,28 @@ def test_refused_together(overrides: list[str], words: list[str]) -> None:
         ("train.devices=2", Hardware(cores=8, world=4), ["train.devices = 2", "4, the number of ranks"]),
         ("data.batch_size=6", Hardware(cores=8, world=4), ["data.batch_size = 6", "4 x 1", "4 or 8"]),
         ("parallel.tp=4", Hardware(cores=8, gpus=2), ["parallel.tp = 4", "at most 2, the GPUs of this machine"]),
-        ("parallel.dp=2 parallel.tp=2", Hardware(cores=8, gpus=2), ["parallel.dp = 2", "at most 1, the GPUs", "over parallel.tp = 2"]),
-        ("parallel.pp=2 parallel.tp=2", Hardware(cores=8, gpus=2), ["parallel.tp = 2", "at most 1, the GPUs", "over parallel.pp = 2"]),
+        (
+            "parallel.dp=2 parallel.tp=2",
+            Hardware(cores=8, gpus=2),
+            ["parallel.dp = 2", "at most 1, the GPUs", "over parallel.tp = 2"],
+        ),
+        (
+            "parallel.pp=2 parallel.tp=2",
+            Hardware(cores=8, gpus=2),
+            ["parallel.tp = 2", "at most 1, the GPUs", "over parallel.pp = 2"],
+        ),
         ("parallel.dp=1 parallel.tp=8", Hardware(cores=8, gpus=4), ["parallel.tp = 8", "at most 4, the GPUs"]),
         ("parallel.tp=3", Hardware(cores=8, world=4), ["parallel.tp = 3", "a divisor of train.devices = 4: 1, 2, 4"]),
-        ("parallel.dp=1 parallel.tp=3", Hardware(cores=8, world=4), ["parallel.tp = 3", "a divisor of 4, the number of ranks already"]),
-        ("parallel.dp=1 parallel.tp=2", Hardware(cores=8, world=4), ["parallel.dp = 1", "2, the number of ranks", "parallel.tp = 2"]),
+        (
+            "parallel.dp=1 parallel.tp=3",
+            Hardware(cores=8, world=4),
+            ["parallel.tp = 3", "a divisor of 4, the number of ranks already"],
+        ),
+        (
+            "parallel.dp=1 parallel.tp=2",
+            Hardware(cores=8, world=4),
+            ["parallel.dp = 1", "2, the number of ranks", "parallel.tp = 2"],
+        ),
         ("train.devices=2 parallel.tp=2", Hardware(cores=8, world=4), ["train.devices = 2", "4, the number of ranks"]),
     ],
 )

@@ -156,6 +156,14 @@ class Trace:
         """Those that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
+    @property
+    def everywhere(self) -> list[str]:
+        """The ops without a rule, a line for each."""
+        return [
+            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
+            for (op, path), n in self.replicated.items()
+        ]
+
 
 def trace(
     module: nn.Module,
@@ -201,7 +209,9 @@ def trace(
         if not opaque:
             raise
         if tensor is not None and tensor.axes:
-            raise ConfigError(f"tp: the model could not be captured, so nothing inside it can be sharded: {error}; legal: tp = 1") from error
+            raise ConfigError(
+                f"tp: the model could not be captured, so nothing inside it can be sharded: {error}; legal: tp = 1"
+            ) from error
         return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
