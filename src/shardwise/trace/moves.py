@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
@@ -30,31 +30,11 @@ from shardwise.trace.forms import Place, State
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
 
-KINDS: Mapping[str, tuple[str, Mapping[State, str]]] = {
-    "gather": ("all_gather", {"I": "slice", "R": "reduce_scatter"}),
-    "scatter": ("reduce_scatter", {}),
-    "all_reduce": ("all_reduce", {"I": "", "R": "all_reduce"}),
-    "replicate": ("", {"R": "all_reduce"}),
-    "shard": ("slice", {}),
-}
-"""What is reported of a move: what it is in forward, and in backward by the state after it, by default ``all_gather``; others cost nothing."""
-
-
-class Note(NamedTuple):
-    """On a node of a local graph: a collective over ``axes`` in ``forward`` and one in ``backward``, "" where there is none, because of
-    op ``cause`` in the module at ``path``, the first that needs its result so."""
-
-    forward: str
-    backward: str
-    axes: tuple[str, ...]
-    cause: str
-    path: str
-
-    @property
-    def kind(self) -> str:
-        """In a word or three."""
-        return self.forward or f"{self.backward} in backward"
-
+KINDS: Mapping[str, str] = {
+    "gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce", "replicate": "all_reduce in backward",
+    "shard": "slice",
+}  # fmt: skip
+"""What is reported of a move; others cost nothing."""
 
 _Step = tuple[str, State, tuple[Any, ...]]
 """The name of a function of ops, the state after it, and its last arguments."""
@@ -99,8 +79,7 @@ class Moves:
             where = (p.cut(value, sharded, groups),)
         new = p.graph.call_function(getattr(ops, name), (p.env, value, *where, *rest))
         if name in KINDS:
-            forward, backward = KINDS[name]
-            p.note(new, forward, backward.get(after, "all_gather") if value.meta["grad"] else "", groups)
+            p.count(KINDS[name])
         return p.annotate_move(new, value, states)
 
 
@@ -127,4 +106,4 @@ def _step(state: State, goal: State, grad: bool) -> _Step | None:
     return "replicate", "R", ()
 
 
-__all__ = ["Moves", "Note"]
+__all__ = ["Moves"]

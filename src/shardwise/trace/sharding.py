@@ -26,7 +26,7 @@ from shardwise.trace.assign import Assignment, Tensors, Walk
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
-from shardwise.trace.moves import Moves, Note
+from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression
@@ -250,12 +250,9 @@ class Propagation:
         new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
         return new
 
-    def note(self, new: fx.Node, forward: str, backward: str, axes: tuple[str, ...], cause: str = "") -> None:
-        """Note on ``new`` a collective that the current op needs."""
-        cause = cause or str(getattr(self.current, "target", ""))
-        found = Note(forward, backward, axes, cause, module_path(self.current))
-        new.meta.setdefault("notes", []).append(found)
-        self.sharded.collectives[(found.kind, found.cause, found.path)] += 1
+    def count(self, kind: str, what: str = "") -> None:
+        """Note a collective that the current op needs."""
+        self.sharded.collectives[(kind, what or str(getattr(self.current, "target", "")), module_path(self.current))] += 1
 
     def arguments(self, argument: Any) -> Any:
         return fx.map_arg(argument, lambda n: self.value[n])

@@ -53,18 +53,17 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
             tail = (weights, reduction, ignore, smoothing) if plain else (weights, reduction, ignore)
             return p.emit(node, (*values[:2], *tail), {}, solved.layout)
         counted = node is p.counted
+        if not counted and spread:
+            p.count("all_reduce", "count of targets")
+        for _ in axes[:1]:
+            p.count("all_gather", "softmax over shards of classes")
         options = (ignore, smoothing, counted and ROWS in spread, not plain, node in p.summands)
         args = (p.env, _before_cast(values[0]), values[1], weights, *options)
         if axes:
             args = (*args, (p.shape(x)[1], axes), spread)
         elif spread != (ROWS,):
             args = (*args, None, spread)
-        new = p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
-        if not counted and spread:
-            p.note(new, "all_reduce", "", spread, "count of targets")
-        if axes:
-            p.note(new, "all_gather", "", axes, "softmax over classes")
-        return new
+        return p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
 
     form.moves, form.emit = moves, emit
     form.inside = True
@@ -99,7 +98,9 @@ def _row_loss(p: Propagation, node: fx.Node) -> Any:
     return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1])
 
 
-def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]) -> Form:
+def _reduced(
+    p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]
+) -> Form:
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
     reduction = given(node, "reduction", _MEAN)
 

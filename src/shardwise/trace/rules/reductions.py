@@ -177,10 +177,10 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
         place = next(iter(rows.values()))
         rest = iter(solved.values[1:])
         others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+        for kind in ("all_gather", "all_reduce in backward"):
+            p.count(kind, "batch_norm")
         args = (p.env, solved.values[0], *others, place.pre * place.post, tuple(rows))
-        new = p.emit(node, args, {}, solved.layouts, ops.sync_batch_norm)
-        p.note(new, "all_gather", "all_reduce", tuple(rows), "batch_norm")
-        return new
+        return p.emit(node, args, {}, solved.layouts, ops.sync_batch_norm)
 
     form.moves, form.emit = moves, emit
     return form
