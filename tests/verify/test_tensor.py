@@ -21,27 +21,28 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import ops
+from shardwise.trace.tensor import ROLES
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
 
-KINDS = CHOICES["tensor"]
+SIZES = {"1d": (2, 3, 4, 8), "1d-sp": (2, 3, 4, 8), "2d": (4, 9), "2.5d": (8,), "3d": (8,)}
+KINDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 ROWS = (7, 5)
 CLIP = 1.0
 PLAIN = OptimizerChoice("sgd", lr=0.1)
 """For models with parameters whose gradient is zero but for rounding, which Adam would make as large as any."""
 
-Case = tuple[str, str, int, int, int, int, str, int]
+Case = tuple[str, tuple[str, int], int, int, int, str, int]
 
 
 def sharded(plan: Plan, tp: int, kind: str) -> Plan:
     """``plan`` with tensor parallelism inside all else."""
-    return plan.replace(mesh=Mesh((*plan.mesh.axes, Axis("tp", tp))), tensor=kind)
+    side = {"2d": round(tp ** (1 / 2)), "2.5d": 2, "3d": round(tp ** (1 / 3))}.get(kind, tp)
+    return plan.replace(mesh=Mesh((*plan.mesh.axes, *(Axis(name, side) for name in ROLES[kind]))), tensor=kind)
 
 
 def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice) -> None:
-    ours: list[list[RankStep]] = run_threads(
-        compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0)
-    )
+    ours: list[list[RankStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0))
     for rank in ours:
         found = compare(rank, truth)
         assert found.passes(TOLERANCE), (found.largest, found.worst(3))
@@ -65,14 +66,14 @@ def model(name: str) -> tuple[zoo.Model, list[dict[str, Tensor]], list[OracleSte
 
 
 @pytest.mark.parametrize(("name", "kind", "tp"), [
-    (name, KINDS[i % 2], 2 + i % 3) for i, name in enumerate(zoo.NAMES)
+    (name, *KINDS[(i + shift) % len(KINDS)]) for i, name in enumerate(zoo.NAMES) for shift in (0, 5)
 ])  # fmt: skip
 def test_a_model(name: str, kind: str, tp: int) -> None:
     every_size(name, kind, tp)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "kind", "tp"), itertools.product(zoo.NAMES, KINDS, (2, 3, 4, 8)))
+@pytest.mark.parametrize(("name", "kind", "tp"), [(name, *one) for name in zoo.NAMES for one in KINDS])
 def test_every_model(name: str, kind: str, tp: int) -> None:
     every_size(name, kind, tp)
 
@@ -91,8 +92,8 @@ def every_size(name: str, kind: str, tp: int) -> None:
 DEEP = ("gpt", "llama", "gpt2")
 EVERY: list[Case] = [
     case
-    for case in itertools.product(DEEP, KINDS, (2, 3, 4), (1, 2), (0, 1, 2, 3), (1, 2), CHOICES["recompute"], (1, 3))
-    if (case[3] > 1 or case[4] == 0) and case[2] * case[3] * case[5] <= 8
+    for case in itertools.product(DEEP, KINDS, (1, 2), (0, 1, 2, 3), (1, 2), CHOICES["recompute"], (1, 3))
+    if (case[2] > 1 or case[3] == 0) and case[1][1] * case[2] * case[4] <= 16
 ]
 
 
@@ -117,7 +118,7 @@ def captured(name: str, kind: str, tp: int) -> Compiled:
 
 
 def together(case: Case) -> None:
-    name, kind, tp, dp, zero, pp, recompute, m = case
+    name, (kind, tp), dp, zero, pp, recompute, m = case
     base: Any = Plan(microbatches=m, recompute=recompute, precision="fp64")  # type: ignore[arg-type]
     plan = sharded(pipeline(data_parallel(base, dp, zero), pp, "zbv" if pp > 1 and m > 1 else "1f1b"), tp, kind)
     check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)

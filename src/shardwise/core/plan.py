@@ -21,7 +21,7 @@ Reduced = Literal["microbatch", "step"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Norm = Literal["barrier", "post-validate"]
-Tensor = Literal["1d", "1d-sp"]
+Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
@@ -40,7 +40,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
         "auto",
     ),
     "norm": ("barrier", "post-validate"),
-    "tensor": ("1d", "1d-sp"),
+    "tensor": ("1d", "1d-sp", "2d", "2.5d", "3d"),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),

@@ -21,6 +21,7 @@ from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.stages import Cut
 from shardwise.parallel.data import batch_axes, shard_axes
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled
@@ -102,7 +103,8 @@ class Forecast:
         """The trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with backwards in two parts."""
         plan, trace = self.plan, self._trace(self.plan)
         parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
-        options = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
+        options: dict[str, Any] = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
+        options["tensor"] = plan.mesh.places(0, tensor_axes(plan))
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:

@@ -127,17 +127,19 @@ def _joined(env: Env, axes: tuple[str, ...], largest: Tensor, total: Tensor, cho
         return largest, total, chosen
     own = torch.stack([largest, total, chosen])
     every = own.new_empty((parts, *own.shape))
-    env.comm.all_gather(every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes").wait()
+    env.comm.all_gather(
+        every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes"
+    ).wait()
     maxima, totals, targets = every.unbind(1)
     top = maxima.amax(0)
     return top, (totals * (maxima - top).exp_()).sum(0), targets.sum(0)
 
 
-def valid_targets(env: Env, target: Tensor, ignore_index: int) -> Tensor:
-    """The number of this rank's targets that count, as int64."""
-    return (target != ignore_index).sum()
+def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
+    """The number of this rank's targets that count, as int64; with those of other ranks over ``axes``, which have the same rows."""
+    return ops.all_sum(env, (target != ignore_index).sum(), axes, "targets")
 
 
-def valid_targets_once(env: Env, target: Tensor, ignore_index: int) -> Tensor:
+def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
     """The same of targets that every rank has: the first rank counts them for all."""
-    return (target != ignore_index).sum() * (env.index == 0)
+    return valid_targets(env, target, ignore_index, axes) * (env.index == 0)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import entropy
+from shardwise.trace import entropy, ops
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.functional import Normal
 from shardwise.trace.schema import given, op_name
@@ -101,9 +101,10 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     for n in sharded.graph.nodes:
         if n in seen and n not in copies:
             copies[n] = graph.node_copy(n, lambda a: copies[a])
-    counter = entropy.valid_targets if target.meta["layout"].axes_used else entropy.valid_targets_once
+    sharding = target.meta["layout"].sharding_axes
+    counter = entropy.valid_targets if ops.ROWS in sharding else entropy.valid_targets_once
     env = next(iter(graph.nodes))
-    graph.output(graph.call_function(counter, (env, copies[target], ignore)))
+    graph.output(graph.call_function(counter, (env, copies[target], ignore, tuple(sorted(sharding - {ops.ROWS})))))
     return Targets(
         fx.GraphModule(torch.nn.Module(), graph).forward,
         graph,

@@ -56,7 +56,8 @@ class Moves:
                 return value
             # Slices first: what is gathered after them is smaller.
             first = min(steps.values(), key=lambda step: _ORDER.index(step[0]))
-            groups = tuple(g for g, step in steps.items() if step == first)
+            alike = [g for g, step in steps.items() if step == first]
+            groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
             value = self._move(value, groups, *first)
 
     def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:

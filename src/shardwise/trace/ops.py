@@ -188,8 +188,8 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
-        out = there(env, x, where)
-        return out.detach() if out is x else out  # not a view: parameters change their memory while a graph holds them
+        # No view of x to autograd, be it all of x or a slice: parameters change their memory while a graph holds them.
+        return there(env, x, where).data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
@@ -375,6 +375,44 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, dx.to(x.dtype), dw, db, None, None, None, None, None, None
 
 
+def norm_of_width(
+    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, width: int, axes: Groups, centred: bool
+) -> Tensor:
+    """LayerNorm (``centred``) or RMSNorm over a last dim of ``width`` that ``axes`` shard, as they do weight and bias."""
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    result: Tensor = _NormOfWidth.apply(env, x, eps, width, axes, centred)  # type: ignore[no-untyped-call]
+    if weight is not None:
+        result = result * weight
+    return result if bias is None else result + bias
+
+
+class _NormOfWidth(torch.autograd.Function):
+    """The normalised ``x``: one stacked all-reduce forward, and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, eps: float, width: int, axes: Groups, centred: bool) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.mean_of = lambda t: all_sum(env, t, axes, "statistics of a norm") / width
+        mean = ctx.mean_of(wide.sum(-1, keepdim=True)) if centred else None
+        if mean is not None:
+            wide = wide - mean
+        inverse = torch.rsqrt(ctx.mean_of(wide.square().sum(-1, keepdim=True)) + eps)
+        normal = wide * inverse
+        ctx.save_for_backward(normal, inverse)
+        ctx.centred = centred
+        return normal.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normal, inverse = ctx.saved_tensors
+        dy = grads[0].to(normal.dtype)
+        sums = [(dy * normal).sum(-1, keepdim=True), *([dy.sum(-1, keepdim=True)] if ctx.centred else [])]
+        along, *mean = ctx.mean_of(torch.cat(sums, -1)).split(1, -1)
+        dx = dy - normal * along
+        return None, ((dx - mean[0] if mean else dx) * inverse).to(grads[0].dtype), None, None, None, None
+
+
 # ---- random ops --------------------------------------------------------------------------------------------------------
 
 
@@ -425,7 +463,15 @@ def alpha_dropout(
         return dropout(env, x, p, ordinal, batch, spread, grid, shape)
     row = _row_start(env, spread)
     keep = keyed.keyed_mask(
-        p, env.seed, env.step, env.ordinal + ordinal, x.shape if shape is None else shape, batch, row, x.device, env.kind,
+        p,
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        x.shape if shape is None else shape,
+        batch,
+        row,
+        x.device,
+        env.kind,
         _columns(env, grid, batch, x.device),
     )
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
@@ -483,4 +529,13 @@ def random_of(
 
 def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None) -> Tensor:
     """1 with probability p, else 0."""
-    return keyed.keyed_bernoulli(p, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), env.kind, _columns(env, grid, batch, p.device))
+    return keyed.keyed_bernoulli(
+        p,
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        batch,
+        _row_start(env, spread),
+        env.kind,
+        _columns(env, grid, batch, p.device),
+    )

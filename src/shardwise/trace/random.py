@@ -81,7 +81,12 @@ def _hashed(x: Tensor, before: int, after: int) -> Tensor:
 
 
 def _blocks(
-    keys: tuple[int, int, int, int], row_start: int, rows: int, per_row: int, device: torch.device, kind: str,
+    keys: tuple[int, int, int, int],
+    row_start: int,
+    rows: int,
+    per_row: int,
+    device: torch.device,
+    kind: str,
     columns: Tensor | None = None,
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (row slice, column slice, int32 words): blocks that tile (rows, per_row).
@@ -321,7 +326,13 @@ def keyed_randint(
 
 
 def keyed_bernoulli(
-    p: Tensor, seed: int, step: int, ordinal: int, batch: Batch | None = None, row_start: int = 0, kind: str = "",
+    p: Tensor,
+    seed: int,
+    step: int,
+    ordinal: int,
+    batch: Batch | None = None,
+    row_start: int = 0,
+    kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
     """1 with probability ``p``, element by element, else 0; shape, dtype and device of ``p``."""

@@ -29,8 +29,8 @@ from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.schema import differentiable, is_tensor
-from shardwise.trace.sizes import Sizes, concrete, expression
-from shardwise.trace.tensor import TensorWalk
+from shardwise.trace.sizes import Sizes, concrete, expression, factored
+from shardwise.trace.tensor import ROLES, TensorWalk
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -103,7 +103,12 @@ class Propagation:
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
-        self.assignments |= {axis: TensorWalk(self, forms, axis, rows).run() for axis in self.tensor.axes}
+        found: dict[str, Assignment] = {}
+        for axis in sorted(
+            self.tensor.axes, key=lambda a: ROLES[self.tensor.recipe][a].at_use
+        ):  # what rests within others' pieces comes last
+            found[axis] = TensorWalk(self, forms, axis, rows, found).run()
+        self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -127,19 +132,21 @@ class Propagation:
         new.meta["val"] = value
         parameter = self.captured.parameters.get(node.name)
         states = {group: one.states[node][0] for group, one in self.assignments.items()}
-        layout = self.layout_of(self.shape(node), states)
+        # A field comes with all rows of this rank's part of the batch, of which axes that shard rows again take theirs.
+        born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
+        layout = self.layout_of(self.shape(node), born)
         if parameter is not None and layout.axes_used:
             self.sharded.layouts[parameter] = layout
         grad = parameter is not None and bool(self.captured.trainable.get(parameter, True))
-        self.annotate(new, layout, states, grad)
-        self.value[node] = new
+        self.annotate(new, layout, born, grad)
+        self.value[node] = self.convert(new, states)
 
     def step(self, node: fx.Node, form: Form | None) -> Any:
         if picks(node):
             source, index = self.value[node.args[0]], node.args[1]
             new = self.graph.call_function(operator.getitem, (source, index))
             states = source.meta["states"][index]
-            grad = source.meta["grad"] and differentiable(node.meta["val"])
+            grad = source.meta["grad"] and differentiable(node.meta["val"]) and index not in source.meta.get("alike", ())
             return self.annotate(new, source.meta["layout"][index], states, grad, node)
         if not is_tensor(node):
             return self.number(node)
@@ -156,6 +163,7 @@ class Propagation:
         new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
         several = isinstance(node.meta["val"], tuple | list)
         new.meta["states"] = states if several else states[0]
+        new.meta["alike"] = form.alike
         return new
 
     def plain(self, node: fx.Node, solved: Solved) -> fx.Node:
@@ -271,24 +279,27 @@ class Propagation:
 
     # ---- local sizes ---------------------------------------------------------------------------------------------------
 
-    def extent(self, size: int, axes: Sequence[str]) -> Any:
-        """The local size of a factor that ``axes`` shard, as a number or as a node."""
-        if not axes:
-            return size
-        if tuple(axes) == (ROWS,):
+    def factor_size(self, whole: Any, factor: Factor) -> Any:
+        """The size of a sharded factor of a dim of ``whole`` size: in one that depends on the number of rows it is that."""
+        symbolic = ROWS in factor.axes or (factor.axes and not isinstance(expression(whole), int))
+        return self.sizes.rows if symbolic else factor.size
+
+    def extent(self, whole: Any, factor: Factor) -> Any:
+        """The local size of a factor of a dim of ``whole`` size, as a number or as a node."""
+        if factor.axes == (ROWS,):
             return self.sizes.local_rows
-        whole = self.sizes.rows if ROWS in axes else size
-        parts = math.prod(self.tensor.axes[a] for a in axes if a != ROWS)
-        if ROWS not in axes and size % parts == 0:
+        size = self.factor_size(whole, factor)
+        parts = math.prod(self.tensor.axes[a] for a in factor.axes if a != ROWS)
+        if isinstance(size, int) and size % parts == 0:
             return size // parts
-        return self.graph.call_function(ops.local_size, (self.env, whole, tuple(axes)))
+        return self.graph.call_function(ops.local_size, (self.env, size, factor.axes))
 
     def local_dim(self, layout: Layout, size: Any, dim: int) -> Any:
         """The local size of dim ``dim``, of whole ``size``, as a number or as a node."""
         factors = layout.dims[dim]
         if not any(f.axes for f in factors):
             return self.sizes.node(size)
-        return self.sizes.fold(operator.mul, [self.extent(f.size, f.axes) for f in factors])
+        return self.sizes.fold(operator.mul, [self.extent(size, f) for f in factors])
 
     def local_sizes(self, node: fx.Node, layout: Layout, given: Sequence[Any] | None = None) -> list[Any]:
         """The sizes of a node's result in ``layout``; ``given`` are the op's own size arguments."""
@@ -308,13 +319,13 @@ class Propagation:
         layout = self.layout_of(value.meta["layout"].shape, states)
         factors = layout.dims[place.dim]
         at = next(i for i, f in enumerate(factors) if groups[0] in f.axes)
+        whole = value.meta["val"].shape[place.dim]
         pre, post = (
-            self.sizes.fold(operator.mul, [1, *(self.extent(f.size, f.axes) for f in side)])
+            self.sizes.fold(operator.mul, [1, *(self.extent(whole, f) for f in side)])
             for side in (factors[:at], factors[at + 1 :])
         )
         outer = tuple(a for a in factors[at].axes if a not in groups)
-        size = self.sizes.rows if ROWS in factors[at].axes else factors[at].size
-        return tuple(groups), outer, place.dim, pre, size, post
+        return tuple(groups), outer, place.dim, pre, self.factor_size(whole, factors[at]), post
 
     def minors(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> list[str]:
         """Other groups that shard the same factor as ``groups`` within their shards."""
@@ -354,30 +365,6 @@ class Propagation:
         operands = [a for a in new.all_input_nodes if "grad" in a.meta]
         grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"]) and target is not aten.detach.default
         return self.annotate(new, layout, None, grad, node)
-
-
-def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[str, int]) -> list[Factor]:
-    """The factors of a dim in which each of ``places``, (group, pre, post), shards one.
-
-    Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each but ``ROWS``,
-    which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the next group has its own.
-    """
-    found: list[Factor] = []
-    done = 1  # of the dim, from the left
-    for pre in sorted({pre for _, pre, _ in places}):
-        own = {g: post for g, before, post in places if before == pre}
-        axes = tuple(g for g in (ROWS, *parts) if g in own)
-        extent = size // (pre * own[axes[0]])
-        if len(set(own.values())) > 1 or (len(axes) > 1 and ROWS not in axes and extent == parts[axes[0]]):
-            extent = math.prod(parts[g] for g in axes if g != ROWS)
-            if ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
-                raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
-        if pre % done:
-            raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
-        found += [Factor(pre // done)] if pre > done else []
-        found.append(Factor(extent, axes))
-        done = pre * extent
-    return [*found, Factor(size // done)] if done < size or not size else found
 
 
 def picks(node: fx.Node) -> bool:

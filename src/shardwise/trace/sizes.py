@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ def local_shape(value: torch.Tensor, layout: Layout, env: ops.Env, most: int | N
     def local(size: Any, factors: Sequence[Factor]) -> int:
         if not any(f.axes for f in factors):
             return known(size, env.rows, most)
-        whole = (env.rows if ops.ROWS in f.axes else f.size for f in factors)
+        rows = not isinstance(expression(size), int)
+        whole = (env.rows if ops.ROWS in f.axes or (rows and f.axes) else f.size for f in factors)
         return math.prod(ops.local_size(env, n, f.axes) for n, f in zip(whole, factors, strict=True))
 
     return tuple(local(size, factors) for size, factors in zip(value.shape, layout.dims, strict=True))
@@ -119,6 +120,30 @@ class Sizes:
     def local(self, times: int) -> Any:
         """``times`` this rank's number of rows."""
         return self.fold(operator.mul, [self.local_rows, times])
+
+
+def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[str, int]) -> list[Factor]:
+    """The factors of a dim in which each of ``places``, (group, pre, post), shards one.
+
+    Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each but ``ROWS``,
+    which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the next group has its own.
+    """
+    found: list[Factor] = []
+    done = 1  # of the dim, from the left
+    for pre in sorted({pre for _, pre, _ in places}):
+        own = {g: post for g, before, post in places if before == pre}
+        axes = tuple(g for g in (ops.ROWS, *parts) if g in own)
+        extent = size // (pre * own[axes[0]])
+        if len(set(own.values())) > 1 or (len(axes) > 1 and ops.ROWS not in axes and extent == parts[axes[0]]):
+            extent = math.prod(parts[g] for g in axes if g != ops.ROWS)
+            if ops.ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
+                raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
+        if pre % done:
+            raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
+        found += [Factor(pre // done)] if pre > done else []
+        found.append(Factor(extent, axes))
+        done = pre * extent
+    return [*found, Factor(size // done)] if done < size or not size else found
 
 
 def regrouped(source: Sequence[Any], place: tuple[int, int, int], goal: Sequence[Any], rows: Any) -> tuple[int, int, int] | None:

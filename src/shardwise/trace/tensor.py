@@ -12,15 +12,19 @@ Nothing here knows models: what a dim is made of (heads, parts of a fused projec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
+from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import is_tensor
+from shardwise.trace.sizes import factored
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -35,15 +39,44 @@ TABLE = 8
 """Rows a rank from which on a table is split."""
 
 
-class TensorWalk(Walk):
-    """The walk for one axis, over which there are ``parts`` ranks."""
+@dataclass(frozen=True)
+class Role:
+    """What one axis of tensor parallelism does.
 
-    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment) -> None:
+    ``rows``: the rows of the batch are sharded over it; ``at_use``: weights are sharded where they rest, and gathered where they are used.
+    ``stream`` is what activations between products are: "whole", or sharded along the "sequence", the "rows" or the "width"; under
+    "width" every product is by columns, of a gathered input.  ``turned``: tables begin with the width sharded, so products by rows
+    come first.
+    """
+
+    rows: bool = False
+    at_use: bool = False
+    stream: str = "whole"
+    turned: bool = False
+
+
+ROLES: Mapping[str, Mapping[str, Role]] = {
+    "1d": {"tp": Role()},
+    "1d-sp": {"tp": Role(stream="sequence")},
+    "2d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
+    "2.5d": {"tp_d": Role(rows=True), "tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
+    "3d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="rows", turned=True), "tp_l": Role(stream="rows")},
+}
+"""By recipe: the axes, the first of them major."""
+
+
+class TensorWalk(Walk):
+    """The walk for one axis, over which there are ``parts`` ranks; ``before`` are the assignments of those before it."""
+
+    def __init__(
+        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment]
+    ) -> None:
         super().__init__(p, forms)
-        self.axis, self.parts, self.rows = axis, p.tensor.axes[axis], rows
-        self.sequence = p.tensor.recipe == "1d-sp"
+        self.axis, self.parts, self.rows, self.before = axis, p.tensor.axes[axis], rows, before
+        self.role = ROLES[p.tensor.recipe][axis]
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
+        self.made: set[fx.Node] = set()  # partial sums that products made
         self.users = {n: list(n.users) for n in p.normal.graph.nodes}
 
     def run(self) -> Assignment:
@@ -79,7 +112,7 @@ class TensorWalk(Walk):
     def birth(self, node: fx.Node) -> State:
         name = self.p.captured.parameters.get(node.name)
         if name is None:
-            return "I"
+            return Place(0) if self.role.rows and node.name in self.p.captured.fields else "I"
         if self.p.tensor.layouts is not None:
             layout = self.p.tensor.layouts.get(name)
             return "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
@@ -143,21 +176,108 @@ class TensorWalk(Walk):
         if opened:
             self.decide(form, opened)
         states = [self.state(o) for o, _ in form.operands]
-        sharded = [(i, s) for i, s in enumerate(states) if isinstance(s, Place)]
-        sharded.sort(key=lambda one: (not self.learned(form.operands[one[0]][0]), -math.prod(self.p.shape(form.operands[one[0]][0]))))
-        for i, place in sharded:
-            found = form.shards(i, place)
-            if found is not None:
-                return found
+        found = self.column(form, states) or self.sharded(form, states)
+        if found is not None:
+            return self.noted(form, found)
         partial = [i for i, s in enumerate(states) if s == "P"]
-        others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
-        if form.keeps(partial) and not others:
-            return form.on_partial(partial)
-        for i in partial if self.sequence else ():
-            found = self.along_sequence(form, i)
+        if partial and form.keeps(partial) and self.keeps(form, partial):
+            return self.noted(form, form.on_partial(partial))
+        for i in partial:
+            found = self.in_stream(form, i)
             if found is not None:
                 return found
         return form.whole("I")
+
+    def shards(self, form: Form, position: int, place: Place) -> Strategy | None:
+        """A form's strategy, if its shards go together with those of other axes."""
+        strategy = form.shards(position, place)
+        if strategy is None:
+            return None
+        others = [one.strategies[form.node] for one in (self.rows, *self.before.values()) if form.node in one.strategies]
+        nodes = [
+            *((o, i, "operands") for i, (o, _) in enumerate(form.operands)),
+            *((form.node, i, "results") for i in range(len(form.results))),
+        ]
+        for node, i, side in nodes:
+            own = getattr(strategy, side)[i]
+            shape = self.p.shapes(form.node)[i] if side == "results" else self.p.shape(node)
+            if isinstance(own, Place) and not self.fits(shape, own, [getattr(o, side)[i] for o in others]):
+                return None
+        return strategy
+
+    def fits(self, shape: Sequence[int], place: Place, others: Sequence[State]) -> bool:
+        """Whether a tensor can be sharded at ``place`` beside what others do with it."""
+        names = (ops.ROWS, *self.before, self.axis)
+        places = [
+            (g, s.pre, s.post)
+            for g, s in zip(names, (*others, place), strict=False)
+            if isinstance(s, Place) and s.dim == place.dim
+        ]
+        try:
+            factored(shape[place.dim], places, self.p.tensor.axes)
+        except Uncapturable:
+            return False
+        return True
+
+    def sharded(self, form: Form, states: list[State]) -> Strategy | None:
+        """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
+        order = []
+        for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
+            if isinstance(state, Place):
+                mine = self.learned(operand)
+                if not (mine and self.role.at_use and not self.looks_up(form, i)):
+                    order.append((not mine, -math.prod(self.p.shape(operand)), i, state))
+        for _, _, i, state in sorted(order, key=lambda one: one[:3]):
+            found = self.shards(form, i, state)
+            if found is not None:
+                return found
+        return None
+
+    def column(self, form: Form, states: list[State]) -> Strategy | None:
+        """Of a product by rows, if products are all by columns: its weight sharded otherwise than it rests."""
+        if self.role.stream != "width":
+            return None
+        for i, (operand, labels) in enumerate(form.operands):
+            state = states[i]
+            if (
+                isinstance(state, Place)
+                and self.learned(operand)
+                and self.product(form, i)
+                and self.summed(form, labels[state.dim])
+            ):
+                place = self.by_columns(form, [i])
+                return None if place is None else self.shards(form, *place)
+        return None
+
+    def noted(self, form: Form, strategy: Strategy) -> Strategy:
+        """Remember where a partial sum is that of a product."""
+        if "P" in strategy.results:
+            product = any(
+                self.product(form, i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.learned(o)
+            )
+            if product or any(o in self.made for o, _ in form.operands):
+                self.made.add(form.node)
+        return strategy
+
+    def keeps(self, form: Form, partial: list[int]) -> bool:
+        """Whether an op is applied to a partial sum, which is reduced later."""
+        others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
+        if others:
+            return False
+        small = not self.p.shape(form.operands[partial[0]][0])
+        together = form.linear == "add" and len(partial) == len(form.operands) > 1
+        later = self.role.stream != "whole" and form.operands[0][0] in self.made and self.in_stream(form, partial[0]) is None
+        return small or together or later
+
+    def product(self, form: Form, weight: int) -> bool:
+        """Whether an op sums over a label that the operand ``weight`` shares with others."""
+        others = {label for j, (_, theirs) in enumerate(form.operands) if j != weight for label in theirs}
+        return any(self.summed(form, label) and label in others for label in form.operands[weight][1])
+
+    def looks_up(self, form: Form, table: int) -> bool:
+        """Whether an op looks up rows of the operand ``table``."""
+        labels = form.operands[table][1]
+        return not self.product(form, table) and len(form.operands) > 1 and any(self.summed(form, label) for label in labels)
 
     def learned(self, node: fx.Node) -> bool:
         """Whether a value follows from parameters alone."""
@@ -167,21 +287,57 @@ class TensorWalk(Walk):
 
     def decide(self, form: Form, opened: list[int]) -> None:
         """Close the open operands of an op: as its other operands want it, or as the recipe says where these are whole."""
-        place = self.by_rows(form, opened) or self.by_columns(form, opened) or self.by_table(form, opened)
-        strategy = None if place is None else form.shards(*place)
+        if self.role.rows:
+            place = self.at_rest(form, opened)
+        else:
+            place = self.by_rows(form, opened) or self.by_table(form, opened) or self.by_columns(form, opened)
+        strategy = None if place is None else self.shards(form, *place)
         if place is None:
             known = [(i, self.state(o)) for i, (o, _) in enumerate(form.operands) if i not in opened]
             sharded = [(i, s) for i, s in known if isinstance(s, Place)]
-            strategy = next((found for one in sharded if (found := form.shards(*one)) is not None), None)
+            strategy = next((found for one in sharded if (found := self.shards(form, *one)) is not None), None)
         order = [place[0]] if place is not None and place[0] in opened else []
         for i in [*order, *(i for i in opened if i not in order)]:
-            good = self.close(form.operands[i][0], None if strategy is None else strategy.operands[i])
+            wanted = (
+                place[1]
+                if self.role.at_use and order == [i] and place is not None
+                else None
+                if strategy is None
+                else strategy.operands[i]
+            )
+            good = self.close(form.operands[i][0], None if self.role.at_use and i not in order else wanted)
             if not good and i in order:
                 strategy = None
 
+    def at_rest(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(weight, where it rests) of a product whose weight is gathered where it is used: along what is summed over, else any dim."""
+        if not self.role.at_use:
+            return None
+        for i in opened:
+            operand, labels = form.operands[i]
+            if not (self.product(form, i) or self.looks_up(form, i)):
+                continue
+            dims = sorted(range(len(labels)), key=lambda d: not self.summed(form, labels[d]))
+            for dim in dims:
+                size, inner = self.p.shape(operand)[dim], self.within(operand, dim)
+                if inner is not None and size % (inner * self.parts) == 0:
+                    return i, Place(dim, inner, size // (inner * self.parts))
+        return None
+
+    def within(self, operand: fx.Node, dim: int) -> int | None:
+        """The number of pieces into which others cut a dim of a parameter; None where there is no telling."""
+        pieces = 1
+        for one in self.before.values():
+            state = one.states[operand][0]
+            if isinstance(state, Place) and state.dim == dim:
+                if state.pre != 1 or pieces != 1:
+                    return None
+                pieces = self.p.shape(operand)[dim] // state.post
+        return pieces
+
     def by_rows(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
         """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
-        for i, (operand, labels) in enumerate(form.operands):
+        for i, (operand, labels) in enumerate(form.operands if self.role.stream != "width" else ()):
             state = self.state(operand)
             if i in opened or not isinstance(state, Place) or not self.summed(form, labels[state.dim]):
                 continue
@@ -204,13 +360,19 @@ class TensorWalk(Walk):
         return None
 
     def by_table(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
-        """(table, where to shard it): along rows that are looked up by what comes from the batch."""
+        """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of each."""
         for i in opened:
             operand, labels = form.operands[i]
-            alone = [d for d, label in enumerate(labels) if self.summed(form, label)]
+            if not self.looks_up(form, i):
+                continue
+            shape = self.p.shape(operand)
+            row = next(d for d, label in enumerate(labels) if self.summed(form, label))
+            if self.role.turned or self.role.stream == "width":
+                wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
+                return (i, self.even(shape[wide[-1]], wide[-1])) if wide else None
             looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
-            if len(alone) == 1 and looked and self.p.shape(operand)[alone[0]] >= TABLE * self.parts:
-                return i, self.even(self.p.shape(operand)[alone[0]], alone[0])
+            if looked and shape[row] >= TABLE * self.parts:
+                return i, self.even(shape[row], row)
         return None
 
     @staticmethod
@@ -254,7 +416,10 @@ class TensorWalk(Walk):
                         continue
                     goal = self.p.expressions(result)
                     found |= {(parts * pre, post): None for pre, post in _factors(sizes, d, goal)}
-                    for number in (1, *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0)):
+                    for number in (
+                        1,
+                        *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0),
+                    ):
                         found[parts * number, 1] = None
                         after = form.shards(position, Place(d, number))
                         at = None if after is None else after.results[i]
@@ -291,17 +456,25 @@ class TensorWalk(Walk):
             total += math.prod(self.p.shape(value)) * any(strategy is None for _, strategy in strategies)
             for user, strategy in strategies:
                 after = strategy.results if strategy is not None else ()
-                stack += [(r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)]
+                stack += [
+                    (r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)
+                ]
         return total
 
-    def along_sequence(self, form: Form, position: int) -> Strategy | None:
-        """The strategy of an op on a partial sum that is reduced to shards along the dim after that of the rows."""
+    def in_stream(self, form: Form, position: int) -> Strategy | None:
+        """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes between products."""
         operand = form.operands[position][0]
+        if operand not in self.made:
+            return None
         rows, shape = self.rows.states[operand][0], self.p.shape(operand)
+        if self.role.rows or self.role.stream == "rows":
+            return self.shards(form, position, rows) if isinstance(rows, Place) else None
+        if self.role.stream != "sequence":
+            return None
         at = rows.dim if isinstance(rows, Place) else -1
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
-                return form.shards(position, self.even(shape[dim], dim))
+                return self.shards(form, position, self.even(shape[dim], dim))
         return None
 
 

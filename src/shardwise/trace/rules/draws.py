@@ -41,7 +41,9 @@ def keys(p: Propagation, node: fx.Node, sizes: Sequence[Any], states: Mapping[st
     of tensor parallelism that shard it; None where nothing does.
     """
     places = {g: s for g, s in states.items() if isinstance(s, Place)}
-    first = places.get(ROWS) or next((s for s in places.values() if s.pre == 1 and p.sizes.multiple(sizes[s.dim]) == s.post), None)
+    first = places.get(ROWS) or next(
+        (s for s in places.values() if s.pre == 1 and p.sizes.multiple(sizes[s.dim]) == s.post), None
+    )
     spread = tuple(g for g, s in places.items() if s == first)
     batch = sample_dim(p, sizes, first)
     tensor = {g: s for g, s in places.items() if g not in spread}

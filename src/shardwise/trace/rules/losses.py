@@ -98,9 +98,7 @@ def _row_loss(p: Propagation, node: fx.Node) -> Any:
     return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1])
 
 
-def _reduced(
-    p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]
-) -> Form:
+def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]) -> Form:
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
     reduction = given(node, "reduction", _MEAN)
 

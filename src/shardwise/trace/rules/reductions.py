@@ -121,7 +121,33 @@ def _layer_norm(p: Propagation, node: fx.Node) -> Any:
     rank = rank_of(p, x)
     labels: list[Any] = [d if d < rank - len(shape) else None for d in range(rank)]
     operands = [(x, labels), *((o, [None] * rank_of(p, o)) for o in tensors(node)[1:])]
-    return p.labelled(node, operands, [d if d is not None else "w" for d in labels])
+    form = p.labelled(node, operands, [d if d is not None else "w" for d in labels])
+    if len(shape) > 1:
+        return form
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Along the width the ranks exchange what a row's statistics need."""
+        width = rank - 1 if position == 0 else 0
+        if place.dim != width or place.pre != 1 or p.size(operands[position][0], place) == p.rows:
+            return form.by_label(position, place)
+        x_at, at = Place(rank - 1, 1, place.post), Place(0, 1, place.post)
+        return Strategy((x_at, *[at] * (len(operands) - 1)), (x_at,))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == rank - 1)
+        if not axes:
+            return p.plain(node, solved)
+        for kind in ("all_reduce", "all_reduce in backward"):
+            p.count(kind, "statistics over shards of the width")
+        feed = iter(solved.values)
+        value = next(feed)
+        weight, bias = (next(feed) if isinstance(given(node, name), fx.Node) else None for name in ("weight", "bias"))
+        eps = given(node, "eps", 1e-5 if op_name(node) == "layer_norm" else None)
+        args = (p.env, value, weight, bias, eps, p.shape(x)[-1], axes, op_name(node) == "layer_norm")
+        return p.emit(node, args, {}, solved.layout, ops.norm_of_width)
+
+    form.moves, form.emit, form.inside = moves, emit, True
+    return form
 
 
 @RULES.rule("group_norm", "batch_norm")
