@@ -28,18 +28,18 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, s, self.heads, -1).chunk(3, -1)
-        q, k, v = (t.transpose(1, 2).reshape(b * self.heads, s, -1) for t in (q, k, v))
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         y = (
             checkpoint(self.core, q, k, v, use_reentrant=False, preserve_rng_state=False)
             if self.selective
             else self.core(q, k, v)
         )
-        y = y.view(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)
+        y = y.transpose(1, 2).reshape(b, s, h)
         x = x + self.dropout(self.out(y))
         return x + self.dropout(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.transpose(1, 2) * (1 / math.sqrt(q.shape[-1]))
+        scores = q @ k.transpose(2, 3) * (1 / math.sqrt(q.shape[-1]))
         return self.dropout(scores.softmax(-1)) @ v
 
     def dropout(self, x: Tensor) -> Tensor:

@@ -1,8 +1,12 @@
-"""Activation memory of Korthikanti et al. (2022), table 2: bytes of one transformer layer in 16 bits, without parallelism.
+"""Activation memory of Korthikanti et al. (2022), table 2: bytes of one transformer layer in 16 bits, alone and on one of t ranks.
 
 The published sums leave out the statistics of the two norms (a mean and a reciprocal deviation for each token, in the dtype of
 the parameters on the CPU and in fp32 on CUDA): the difference is exactly these.  Our keyed dropout keeps a mask of one byte an
 element, as the paper assumes of the fused kernel.
+
+With sequence parallelism the paper keeps shards of the inputs of the first product in attention and in the MLP, and gathers these once more
+in backward, at the cost of two all-gathers beside the 8bsh(t-1)/t.  Here they are kept as the products took them, gathered: that is
+2sbh(1-1/t) bytes more for each of the two.
 """
 
 from __future__ import annotations
@@ -14,17 +18,20 @@ import torch
 from figure1 import rows, table
 from layer import Layer, Layers
 
+from shardwise.trace.assign import Tensors
 from shardwise.trace.profile import UnitMemory, profile
 from shardwise.trace.trace import trace
 from shardwise.trace.tracker import StorageTracker
 
 SHAPES = [(4, 32, 64, 4), (1, 48, 32, 8), (3, 16, 96, 6)]  # microbatch, sequence, hidden, heads
+PARALLEL = [(*shape, t) for shape, t in zip(SHAPES, (4, 8, 2), strict=True)]
+"""With the number of ranks."""
 
 
-def middle_layer(b: int, s: int, h: int, a: int, device: str) -> UnitMemory:
+def middle_layer(b: int, s: int, h: int, a: int, device: str, tensor: Tensors | None = None) -> UnitMemory:
     with torch.device("meta"):
         module = Layers(h, a)
-    found = trace(module, {"ids": torch.zeros(b, s, dtype=torch.int64)}, precision="bf16")
+    found = trace(module, {"ids": torch.zeros(b, s, dtype=torch.int64)}, precision="bf16", tensor=tensor)
     unit = profile(found, b, device=device).units[2]
     assert unit.name == "layers.1" and not unit.unknown
     return unit
@@ -41,6 +48,24 @@ def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: in
     layer = middle_layer(b, s, h, a, device)
     assert layer.outputs == 2 * s * b * h  # counted with its maker; what this layer takes in is as large
     assert layer.outputs + layer.none.kept == s * b * h * 34 + 5 * a * s * s * b + statistics(b, s, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
+def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
+    layer = middle_layer(b, s, h, a, device, Tensors({"tp": t}, "1d"))
+    assert layer.outputs == 2 * s * b * h
+    assert t * (layer.outputs + layer.none.kept - statistics(b, s, device)) == s * b * h * (10 * t + 24) + 5 * a * s * s * b
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
+def test_sequence_parallelism_shards_all_but_what_was_gathered(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
+    """And what recomputation keeps is the shard of the layer's input."""
+    layer = middle_layer(b, s, h, a, device, Tensors({"tp": t}, "1d-sp"))
+    assert t * layer.outputs == 2 * s * b * h
+    published, gathered = s * b * h * 34 + 5 * a * s * s * b, 2 * 2 * s * b * h * (t - 1)
+    assert t * (layer.outputs + layer.none.kept) == published + gathered + statistics(b, s, device)
 
 
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)

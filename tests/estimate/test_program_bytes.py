@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Iterator
@@ -14,9 +15,11 @@ from real import compiled, differences, measured, predicted
 from torch import Tensor
 
 import zoo
+from covering import covering
 from shardwise.core.instruction import Buffer
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import Plan
+from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.timeline import Category, total
 from shardwise.lower import messages
 from shardwise.models import GPT
@@ -55,11 +58,15 @@ def made(name: str, one: dict[str, Any]) -> tuple[Compiled, dict[str, Tensor]]:
     """A model under a plan, with a batch in its precision: each rank has a row of each microbatch, some have two."""
     model = zoo.make(name)
     batch = {k: v.double() if one.get("precision") == "fp64" and v.is_floating_point() else v for k, v in model.batch.items()}
-    fields = {k: v for k, v in one.items() if k not in ("ranks", "zero", "replicas", "pp", "schedule")}
+    return Compiled(model.module, planned(one), batch, model.loss), batch
+
+
+def planned(one: dict[str, Any]) -> Plan:
+    fields = {k: v for k, v in one.items() if k not in ("ranks", "zero", "replicas", "pp", "schedule", "tp")}
     plan = data_parallel(Plan(**fields), one.get("ranks", 1), one.get("zero", 0), one.get("replicas", 1))
     if "pp" in one:
         plan = pipeline(plan, one["pp"], one["schedule"])
-    return Compiled(model.module, plan, batch, model.loss), batch
+    return plan.replace(mesh=Mesh((*plan.mesh.axes, Axis("tp", one["tp"])))) if "tp" in one else plan
 
 
 def cases() -> Iterator[Any]:
@@ -74,6 +81,59 @@ def test_every_instruction(name: str, one: dict[str, Any]) -> None:
     """On every rank, with model states and slots."""
     subject, batch = made(name, one)
     assert subject.general.opaque is None
+    assert differences(subject, batch) == []
+
+
+Sharded = tuple[str, str, int, int, int, int, str, int]
+SHARDED: list[Sharded] = [
+    (name, kind, tp, ranks, zero, pp, recompute, m)
+    for name, kind, tp, (ranks, zero), pp, recompute, m in itertools.product(
+        ("own gpt", "own llama", "bert", "own mlp", "gpt2"), CHOICES["tensor"], (2, 3), ((1, 0), (2, 0), (2, 3)), (1, 2),
+        CHOICES["recompute"], (1, 2),
+    )
+    if name != "own mlp" or pp == 1
+]  # fmt: skip
+
+
+@functools.cache
+def captured(name: str, kind: str, tp: int) -> Compiled:
+    """A capture serves all plans with these tensor axes."""
+    return made(name, {"tensor": kind, "tp": tp})[0]
+
+
+def sharded(one: Sharded) -> None:
+    name, kind, tp, ranks, zero, pp, recompute, m = one
+    fields = {"pp": pp, "schedule": "1f1b", "recompute": recompute, "microbatches": m}
+    plan = planned({"tensor": kind, "tp": tp, "ranks": ranks, "zero": zero, **fields})
+    subject = captured(name, kind, tp).under(plan)
+    assert differences(subject, dict(subject.example)) == []
+
+
+@pytest.mark.parametrize("one", list(covering(SHARDED)), ids=lambda one: "-".join(map(str, one)))
+def test_every_instruction_under_tensor_parallelism(one: Sharded) -> None:
+    """Shards of parameters and activations, even and uneven, and what collectives copy on their way."""
+    sharded(one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("one", SHARDED, ids=lambda one: "-".join(map(str, one)))
+def test_every_instruction_of_every_tensor_plan(one: Sharded) -> None:
+    sharded(one)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize(
+    "one",
+    [
+        {"tp": 3, "tensor": "1d-sp", "recompute": "selective", "precision": "bf16"},
+        {"tp": 2, "tensor": "1d", "ranks": 2, "zero": 3, "recompute": "full", "microbatches": 2},
+        {"tp": 4, "tensor": "1d-sp", "precision": "fp64"},
+    ],
+    ids=case,
+)
+def test_every_instruction_of_every_model_under_tensor_parallelism(name: str, one: dict[str, Any]) -> None:
+    subject, batch = made(name, one)
     assert differences(subject, batch) == []
 
 

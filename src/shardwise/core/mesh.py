@@ -122,6 +122,10 @@ class Mesh:
             position = position * self.axis_size(name) + here.get(name, 0)
         return position
 
+    def places(self, rank: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
+        """For each of the axes ``names`` the number of ranks along it, and which of them ``rank`` is."""
+        return {name: (self.axis_size(name), self.index(rank, name)) for name in names}
+
     def offset(self, rank: int, axis: str, k: int, wrap: bool = False) -> int:
         """The rank ``k`` further along ``axis``; past the end it wraps around or raises ShardwiseError."""
         here = self.coordinates(rank)

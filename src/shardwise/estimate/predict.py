@@ -135,12 +135,13 @@ class _Subject:
         plan, trace, mesh = self.plan, self.traces[0], self.plan.mesh
         parts, index = mesh.axis_size(batch_axes(plan)), mesh.index(rank, batch_axes(plan))
         split = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
-        options = {"microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split}
+        places = mesh.places(rank, tensor_axes(plan))
+        options = {"microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split, "tensor": places}
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
         own = self.cut.own(trace.buckets, mesh.index(rank, PIPELINE))
         there, here = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
-        envs = [Env(parts=parts, index=index, rows=n) for n in self.sizes]
+        envs = [Env(parts=parts, index=index, rows=n, tensor=places) for n in self.sizes]
         times, alike = program.batches, [profiles[n] for n in self.sizes]
         walked = ProgramSizes(
             program.instructions,
@@ -181,8 +182,8 @@ def bucket_name(trace: Trace, bucket: Bucket) -> str:
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: Cut) -> list[int]:
-    """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch the one with the largest model
-    states and batch."""
+    """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch, and of those the last along the
+    axes of tensor parallelism, which have the most of everything, the one with the largest model states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
     apart = trace.opaque is not None
@@ -207,9 +208,9 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: C
         first = plan.mesh.group(rank, REPLICAS)[0]  # replicas have the same
         return states(first) + trace.beside.row * sum(each[rank]), -rank
 
-    found = []
+    found, last = [], tuple((axis, plan.mesh.axis_size(axis) - 1) for axis in tensor_axes(plan))
     for pipe in range(cut.ranks):
-        ranks = plan.mesh.members(((PIPELINE, pipe),) if cut.ranks > 1 else ())
+        ranks = plan.mesh.members((*last, *(((PIPELINE, pipe),) if cut.ranks > 1 else ())))
         found.append(max((r for r in ranks if max(each[r]) == most), key=needs))
     return found
 

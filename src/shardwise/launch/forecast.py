@@ -21,6 +21,7 @@ from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.stages import Cut
 from shardwise.parallel.data import batch_axes, shard_axes
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled
@@ -102,7 +103,8 @@ class Forecast:
         """The trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with backwards in two parts."""
         plan, trace = self.plan, self._trace(self.plan)
         parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
-        options = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
+        options: dict[str, Any] = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
+        options["tensor"] = plan.mesh.places(0, tensor_axes(plan))
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:
@@ -258,6 +260,7 @@ def headline(forecast: Forecast) -> str:
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
     words = [f"{plan.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
+    words += [f"{plan.tensor} over {dp.tp} ranks"] if dp.tp > 1 else []
     words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
     words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
     words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []

@@ -6,12 +6,26 @@ trace; data parallelism and ZeRO work on these local pieces as on whole paramete
 
 from __future__ import annotations
 
-from shardwise.core.plan import Plan
+from shardwise.core.errors import check_count
+from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.plan import Plan, Tensor
 from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.pipeline import PIPELINE
 
+TENSOR = "tp"
+
 OTHERS = (PIPELINE, REPLICAS, SHARDS)
 """The axes of a mesh that shard no parameter by its dims."""
+
+
+def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d") -> Plan:
+    """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``.
+
+    The axis is the innermost: ranks that share the products of a layer are neighbours, for they wait for each other most often.
+    """
+    check_count(TENSOR, size)
+    others = tuple(axis for axis in plan.mesh.axes if axis.name != TENSOR)
+    return plan.replace(mesh=Mesh((*others, *((Axis(TENSOR, size),) if size > 1 else ()))), tensor=kind)
 
 
 def tensor_axes(plan: Plan) -> tuple[str, ...]:

@@ -56,8 +56,7 @@ class Interpreter:
     @cached_property
     def place(self) -> dict[str, tuple[int, int]]:
         """For each axis of tensor parallelism the number of ranks, and which this one is."""
-        mesh, rank = self.comm.mesh, self.comm.rank
-        return {axis: (mesh.axis_size(axis), mesh.index(rank, axis)) for axis in self.tensor}
+        return self.comm.mesh.places(self.comm.rank, self.tensor)
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
         """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""

@@ -19,7 +19,7 @@ from shardwise.trace.meter import storage
 from shardwise.trace.products import Product, find
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
-from shardwise.trace.walk import Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+from shardwise.trace.walk import Places, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,16 @@ class UnitCost:
         return self.input_flops + self.weight_flops
 
 
-def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu") -> list[UnitCost]:
+def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor: Places | None = None) -> list[UnitCost]:
     """The cost of each unit of ``trace`` for a microbatch of ``rows`` rows over ``parts`` ranks, of which the last has the most.
 
-    ``device`` is "cpu" or "cuda", whichever is present here.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    ``device`` is "cpu" or "cuda", whichever is present here; ``tensor`` is the rank's place on the axes of tensor parallelism, by default
+    the last, too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
-    check_walk("cost", trace, rows, parts, device)
+    places = check_walk("cost", trace, rows, parts, device, tensor)
     if trace.opaque is not None:
         return [_opaque(trace, unit) for unit in trace.units]
-    walk = Walk.of(trace, rows, parts, device)
+    walk = Walk.of(trace, rows, parts, device, tensor=places)
     with largest_sizes():
         return [_unit(walk, unit) for unit in trace.units]
 

@@ -71,7 +71,7 @@ class Form:
     ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them together.  ``added``
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
     shards of an operand lead to, or None where the op does not take them.  ``fresh`` is where the result may be made sharded, although no operand is.
-    ``alike``: results that are replicated even so (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
+    ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
     same one.  ``inside``: that op communicates by itself.
     """
 

@@ -187,12 +187,8 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
-        out: Tensor = there(env, x, where)
-        if there not in (_same, _first_only, _own):
-            return out
-        # Not a view: gathered parameters change their memory while a graph holds them.
-        alias: Tensor = x.new_empty(0).set_(out.untyped_storage(), out.storage_offset(), out.shape, out.stride())
-        return alias
+        # No view of x to autograd, be it all of x or a slice: parameters change their memory while a graph holds them.
+        return there(env, x, where).data
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:

@@ -25,7 +25,7 @@ from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
 from shardwise.trace.tracker import StorageTracker
 from shardwise.trace.units import Unit
-from shardwise.trace.walk import META, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+from shardwise.trace.walk import META, Places, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,22 @@ class Profile:
 
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
-    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False,
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None,
 ) -> Profile:  # fmt: skip
-    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``.
+    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at ``tensor`` on the axes of
+    tensor parallelism.
 
-    Without ``index`` it is the last rank, which has the most rows.  ``device`` is "cpu" or "cuda", whichever is present here;
+    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.  ``device`` is "cpu" or "cuda", whichever is present here;
     ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
     where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
-    check_walk("memory", trace, rows, parts, device)
+    places = check_walk("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
     alone = microbatches == 1 and trace.precision != "fp16"
-    walk = Walk.of(trace, rows, parts, device, index, kind=device, alone=alone)
+    walk = Walk.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
     with largest_sizes():
         return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split).run()), _count(trace, walk))
 

@@ -44,7 +44,8 @@ OWN: dict[str, Callable[..., Tensor]] = {"attention": ops.attention, "grouped": 
 _BLIND = """
     add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
     select slice narrow split chunk unbind cat to _to_copy"""
-BLIND = {*_BLIND.split(), operator.getitem, products.begun, ops.dropout, ops.feature_dropout}
+_MOVES = {ops.all_reduce, ops.replicate, ops.gather, ops.scatter, ops.shard, ops.shard_leaf, ops.own, ops.partial}
+BLIND = {*_BLIND.split(), operator.getitem, products.begun, ops.dropout, ops.feature_dropout, *_MOVES}
 """Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
 
 

@@ -146,7 +146,7 @@ class Propagation:
             source, index = self.value[node.args[0]], node.args[1]
             new = self.graph.call_function(operator.getitem, (source, index))
             states = source.meta["states"][index]
-            grad = source.meta["grad"] and differentiable(node.meta["val"])
+            grad = source.meta["grad"] and differentiable(node.meta["val"]) and index not in source.meta.get("alike", ())
             return self.annotate(new, source.meta["layout"][index], states, grad, node)
         if not is_tensor(node):
             return self.number(node)
@@ -163,6 +163,7 @@ class Propagation:
         new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
         several = isinstance(node.meta["val"], tuple | list)
         new.meta["states"] = states if several else states[0]
+        new.meta["alike"] = form.alike
         return new
 
     def plain(self, node: fx.Node, solved: Solved) -> fx.Node:

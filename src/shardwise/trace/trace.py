@@ -134,7 +134,8 @@ class Trace:
     """What the rest of shardwise knows of a model.
 
     ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.  ``opaque`` is None, or
-    why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.
+    why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.  ``tensor`` are the axes of
+    tensor parallelism that its graphs are for, each with its number of ranks.
     """
 
     units: list[Unit]
@@ -150,11 +151,20 @@ class Trace:
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     ones: tuple[str, ...] = ()
     beside: Beside = Beside()
+    tensor: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Those that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
+
+    @property
+    def everywhere(self) -> list[str]:
+        """The ops without a rule, a line for each."""
+        return [
+            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
+            for (op, path), n in self.replicated.items()
+        ]
 
 
 def trace(
@@ -214,6 +224,7 @@ def trace(
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         captured.notes, sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
+        dict(tensor.axes) if tensor is not None else {},
     )  # fmt: skip
 
 

@@ -197,7 +197,8 @@ def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str],
     found: set[fx.Node] = set()
     for node in calls:
         inside = block_of(node.meta.get("path", "")) in blocks
-        if node not in free and not inside and all(i in found or i in free or i.name in parameters for i in _sources(node)):
+        sources = [i for i in _sources(node) if i.name != "env"]
+        if node not in free and not inside and all(i in found or i in free or i.name in parameters for i in sources):
             found.add(node)
     return found
 
@@ -307,7 +308,7 @@ class _Builder:
         for kind, nodes in kinds.items():
             for i, node in enumerate(nodes):
                 copies[node] = graph.placeholder(f"{kind[0]}{i}")
-                copies[node].meta = {"val": node.meta.get("val")}
+                copies[node].meta = {key: node.meta.get(key) for key in ("val", "layout")}
         ordinals = [o for n in mine if (o := _ordinal(n)) is not None]
         first = min(ordinals, default=0)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
 from shardwise.trace.meter import Meter, storage, tensors_in
-from shardwise.trace.ops import Env, local_rows
+from shardwise.trace.ops import Env
 from shardwise.trace.products import Product
 from shardwise.trace.recall import recalled
 from shardwise.trace.saved import COMPOSED, DEVICES, is_known
@@ -28,14 +29,26 @@ from shardwise.trace.units import Unit
 META = torch.device("meta")
 
 
-def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str) -> None:
-    """Raise ConfigError, under the name ``what``, on numbers that the trace cannot take."""
+Places = Mapping[str, tuple[int, int]]
+"""For each axis of tensor parallelism the number of ranks along it, and which of them is meant."""
+
+
+def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
+    """Raise ConfigError, under the name ``what``, on numbers that the trace cannot take.
+
+    Gives ``tensor`` back; None is the last rank along each axis, which has the most.
+    """
     if device not in DEVICES:
         raise ConfigError(f"{what}: device {device!r} is not known; legal: {', '.join(DEVICES)}")
     if rows < 1 or parts < 1:
         raise ConfigError(f"{what}: rows {rows} over parts {parts} is not legal; legal: 1 or more of each")
     if trace.rows not in (None, rows):
         raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
+    places = {axis: (parts, parts - 1) for axis, parts in trace.tensor.items()} if tensor is None else dict(tensor)
+    if {axis: ranks for axis, (ranks, _) in places.items()} != trace.tensor or not all(0 <= i < n for n, i in places.values()):
+        legal = ", ".join(f"0 to {n - 1} of {n} along {axis}" for axis, n in trace.tensor.items()) or "none"
+        raise ConfigError(f"{what}: places {places} on axes of tensor parallelism are not the model's; legal: {legal}")
+    return places
 
 
 def largest_sizes() -> Any:
@@ -53,11 +66,15 @@ class Walk:
         self.live: dict[str, Tensor] = {}
 
     @staticmethod
-    def of(trace: Trace, rows: int, parts: int, device: str, index: int | None = None, **env: Any) -> Walk:
-        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows."""
+    def of(
+        trace: Trace, rows: int, parts: int, device: str, index: int | None = None, tensor: Places = MappingProxyType({}), **env: Any
+    ) -> Walk:  # fmt: skip
+        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows, at ``tensor`` on the other axes."""
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
         return Walk(
-            trace, Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, **env), device
+            trace,
+            Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, tensor=tensor, **env),
+            device,
         )
 
     def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
@@ -77,12 +94,12 @@ class Walk:
         return parameters, buffers, constants, batch, [self.live[n] for n in unit.inputs]
 
     def leaf(self, kind: str, name: str) -> Tensor:
-        """A parameter, a buffer, or this rank's rows of a batch field."""
+        """What this rank has of a parameter, a buffer or a batch field."""
         if (kind, name) not in self.leaves:
-            value = self.captured[kind, name]
-            shape = [local_rows(self.env) if kind == "f" and d == 0 else int(s) for d, s in enumerate(value.shape)]
+            meta = self.captured[kind, name]
+            shape = local_shape(meta["val"], meta["layout"], self.env)
             grad = kind == "p" and name not in self.frozen
-            self.leaves[kind, name] = torch.empty(shape, dtype=value.dtype, device=META, requires_grad=grad)
+            self.leaves[kind, name] = torch.empty(shape, dtype=meta["val"].dtype, device=META, requires_grad=grad)
         return self.leaves[kind, name]
 
 
@@ -184,34 +201,23 @@ class _Silent:
 # ---- values of the capture -------------------------------------------------------------------------------------------
 
 
-def _captured(trace: Trace) -> dict[tuple[str, str], Any]:
-    """The captured (fake) tensors of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name).
+def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """The values and layouts of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name), as capture saw them.
 
-    A unit's placeholders carry none: each graph is walked beside the whole one that it was cut from, whose placeholders do and
-    end with the fields.  A buffer of which only updates are read is like its update.
+    A buffer of which only updates are read is like its update, and a field that no unit reads is among the placeholders of the whole
+    graph, which end with the fields.
     """
     whole = next(node.graph for unit in trace.units for node in unit.values.values())
     places = [n for n in whole.nodes if n.op == "placeholder"]
-    found: dict[tuple[str, str], Any] = {
-        ("f", name): place.meta["val"] for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)
-    }
+    found = {("f", name): place.meta for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)}
     for unit in trace.units:
         assert unit.graph is not None
-        names = {f"{k}{i}": (k, n) for k, own in (("p", unit.parameters), ("b", unit.buffers)) for i, n in enumerate(own)}
         mine = _outputs(unit.graph)
-        updates = zip(unit.updates, mine[len(unit.outputs) :], strict=True)
-        found.update((("b", n), u.meta["val"]) for n, u in updates if "val" in u.meta)
-        origins = (_outputs(whole)[0] if n == "loss" else unit.values[n] for n in unit.outputs)
-        pairs = list(zip(mine, origins, strict=False))
-        seen: set[fx.Node] = set()
-        while pairs:
-            here, there = pairs.pop()
-            if here.op == "placeholder":
-                if here.name in names:
-                    found[names[here.name]] = there.meta["val"]
-            elif here not in seen:
-                pairs.extend(zip(here.all_input_nodes, there.all_input_nodes, strict=True))
-            seen.add(here)
+        found.update((("b", n), u.meta) for n, u in zip(unit.updates, mine[len(unit.outputs) :], strict=True))
+        kinds = {"p": unit.parameters, "b": unit.buffers}
+        for place in (n for n in unit.graph.nodes if n.op == "placeholder" and n.name[0] in kinds):
+            kind = place.name[0]
+            found[kind, kinds[kind][int(place.name[1:])]] = place.meta
     return found
 
 

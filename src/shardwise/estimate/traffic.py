@@ -1,0 +1,143 @@
+"""The bytes that each instruction of a step hands to the communicator: from trace, plan and optimizer alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwise.core.instruction import Instruction, Op
+from shardwise.core.layout import shard_range
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.core.program import class_of
+from shardwise.estimate.memory import COUNTER
+from shardwise.estimate.states import Share
+from shardwise.lower.stages import Cut
+from shardwise.lower.step import lower
+from shardwise.lower.versions import steady
+from shardwise.parallel.data import SHARDS, batch_axes
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.parallel.tensor import tensor_axes
+from shardwise.trace.casts import COMPUTE_DTYPE
+from shardwise.trace.ops import Env
+from shardwise.trace.trace import Trace
+from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
+
+
+_UNITS = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
+_OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What one instruction hands to the communicator; ``unknown`` as in :class:`UnitTraffic`."""
+
+    instruction: Instruction
+    traffic: tuple[Traffic, ...]
+    unknown: tuple[str, ...] = ()
+
+
+def step_traffic(
+    traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0, cut: Cut | None = None
+) -> list[Moment]:  # fmt: skip
+    """Of ``rank`` in a step on a batch of ``rows`` rows, or in a window of batches that overlap: its instructions in order.
+
+    ``traces`` has one for each microbatch, as the engine chooses them.  A message counts as a kind of its own over the pipeline.  Left
+    out are what is asked before a step (whether masks are all ones) and the second run of what a VALIDATE undoes.
+    """
+    plan = plan.replace(microbatches=len(traces))
+    cut = Cut.of(traces[0], plan) if cut is None else cut
+    program = class_of(lower(traces[0], plan, cut=cut, batches=steady(plan)), plan.mesh, rank)
+    sizes = [b - a for a, b in (shard_range(rows, len(traces), m) for m in range(len(traces)))]
+    subject = _Subject(list(traces), plan, choice, rank, sizes)
+    return [Moment(one, subject.of(one), subject.unknown(one)) for one in program.instructions]
+
+
+@dataclass
+class _Subject:
+    traces: Sequence[Trace]
+    plan: Plan
+    choice: OptimizerChoice
+    rank: int
+    sizes: Sequence[int]
+    _units: dict[tuple[int, int, int], UnitTraffic] = field(default_factory=dict)
+    _shares: dict[int, Share] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        mesh, axes = self.plan.mesh, batch_axes(self.plan)
+        parts, index = mesh.axis_size(axes), mesh.index(self.rank, axes)
+        places = mesh.places(self.rank, tensor_axes(self.plan))
+        real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+        self.envs = [Env(axes=real, parts=parts, index=index, rows=n, tensor=places) for n in self.sizes]
+        self.scalar = 8 if self.traces[0].precision == "fp64" else 4
+
+    def of(self, one: Instruction) -> tuple[Traffic, ...]:
+        """What is over no axis, or of no bytes, is none."""
+        size = self.plan.mesh.axis_size
+        found = (t._replace(axes=tuple(a for a in t.axes if size(a) > 1)) for t in self._of(one))
+        return tuple(t for t in found if t.axes and t.nbytes)
+
+    def unknown(self, one: Instruction) -> tuple[str, ...]:
+        return self.unit(one).unknown if one.op in _UNITS else ()
+
+    def _of(self, one: Instruction) -> Sequence[Traffic]:
+        match one.op:
+            case Op.COUNT:
+                return [*self.counted(), Traffic("all_reduce", one.axes, COUNTER * len(self.traces))]
+            case Op.FORWARD | Op.RECOMPUTE:
+                return self.unit(one).forward
+            case Op.BACKWARD | Op.BACKWARD_INPUT:
+                return self.unit(one).backward
+            case Op.GATHER:
+                nbytes = self.share(one.bucket).layout.numel * self.traces[0].buckets[one.bucket].dtype.itemsize
+                return [Traffic("all_gather", (SHARDS,), nbytes)]
+            case Op.REDUCE if one.bucket >= 0:
+                return [self.reduced(one)]
+            case Op.REDUCE:
+                return [Traffic("all_reduce", one.axes, self.scalar * (self.norms() if one.writes[0].kind == "norm" else 2))]
+            case Op.SEND | Op.RECEIVE:
+                return self.message(one)
+        return []
+
+    def unit(self, one: Instruction) -> UnitTraffic:
+        m = one.microbatch % len(self.traces)
+        key, unit = (id(self.traces[m]), self.sizes[m], one.unit), self.traces[m].units[one.unit]
+        if key not in self._units:
+            self._units[key] = _OPAQUE if unit.graph is None else traffic(unit.graph, self.envs[m], unit.output_grads)
+        return self._units[key]
+
+    def counted(self) -> list[Traffic]:
+        """What finding the targets takes."""
+        both = ((trace.targets, env) for trace, env in zip(self.traces, self.envs, strict=True))
+        return [t for targets, env in both if targets is not None for t in traffic(targets.graph, env).forward]
+
+    def share(self, bucket: int) -> Share:
+        if bucket not in self._shares:
+            trace = self.traces[0]
+            self._shares[bucket] = Share.of(trace.buckets[bucket], self.plan, self.choice, self.rank, trace.opaque is not None)
+        return self._shares[bucket]
+
+    def reduced(self, one: Instruction) -> Traffic:
+        """A whole gradient, or of one whose optimizer takes a shard that shard."""
+        share, wide = self.share(one.bucket), self.traces[0].buckets[one.bucket].wide
+        dtype = wide if one.slot < 0 else COMPUTE_DTYPE.get(self.plan.reduce, wide)
+        whole = one.scatters or share.rule.state == "R"
+        numel = share.layout.numel if whole else share.layout.numel // self.plan.mesh.axis_size(SHARDS)
+        return Traffic("reduce_scatter" if one.scatters else "all_reduce", (SHARDS,) if one.scatters else one.axes, numel * dtype.itemsize)
+
+    def norms(self) -> int:
+        """Of the ranks of a stage, by bucket; of a model that was not captured also whether each parameter was reached."""
+        learning = [b for b in self.traces[0].buckets if b.learns]
+        flags = 0 if self.traces[0].opaque is None else sum(len(b.parameters) for b in learning)
+        return (len(learning) + flags) * self.plan.mesh.axis_size((*batch_axes(self.plan), *tensor_axes(self.plan)))
+
+    def message(self, one: Instruction) -> list[Traffic]:
+        kind = "send" if one.op is Op.SEND else "receive"
+        if one.bucket >= 0:
+            sizes = [self.share(one.bucket).held.numel * self.traces[0].buckets[one.bucket].wide.itemsize]
+        else:
+            m = one.microbatch % len(self.traces)
+            found = (self.traces[m].units[one.unit].local(name, self.envs[m]) for name in one.tensors)
+            sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in found]
+        return [Traffic(kind, (PIPELINE,), n) for n in sizes]

@@ -1,0 +1,178 @@
+"""The bytes that a unit hands to the communicator: from the moves in its graph and the layouts of what they move.  Nothing is run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from shardwise.trace import entropy, ops
+from shardwise.trace.ops import ROWS, Cut, Env
+from shardwise.trace.sizes import local_shape
+
+
+COUNT = 8
+"""Bytes of a number of targets."""
+
+
+class Traffic(NamedTuple):
+    """One ``kind`` of collective over ``axes`` of the mesh; ``nbytes`` are those of a whole: what an all_reduce sums, what an all_gather
+    puts together, what a reduce_scatter takes apart, with the padding of uneven pieces."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+
+    def ring(self, parts: int) -> float:
+        """The bytes that each of ``parts`` ranks sends in a ring."""
+        passes = 2 if self.kind == "all_reduce" else 1
+        return passes * self.nbytes * (parts - 1) / parts
+
+
+@dataclass(frozen=True)
+class UnitTraffic:
+    """What a unit communicates on one rank for one microbatch.  ``unknown`` are ops on sizes that depend on data, which are left out."""
+
+    forward: tuple[Traffic, ...] = ()
+    backward: tuple[Traffic, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+
+_KINDS: Mapping[tuple[Callable[..., Any], str], tuple[str, str]] = {
+    (ops.all_reduce, "I"): ("all_reduce", ""),
+    (ops.all_reduce, "R"): ("all_reduce", "all_reduce"),
+    (ops.gather, "I"): ("all_gather", ""),
+    (ops.gather, "R"): ("all_gather", "reduce_scatter"),
+    (ops.replicate, "I"): ("", "all_reduce"),
+    (ops.shard, "I"): ("", "all_gather"),
+    (ops.scatter, "I"): ("reduce_scatter", "all_gather"),
+}
+"""By move and dual: the collective of the value and that of its gradient, where there is one."""
+
+
+def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> UnitTraffic:
+    """Of a unit's graph, or of another piece of a local graph, of whose outputs so many have gradients."""
+    reached = _with_backward(graph, output_grads)
+    both: tuple[list[Traffic], list[Traffic]] = ([], [])
+    unknown = set()
+    for node in graph.nodes:
+        make = _OWN.get(node.target, _moved if (node.target, _dual(node)) in _KINDS else None)
+        if node.op != "call_function" or make is None:
+            continue
+        if _depends_on_data(node):
+            unknown.add(str(getattr(node.target, "__name__", node.target)))
+            continue
+        for backward, kind, axes, nbytes in make(node, env):
+            if kind and nbytes and env.group(axes)[0] > 1 and (not backward or node in reached):
+                both[backward].append(Traffic(kind, env.real(axes), nbytes))
+    return UnitTraffic(tuple(both[0]), tuple(both[1]), tuple(sorted(unknown)))
+
+
+def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:
+    """The nodes that a gradient passes on its way from the outputs."""
+    output: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    stack = [node for node, grad in zip(output, output_grads, strict=False) if grad] if output_grads else []
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found and node.meta.get("grad"):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+_Found = Iterator[tuple[bool, str, Sequence[str], int]]
+"""(whether it is the gradient's, kind, axes, bytes)"""
+
+
+def _moved(node: fx.Node, env: Env) -> _Found:
+    """Of a move and of its gradient's: they are of the same whole."""
+    where = node.args[2]
+    there, back = _KINDS[node.target, _dual(node)]
+    if node.target in (ops.all_reduce, ops.replicate):
+        axes, nbytes = where, _numel(node, env) * _itemsize(node)
+    else:
+        whole = node if node.target is ops.gather else node.args[1]
+        cut = Cut(*fx.map_arg(tuple(where), lambda n: _number(n, env)))
+        spans, _ = cut.pieces(env)
+        most, extent = max(b - a for a, b in spans), spans[-1][1]
+        axes, nbytes = cut.axes, _numel(whole, env) // max(extent, 1) * most * len(spans) * _itemsize(node)
+    yield False, there, axes, nbytes
+    yield True, back, axes, nbytes
+
+
+def _batch_norm(node: fx.Node, env: Env) -> _Found:
+    """Means and variances of all ranks, and two sums in backward."""
+    x, mean, axes = node.args[1], node.args[4], node.args[9] if len(node.args) > 9 else (ROWS,)
+    dtype = torch.promote_types(x.meta["val"].dtype, torch.float32) if mean is None else mean.meta["val"].dtype
+    pair = 2 * local_shape(x.meta["val"], x.meta["layout"], env)[1] * dtype.itemsize
+    yield False, "all_gather", axes, env.group(axes)[0] * pair
+    yield True, "all_reduce", axes, pair
+
+
+def _cross_entropy(node: fx.Node, env: Env) -> _Found:
+    """The count of targets, if the step does not know it, and three numbers a row where ranks have some of the classes each."""
+    logits, target, weight, counted = node.args[1], node.args[2], node.args[3], node.args[6]
+    share, spread = (*node.args[9:], *(None, (ROWS,))[len(node.args[9:]) :])
+    if not counted:
+        double = weight is None or target.meta["val"].is_floating_point()
+        yield False, "all_reduce", spread, COUNT if double else _itemsize(weight)
+    if share is not None:
+        _, axes = share
+        rows, dtype = local_shape(logits.meta["val"], logits.meta["layout"], env)[0], logits.meta["val"].dtype
+        yield False, "all_gather", axes, env.group(axes)[0] * 3 * rows * max(dtype.itemsize, 4)
+
+
+def _norm_of_width(node: fx.Node, env: Env) -> _Found:
+    """A sum of squares of each row, before it a sum where a mean is taken off, and in backward one or two more at once."""
+    x, axes, centred = node.args[1], node.args[6], node.args[7]
+    dtype = torch.promote_types(x.meta["val"].dtype, torch.float32)
+    each = math.prod(local_shape(x.meta["val"], x.meta["layout"], env)[:-1]) * dtype.itemsize
+    for _ in range(1 + centred):
+        yield False, "all_reduce", axes, each
+    yield True, "all_reduce", axes, (1 + centred) * each
+
+
+def _valid_targets(node: fx.Node, env: Env) -> _Found:
+    """Their count, where ranks with the same rows have some each."""
+    yield False, "all_reduce", node.args[3] if len(node.args) > 3 else (), COUNT
+
+
+_OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
+    ops.sync_batch_norm: _batch_norm,
+    ops.norm_of_width: _norm_of_width,
+    entropy.cross_entropy: _cross_entropy,
+    entropy.valid_targets: _valid_targets,
+    entropy.valid_targets_once: _valid_targets,
+}
+"""The ops that communicate by themselves."""
+
+
+def _dual(node: fx.Node) -> str:
+    return node.args[3] if node.target in (ops.all_reduce, ops.gather) and len(node.args) > 3 else "I"
+
+
+def _number(node: fx.Node, env: Env) -> Any:
+    """A size, from the Env."""
+    if node.op == "placeholder":
+        return env
+    target: Any = node.target
+    return target(*fx.map_arg(node.args, lambda n: _number(n, env)), **fx.map_arg(node.kwargs, lambda n: _number(n, env)))
+
+
+def _numel(node: fx.Node, env: Env) -> int:
+    return math.prod(local_shape(node.meta["val"], node.meta["layout"], env))
+
+
+def _itemsize(node: fx.Node) -> int:
+    return int(node.meta["val"].dtype.itemsize)
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    """Whether the size of an operand does."""
+    values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for v in values for s in v.shape)

@@ -1,0 +1,161 @@
+"""What a step hands to the communicator: counted there, predicted from layouts, and as published."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import zoo
+from counting import counted
+from covering import covering
+from shardwise.core.layout import shard_range
+from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.estimate.traffic import Moment, step_traffic
+from shardwise.models import GPT, Llama
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace import ops
+from shardwise.trace.assign import Tensors
+from shardwise.trace.ops import Env
+from shardwise.trace.trace import Trace, trace
+from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
+
+SGD = OptimizerChoice("sgd", lr=0.0)
+KINDS = CHOICES["tensor"]
+Case = tuple[str, str, int, int, int, int, str, int]
+CASES: list[Case] = [
+    (name, kind, tp, dp, zero, pp, recompute, m)
+    for name, kind, tp, (dp, zero), pp, recompute, m in itertools.product(
+        ("own gpt", "own llama"), KINDS, (2, 3, 4), ((1, 0), (2, 0), (2, 3)), (1, 2), CHOICES["recompute"], (1, 2)
+    )
+    if tp * dp * pp <= 8
+]
+
+
+def planned(tp: int, kind: str, dp: int = 1, zero: int = 0, pp: int = 1, replicas: int = 1, **fields: Any) -> Plan:
+    plan = pipeline(data_parallel(Plan(**fields), dp, zero, replicas), pp)
+    return plan.replace(mesh=Mesh((*plan.mesh.axes, Axis("tp", tp))), tensor=kind)
+
+
+@functools.cache
+def captured(name: str, kind: str, tp: int, precision: str = "fp32") -> tuple[zoo.Model, Compiled]:
+    """A capture serves all plans with these tensor axes."""
+    model = zoo.make(name)
+    return model, Compiled(model.module, planned(tp, kind, precision=precision), model.batch, model.loss)
+
+
+def check(name: str, plan: Plan, anew: bool = False) -> None:
+    """Every instruction of every rank: the same operations, of as many bytes."""
+    find = captured.__wrapped__ if anew else captured
+    model, one = find(name, plan.tensor, plan.mesh.axis_size("tp"), plan.precision)
+    subject, rows = one.under(plan), len(next(iter(model.batch.values())))
+    sizes = [b - a for a, b in (shard_range(rows, plan.microbatches, m) for m in range(plan.microbatches))]
+    traces, number = [subject.trace(subject.masks, size) for size in sizes], 0
+    for rank, seen in enumerate(counted(subject, model.batch, SGD)):
+        expected = step_traffic(traces, plan, SGD, rows=rows, rank=rank)
+        assert not any(one.unknown for one in expected)
+        for mine, (one, theirs) in zip(expected, seen, strict=True):
+            assert mine.instruction == one
+            assert sorted(mine.traffic) == sorted(theirs), f"rank {rank}: {one}"
+            number += len(theirs)
+    assert number > 20
+
+
+@pytest.mark.parametrize("case", list(covering(CASES)), ids=lambda case: "-".join(map(str, case)))
+def test_what_is_counted_is_what_was_predicted(case: Case) -> None:
+    name, kind, tp, dp, zero, pp, recompute, m = case
+    check(name, planned(tp, kind, dp, zero, pp, recompute=recompute, microbatches=m))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_every_combination_is_predicted(case: Case) -> None:
+    name, kind, tp, dp, zero, pp, recompute, m = case
+    check(name, planned(tp, kind, dp, zero, pp, recompute=recompute, microbatches=m))
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("own convnet", planned(2, "1d-sp", 2, 2, microbatches=2)),  # BatchNorm
+        ("own pairs", planned(2, "1d", 2, 3, reduce="bf16", recompute="selective")),  # other rows' values
+        ("own gpt", planned(1, "1d", 4, 3, replicas=2, precision="bf16")),
+        ("bert", planned(3, "1d-sp", 2, 1, precision="bf16")),
+        ("mixtral balanced", planned(2, "1d-sp", 2, 0, 2, microbatches=2)),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_other_models_are_predicted(name: str, plan: Plan) -> None:
+    check(name, plan)
+
+
+def test_a_move_that_nobody_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_same", lambda env, x, axes: ops.all_sum(env, x, axes, "more") / env.group(axes)[0])
+    with pytest.raises(AssertionError, match="rank 0: FORWARD"):
+        check("own gpt", planned(2, "1d"), anew=True)
+
+
+# ---- the closed form -----------------------------------------------------------------------------------------------------
+
+B, S, H, WORDS = 3, 24, 48, 48
+
+
+def layer(kind: str, tp: int, model: str = "gpt") -> tuple[Trace, UnitTraffic]:
+    """The first of two layers, on the last of ``tp`` ranks."""
+    sizes: dict[str, int] = {"vocabulary": WORDS, "width": H, "layers": 2, "heads": 12, "context": S}
+    module = GPT(**sizes) if model == "gpt" else Llama(**sizes, kv_heads=12)
+    batch = {name: torch.zeros(B, S, dtype=torch.int64) for name in ("input_ids", "labels")}
+    found = trace(module, batch, tensor=Tensors({"tp": tp}, kind))
+    unit = next(u for u in found.units if u.name.endswith(".0"))
+    assert unit.graph is not None
+    return found, traffic(unit.graph, Env(rows=B, tensor={"tp": (tp, tp - 1)}), unit.output_grads)
+
+
+def elements(several: Sequence[Traffic], tp: int) -> float:
+    return sum(one.ring(tp) for one in several) / 4  # fp32
+
+
+@pytest.mark.parametrize("model", ["gpt", "llama"])
+@pytest.mark.parametrize("tp", [2, 3, 4])
+def test_a_layer_takes_8bsh_over_a_ring(model: str, tp: int) -> None:
+    """Shoeybi et al., section 3, and Korthikanti et al., section 4.2.2: the same volume with sequence parallelism, half of it forward.
+
+    There, the gradients of what is used on shards of the sequence are summed besides: of two norms, and of the biases added after them.
+    """
+    volume = 8 * B * S * H * (tp - 1) / tp
+    _, plain = layer("1d", tp, model)
+    assert Counter(one.kind for one in (*plain.forward, *plain.backward)) == {"all_reduce": 4}
+    assert elements(plain.forward, tp) == elements(plain.backward, tp) == pytest.approx(volume / 2, rel=1e-12)
+    _, spread = layer("1d-sp", tp, model)
+    assert Counter(one.kind for one in spread.forward) == {"all_gather": 2, "reduce_scatter": 2}
+    sums = [one for one in spread.backward if one.kind == "all_reduce"]
+    assert elements(spread.forward, tp) == pytest.approx(volume / 2, rel=1e-12)
+    assert elements(spread.backward, tp) - elements(sums, tp) == pytest.approx(volume / 2, rel=1e-12)
+    assert sorted(one.nbytes // 4 for one in sums) == [H] * (4 if model == "gpt" else 2)
+
+
+def test_only_uneven_pieces_are_padded() -> None:
+    """48 words over 5 ranks of 24 positions each: pieces of 5 positions, of which one rank has 4."""
+    _, plain = layer("1d", 5)
+    _, spread = layer("1d-sp", 5)
+    assert {one.nbytes // 4 for one in plain.forward} == {B * S * H}
+    assert {one.nbytes // 4 for one in spread.forward} == {B * 5 * 5 * H}
+
+
+def test_recomputation_communicates_what_forward_does_once_more() -> None:
+    found: dict[str, list[Moment]] = {}
+    for recompute in ("none", "full"):
+        plan = planned(2, "1d", recompute=recompute)
+        found[recompute] = step_traffic([captured("own gpt", "1d", 2)[1].general], plan, SGD, rows=zoo.ROWS)
+    volumes = {name: sum(t.ring(2) for one in moments for t in one.traffic) for name, moments in found.items()}
+    again = sum(t.ring(2) for one in found["full"] if one.instruction.op == "RECOMPUTE" for t in one.traffic)
+    assert again > 0 and volumes["full"] == volumes["none"] + again
