@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES
 from shardwise.launch.peak import PEAKS, mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
+from shardwise.trace.assign import Tensors
 from shardwise.trace.trace import trace
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 61, 32, 3, 12
@@ -111,6 +112,12 @@ def test_a_model_that_was_not_captured_has_no_number() -> None:
     found = trace(Deciding(), {"x": torch.ones(4, 6), "y": torch.arange(4) % 3})
     assert found.opaque is not None
     assert model_flops(found, 4) is None
+
+
+def test_one_rank_s_trace_has_no_number_of_the_model_s() -> None:
+    found = trace(gpt(), text(), tensor=Tensors({"tp": 2}))
+    with pytest.raises(ConfigError, match=r"of one rank of \{'tp': 2\}; legal: one of the whole model"):
+        model_flops(found, ROWS)
 
 
 def test_numbers_that_are_not_legal() -> None:

@@ -99,11 +99,13 @@ def named_peak(name: str, precision: str, *, tf32: bool = False) -> float | None
 def model_flops(trace: Trace, rows: int, microbatches: int = 1) -> float | None:
     """FLOPs of forward and backward of a whole batch of ``rows`` rows in ``microbatches``, on all ranks together.
 
-    None for a model that was not captured.  Matrix products, convolutions and attention count, 2 FLOPs a multiply-add; a product's
+    The ``trace`` is of the whole model, for no axis of tensor parallelism, on which ranks may compute the same.  None for a model that was not captured.  Matrix products, convolutions and attention count, 2 FLOPs a multiply-add; a product's
     backward is at most two products of its size, for what kernels compute beyond that is the scores of attention once more.
     """
     check_count("rows", rows)
     check_count("microbatches", microbatches)
+    if trace.tensor:
+        raise ConfigError(f"mfu: the trace is of one rank of {trace.tensor}; legal: one of the whole model")
     if trace.opaque is not None:
         return None
     bounds = (shard_range(rows, microbatches, index) for index in range(microbatches))
