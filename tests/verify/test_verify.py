@@ -15,7 +15,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import entropy, ops, recall
+from shardwise.trace import entropy, norms, ops, recall
 from shardwise.trace.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads, verify
 

@@ -188,7 +188,8 @@ class _Move(torch.autograd.Function):
     def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
         ctx.env, ctx.where, ctx.back = env, where, back
         # No view of x to autograd, be it all of x or a slice: parameters change their memory while a graph holds them.
-        return there(env, x, where).data
+        out: Tensor = there(env, x, where).data
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:

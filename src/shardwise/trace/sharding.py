@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.layout import Factor, Layout
+from shardwise.parallel.tensor import ROLES
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk
 from shardwise.trace.capture import Uncapturable
@@ -30,7 +31,7 @@ from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.tensor import ROLES, TensorWalk
+from shardwise.trace.tensor import TensorWalk
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten

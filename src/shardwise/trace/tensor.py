@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.parallel.tensor import ROLES
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.capture import Uncapturable
@@ -35,32 +35,6 @@ OPEN = "?"
 
 TABLE = 8
 """Rows a rank from which on a table is split."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one axis of tensor parallelism does.
-
-    ``rows``: the rows of the batch are sharded over it; ``at_use``: weights are sharded where they rest, and gathered where they are used.
-    ``stream`` is what activations between products are: "whole", or sharded along the "sequence", the "rows" or the "width"; under
-    "width" every product is by columns, of a gathered input.  ``turned``: tables begin with the width sharded, so products by rows
-    come first.
-    """
-
-    rows: bool = False
-    at_use: bool = False
-    stream: str = "whole"
-    turned: bool = False
-
-
-ROLES: Mapping[str, Mapping[str, Role]] = {
-    "1d": {"tp": Role()},
-    "1d-sp": {"tp": Role(stream="sequence")},
-    "2d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
-    "2.5d": {"tp_d": Role(rows=True), "tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
-    "3d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="rows", turned=True), "tp_l": Role(stream="rows")},
-}
-"""By recipe: the axes, the first of them major."""
 
 
 class TensorWalk(Walk):

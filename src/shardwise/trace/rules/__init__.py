@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from shardwise.trace import norms, ops
+from shardwise.trace import norms
 from shardwise.trace.rules import draws, elementwise, lookups, losses, products, reductions, shapes
 from shardwise.trace.rules.table import op_name, pointwise
 from shardwise.trace.sharding import Rule
