@@ -165,3 +165,17 @@ def test_a_model_that_is_not_captured_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="tp: the model could not be captured"):
         Compiled(Branches(), tensor_parallel(Plan(mesh=Mesh(())), 2, "1d"), {"x": torch.zeros(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "legal"), [("2d", 6, "a square"), ("2.5d", 9, "d·q²"), ("3d", 4, "a cube"), ("1d", 0, "1")]
+)
+def test_sizes_that_make_no_mesh_are_refused(kind: Any, size: int, legal: str) -> None:
+    with pytest.raises(ConfigError, match=legal):
+        tensor_parallel(Plan(), size, kind)
+
+
+def test_an_axis_of_another_recipe_is_refused() -> None:
+    module, batches = subject("gpt")
+    with pytest.raises(ConfigError, match='"tp_i" is not one of tensor "1d"; legal: tp'):
+        Compiled(module, Plan(mesh=Mesh.of(tp_i=2)), batches[0])

@@ -58,6 +58,18 @@ ROLES: Mapping[str, Mapping[str, Role]] = {
 """By recipe: the axes, the first of them major."""
 
 
+def role(kind: str, axis: str) -> Role | None:
+    """What an axis does in a recipe; None for one that no recipe has, over which all ranks compute the same.
+
+    :class:`ConfigError` for an axis of another recipe.
+    """
+    if axis in ROLES[kind]:
+        return ROLES[kind][axis]
+    if any(axis in roles for roles in ROLES.values()):
+        raise ConfigError(f'mesh: axis "{axis}" is not one of tensor "{kind}"; legal: {", ".join(ROLES[kind])}.')
+    return None
+
+
 def sides(kind: str, size: int) -> dict[str, int]:
     """The number of ranks along each axis of a recipe over ``size`` ranks; :class:`ConfigError` where they make no such shape."""
     check_choice("tensor", kind, CHOICES["tensor"])

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.core.layout import Layout
-from shardwise.parallel.tensor import ROLES
+from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.capture import Uncapturable
@@ -45,7 +45,8 @@ class TensorWalk(Walk):
     ) -> None:
         super().__init__(p, forms)
         self.axis, self.parts, self.rows, self.before = axis, p.tensor.axes[axis], rows, before
-        self.role = ROLES[p.tensor.recipe][axis]
+        known = role(p.tensor.recipe, axis)
+        self.role, self.inert = known or Role(), known is None
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
@@ -83,7 +84,7 @@ class TensorWalk(Walk):
 
     def birth(self, node: fx.Node) -> State:
         name = self.p.captured.parameters.get(node.name)
-        if name is None:
+        if name is None or self.inert:
             return Place(0) if self.role.rows and node.name in self.p.captured.fields else "I"
         if self.p.tensor.layouts is not None:
             layout = self.p.tensor.layouts.get(name)
