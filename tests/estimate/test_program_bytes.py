@@ -88,7 +88,7 @@ Sharded = tuple[str, str, int, int, int, int, str, int]
 SHARDED: list[Sharded] = [
     (name, kind, tp, ranks, zero, pp, recompute, m)
     for name, kind, tp, (ranks, zero), pp, recompute, m in itertools.product(
-        ("own gpt", "own llama", "bert", "own mlp", "gpt2"), CHOICES["tensor"], (2, 3), ((1, 0), (2, 0), (2, 3)), (1, 2),
+        ("own gpt", "own llama", "bert", "own mlp", "gpt2"), ("1d", "1d-sp"), (2, 3), ((1, 0), (2, 0), (2, 3)), (1, 2),
         CHOICES["recompute"], (1, 2),
     )
     if name != "own mlp" or pp == 1

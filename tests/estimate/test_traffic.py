@@ -30,7 +30,7 @@ from shardwise.trace.trace import Trace, trace
 from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
 
 SGD = OptimizerChoice("sgd", lr=0.0)
-KINDS = CHOICES["tensor"]
+KINDS = ("1d", "1d-sp")
 Case = tuple[str, str, int, int, int, int, str, int]
 CASES: list[Case] = [
     (name, kind, tp, dp, zero, pp, recompute, m)
