@@ -35,7 +35,7 @@ from .folder import CHECKPOINTS, keep_lines, read_lines
 from .forecast import Forecast
 from .matmul import MatmulChoice
 from .measuring import MEMORY, StepMemory, write_memory
-from .peak import mfu, model_flops, peak_flops
+from .peak import mfu, peak_flops, step_flops
 from .results import (
     Metrics,
     MetricsWriter,
@@ -306,7 +306,7 @@ class Run:
         """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
         trainer, rows = self.trainer, self.config.data.batch_size
         peak = peak_flops(trainer.comm.device, trainer.plan.precision)
-        flops = None if peak is None else model_flops(trainer.compiled.general, rows, trainer.plan.microbatches)
+        flops = None if peak is None else step_flops(trainer.compiled, rows)
         if peak is None or flops is None:
             return None
         return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)

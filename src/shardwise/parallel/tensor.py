@@ -6,13 +6,17 @@ trace; data parallelism and ZeRO work on these local pieces as on whole paramete
 
 from __future__ import annotations
 
-from shardwise.core.errors import check_count
+from shardwise.core.errors import check_choice, check_count
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan, Tensor
 from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.pipeline import PIPELINE
 
 TENSOR = "tp"
+"""The axis of recipes that have one."""
+
+OVER_ONE: tuple[Tensor, ...] = ("1d", "1d-sp")
+"""Those recipes."""
 
 OTHERS = (PIPELINE, REPLICAS, SHARDS)
 """The axes of a mesh that shard no parameter by its dims."""
@@ -24,6 +28,7 @@ def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d") -> Plan:
     The axis is the innermost: ranks that share the products of a layer are neighbours, for they wait for each other most often.
     """
     check_count(TENSOR, size)
+    check_choice("tensor", kind, OVER_ONE)
     others = tuple(axis for axis in plan.mesh.axes if axis.name != TENSOR)
     return plan.replace(mesh=Mesh((*others, *((Axis(TENSOR, size),) if size > 1 else ()))), tensor=kind)
 
