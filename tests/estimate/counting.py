@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from real import rows_of
 from torch import Tensor
 
-from real import rows_of
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
 from shardwise.parallel.pipeline import PIPELINE

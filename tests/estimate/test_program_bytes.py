@@ -17,8 +17,8 @@ from torch import Tensor
 import zoo
 from covering import covering
 from shardwise.core.instruction import Buffer
-from shardwise.core.optim import OptimizerChoice
 from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.timeline import Category, total
 from shardwise.lower import messages

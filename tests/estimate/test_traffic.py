@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from counting import counted
 
 import zoo
-from counting import counted
 from covering import covering
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Axis, Mesh

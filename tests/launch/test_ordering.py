@@ -11,6 +11,7 @@ import pytest
 
 from shardwise.config import Config, build_dataset, build_plan
 from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import read
 from shardwise.estimate.devices import Device
@@ -33,9 +34,10 @@ def config(*more: str) -> Config:
     return load_anywhere(None, [*TINY, *AUTO, *more])
 
 
-def made(given: Config) -> Compiled:
-    found = subject(given, 1)
-    return Compiled(found.module, build_plan(given), found.batches[0], found.loss)
+def made(given: Config, tp: int = 1) -> Compiled:
+    found, plan = subject(given, 1), build_plan(given)
+    plan = plan.replace(mesh=Mesh((*plan.mesh.axes, *((Axis("tp", tp),) if tp > 1 else ()))))
+    return Compiled(found.module, plan, found.batches[0], found.loss)
 
 
 def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Forecast]:
@@ -47,7 +49,7 @@ def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Fore
         settle(found, comm, dataset)
         return found
 
-    return run_ranks(build_plan(given).mesh, rank, timeout=120)
+    return run_ranks(compiled.plan.mesh, rank, timeout=120)
 
 
 @pytest.mark.parametrize(
@@ -70,6 +72,14 @@ def test_all_ranks_go_by_what_was_found(tmp_path: Path, more: tuple[str, ...]) -
     assert f"{milliseconds(simulate(timetable, costs).seconds)} a step simulated" in note
     assert name.removeprefix("auto: ") in note and ("search" in note)
     assert sorted(one.name for one in tmp_path.iterdir()) == [SCHEDULE]
+
+
+def test_stages_in_pieces_are_measured_too(tmp_path: Path) -> None:
+    """Each rank by itself, on what it has of parameters and activations."""
+    given = config(f"train.run_dir={tmp_path}")
+    found = ranks(given, made(given, tp=2))
+    assert all(one.plan == found[0].plan for one in found) and sum(found[0].plan.stages) == 6
+    assert found[0].plan.mesh.axis_size("tp") == 2 and chosen_before(tmp_path) is not None
 
 
 def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

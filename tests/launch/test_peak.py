@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -11,12 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.plan import CHOICES, Plan
-from shardwise.launch.peak import PEAKS, mfu, model_flops, named_peak, peak_flops, step_flops
+from shardwise.core.plan import CHOICES
+from shardwise.launch.peak import PEAKS, mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
-from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
+from shardwise.trace.assign import Tensors
 from shardwise.trace.trace import trace
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 61, 32, 3, 12
@@ -58,13 +55,6 @@ def test_grouped_heads_and_gated_mlps() -> None:
         next(n for n, p in module.named_parameters() if p.shape[0] == VOCABULARY)
     )
     assert model_flops(trace(module, text()), ROWS) == palm(products - (0 if tied else VOCABULARY * WIDTH), ROWS)
-
-
-@pytest.mark.parametrize(("tensor", "tp", "pp"), [("1d", 1, 1), ("1d", 3, 1), ("1d-sp", 4, 1), ("1d", 2, 2)])
-def test_ranks_that_share_layers_need_together_what_one_does(tensor: Any, tp: int, pp: int) -> None:
-    """Also where they compute the same: that is no work of the model's."""
-    plan = pipeline(tensor_parallel(Plan(precision="fp32", microbatches=2), tp, tensor), pp)
-    assert step_flops(Compiled(gpt(), plan, text()), ROWS) == palm(GPT_N, ROWS)
 
 
 @pytest.mark.parametrize("microbatches", [2, 3, 7])
@@ -122,6 +112,12 @@ def test_a_model_that_was_not_captured_has_no_number() -> None:
     found = trace(Deciding(), {"x": torch.ones(4, 6), "y": torch.arange(4) % 3})
     assert found.opaque is not None
     assert model_flops(found, 4) is None
+
+
+def test_one_rank_s_trace_has_no_number_of_the_model_s() -> None:
+    found = trace(gpt(), text(), tensor=Tensors({"tp": 2}))
+    with pytest.raises(ConfigError, match=r"of one rank of \{'tp': 2\}; legal: one of the whole model"):
+        model_flops(found, ROWS)
 
 
 def test_numbers_that_are_not_legal() -> None:

@@ -20,6 +20,7 @@ from shardwise.models import GPT, Llama
 from shardwise.models.llama import rotary_table
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace import walk as module_under_test
+from shardwise.trace.assign import Tensors
 from shardwise.trace.cost import UnitCost, cost
 from shardwise.trace.trace import Trace, trace
 
@@ -227,6 +228,23 @@ def test_flops_of_a_gpt() -> None:
     assert all(c.weight_flops == 24 * b * s * h * h for c in ours[1:-1])
     fused = cost(traced("gpt"), b)[1]  # backward computes the scores once more
     assert fused.input_flops == ours[1].input_flops + 2 * b * s * s * h
+
+
+@pytest.mark.parametrize("tp", [2, 3])
+@pytest.mark.parametrize("kind", ["1d", "1d-sp"])
+def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None:
+    """Of all products and attention, even and uneven: four heads over three ranks.  They share weights, but for norms and late biases."""
+    whole, h = cost(traced("gpt"), 6), 32
+    module = GPT(vocabulary=VOCABULARY, width=h, layers=2, heads=4, context=LENGTH)
+    found = trace(module, text(), tensor=Tensors({"tp": tp}, kind))
+    each = [cost(found, 6, tensor={"tp": (tp, i)}) for i in range(tp)]
+    assert cost(found, 6) == each[-1]
+    for index in range(1, len(whole)):
+        own, units = whole[index], [costs[index] for costs in each]
+        for field in ("forward_flops", "input_flops", "weight_flops"):
+            assert sum(getattr(u, field) for u in units) == getattr(own, field), (index, field)
+        alike = 6 * h if own.name.startswith("blocks") else 2 * h
+        assert sum(u.parameters for u in units) == own.parameters + (tp - 1) * alike
 
 
 def test_activations_of_a_gpt() -> None:

@@ -13,6 +13,7 @@ import zoo
 from shardwise.core.errors import ConfigError
 from shardwise.models import GPT
 from shardwise.trace import profile as module_under_test
+from shardwise.trace.assign import Tensors
 from shardwise.trace.profile import UnitMemory, profile
 from shardwise.trace.trace import trace
 
@@ -104,6 +105,18 @@ def test_illegal_arguments_are_refused() -> None:
         profile(found, 7, 0)
     with pytest.raises(ConfigError, match="legal: 0 to 1"):
         profile(found, 7, 2, index=2)
+    found = trace(model.module, model.batch, loss=model.loss, tensor=Tensors({"tp": 2}))
+    for places in ({}, {"tp": (3, 0)}, {"tp": (2, 2)}, {"ep": (2, 0)}):
+        with pytest.raises(ConfigError, match="legal: 0 to 1 of 2 along tp"):
+            profile(found, 7, tensor=places)
+
+
+def test_the_last_rank_of_an_axis_has_the_most() -> None:
+    model = zoo.make("own gpt")  # four heads, and 31 words
+    found = trace(model.module, model.batch, tensor=Tensors({"tp": 3}))
+    first, *_, last = (profile(found, 7, tensor={"tp": (3, i)}).units for i in range(3))
+    assert profile(found, 7).units == last
+    assert all(a.none.forward < b.none.forward for a, b in zip(first, last, strict=True) if a.name.startswith("blocks"))
 
 
 def test_a_rank_of_fewer_rows_holds_less() -> None:

@@ -153,7 +153,7 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
             found.setdefault(key, []).append(bucket.index)
     rows = [(*key[:2], len(buckets), _ranges(buckets), key[2]) for key, buckets in found.items()]
     columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
-    pieces = "".join(f", :{axis} over {axis}" for axis in tensor_axes(plan))
+    pieces = ", :axis over axis" if tensor_axes(plan) else ""
     return grid(f"parameters (R replicated, P partial sum, S sharded over dp{pieces})", columns, rows)
 
 

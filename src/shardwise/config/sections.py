@@ -15,7 +15,6 @@ from shardwise.core import optim, plan
 from shardwise.core.optim import OptimizerName, Schedule
 from shardwise.core.plan import Dropout, Gathered, Norm, Offload, Precision, Recompute, Reduced, ReduceDtype, Tensor
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
-from shardwise.parallel.tensor import OVER_ONE
 
 from .rules import (
     LARGEST,
@@ -131,7 +130,7 @@ class ParallelConfig:
     vertical_sync: bool = key(switch(), False)
     timetable: tuple[str, ...] | None = key(several(text('a text for each rank, such as "F0.0 F0.1 B0.0 B0.1"')))
     tp: int = key(integer(1), 1)
-    tensor: Tensor = key(choice(*OVER_ONE), "1d")
+    tensor: Tensor = key(choice(*plan.CHOICES["tensor"]), "1d")
     dp: int = key(integer(1))
     dp_replicate: int = key(integer(1), 1)
     zero: int = key(integer(0, most=3), 0)

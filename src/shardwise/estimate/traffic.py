@@ -24,7 +24,6 @@ from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
 from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
 
-
 _UNITS = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
 _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
 
@@ -124,7 +123,9 @@ class _Subject:
         dtype = wide if one.slot < 0 else COMPUTE_DTYPE.get(self.plan.reduce, wide)
         whole = one.scatters or share.rule.state == "R"
         numel = share.layout.numel if whole else share.layout.numel // self.plan.mesh.axis_size(SHARDS)
-        return Traffic("reduce_scatter" if one.scatters else "all_reduce", (SHARDS,) if one.scatters else one.axes, numel * dtype.itemsize)
+        return Traffic(
+            "reduce_scatter" if one.scatters else "all_reduce", (SHARDS,) if one.scatters else one.axes, numel * dtype.itemsize
+        )
 
     def norms(self) -> int:
         """Of the ranks of a stage, by bucket; of a model that was not captured also whether each parameter was reached."""

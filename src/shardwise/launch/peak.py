@@ -16,10 +16,7 @@ import torch
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.layout import shard_range
-from shardwise.core.mesh import Mesh
 from shardwise.core.plan import CHOICES
-from shardwise.parallel.tensor import tensor_axes
-from shardwise.runtime.compiled import Compiled
 from shardwise.trace.cost import cost
 from shardwise.trace.trace import Trace
 
@@ -99,23 +96,16 @@ def named_peak(name: str, precision: str, *, tf32: bool = False) -> float | None
     return None if tera is None else tera * 1e12
 
 
-def step_flops(compiled: Compiled, rows: int) -> float | None:
-    """:func:`model_flops` of a plan's step; a model whose layers ranks share is captured once more, as one rank has them."""
-    plan = compiled.plan
-    shared = tensor_axes(plan)
-    whole = plan.replace(mesh=Mesh(tuple(axis for axis in plan.mesh.axes if axis.name not in shared)))
-    found = compiled.under(whole).general if shared else compiled.general
-    return model_flops(found, rows, plan.microbatches)
-
-
 def model_flops(trace: Trace, rows: int, microbatches: int = 1) -> float | None:
     """FLOPs of forward and backward of a whole batch of ``rows`` rows in ``microbatches``, on all ranks together.
 
-    None for a model that was not captured; ``trace`` is of one without tensor parallelism.  Matrix products, convolutions and attention count, 2 FLOPs a multiply-add; a product's
+    The ``trace`` is of the whole model, for no axis of tensor parallelism, on which ranks may compute the same.  None for a model that was not captured.  Matrix products, convolutions and attention count, 2 FLOPs a multiply-add; a product's
     backward is at most two products of its size, for what kernels compute beyond that is the scores of attention once more.
     """
     check_count("rows", rows)
     check_count("microbatches", microbatches)
+    if trace.tensor:
+        raise ConfigError(f"mfu: the trace is of one rank of {trace.tensor}; legal: one of the whole model")
     if trace.opaque is not None:
         return None
     bounds = (shard_range(rows, microbatches, index) for index in range(microbatches))

@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from shardwise.checkpoints import Checkpoints
 from shardwise.config import Config
 from shardwise.config.build import Data
+from shardwise.core.plan import Plan
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady
 from shardwise.report.tensorboard import TensorBoard
+from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.progress import Progress
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
+from shardwise.trace.trace import Trace
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
 from .evaluation import evaluate
@@ -35,7 +38,7 @@ from .folder import CHECKPOINTS, keep_lines, read_lines
 from .forecast import Forecast
 from .matmul import MatmulChoice
 from .measuring import MEMORY, StepMemory, write_memory
-from .peak import mfu, peak_flops, step_flops
+from .peak import mfu, model_flops, peak_flops
 from .results import (
     Metrics,
     MetricsWriter,
@@ -306,7 +309,7 @@ class Run:
         """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
         trainer, rows = self.trainer, self.config.data.batch_size
         peak = peak_flops(trainer.comm.device, trainer.plan.precision)
-        flops = None if peak is None else step_flops(trainer.compiled, rows)
+        flops = None if peak is None else model_flops(_whole(trainer.compiled), rows, trainer.plan.microbatches)
         if peak is None or flops is None:
             return None
         return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)
@@ -371,6 +374,13 @@ class Run:
         }
         write_json(folder / "result.json", result)
         log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))
+
+
+def _whole(compiled: Compiled) -> Trace:
+    """A trace of the whole model, as one rank would compute it."""
+    if not compiled.general.tensor:
+        return compiled.general
+    return compiled.under(Plan(precision=compiled.plan.precision, dropout=compiled.plan.dropout)).general
 
 
 def age() -> float:

@@ -9,20 +9,23 @@ from shardwise.runtime.communicator import BaseCommunicator, Call, Completed, Ha
 
 class AloneCommunicator(BaseCommunicator):
     """The communicator of a rank that is by itself on a mesh of several: what it sends is lost, what it receives is zeros, sums are its
-    own.  A program runs as ever, so that the times of what it computes can be taken without waiting for others; its results mean nothing.
+    own, and what others would add to a gather is what it has itself.  A program runs as ever, so that the times of what it computes can be
+    taken without waiting for others; its results mean nothing.
     """
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:
         return Completed()
 
     def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        for part in out.chunk(call.group.size):
+            self._copied(part, x)
         return Completed()
 
     def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        return Completed()
+        return self._copied(out, x.chunk(call.group.size)[call.group.index])
 
     def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        return Completed()
+        return self._copied(out, x)
 
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         return Completed()

@@ -97,7 +97,9 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
         raise Uncapturable(f"which targets count depends on {sorted(written)[0]}, a buffer that forward writes")
     graph = fx.Graph()
     copies = {next(n for n in sharded.graph.nodes if n.name == "env"): graph.placeholder("env")}
-    copies |= {n: graph.placeholder(n.name) for group in groups for n in group}
+    for n in (n for group in groups for n in group):
+        copies[n] = graph.placeholder(n.name)
+        copies[n].meta = dict(n.meta)
     for n in sharded.graph.nodes:
         if n in seen and n not in copies:
             copies[n] = graph.node_copy(n, lambda a: copies[a])

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardwise.trace import entropy, ops
+from shardwise.trace import entropy, norms, ops
 from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
-
 
 COUNT = 8
 """Bytes of a number of targets."""
@@ -158,8 +157,8 @@ def _valid_targets(node: fx.Node, env: Env) -> _Found:
 
 
 _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
-    ops.sync_batch_norm: _batch_norm,
-    ops.norm_of_width: _norm_of_width,
+    norms.sync_batch_norm: _batch_norm,
+    norms.norm_of_width: _norm_of_width,
     entropy.cross_entropy: _cross_entropy,
     entropy.valid_targets: _valid_targets,
     entropy.valid_targets_once: _valid_targets,
@@ -168,7 +167,7 @@ _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
 
 
 def _dual(node: fx.Node) -> str:
-    return node.args[3] if node.target in (ops.all_reduce, ops.gather) and len(node.args) > 3 else "I"
+    return str(node.args[3]) if node.target in (ops.all_reduce, ops.gather) and len(node.args) > 3 else "I"
 
 
 def _number(node: fx.Node, env: Env) -> Any:

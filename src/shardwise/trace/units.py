@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import entropy, ops
+from shardwise.trace import entropy, norms, ops
 from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
@@ -334,9 +334,9 @@ ORDINAL_AT = {
     ops.dropout: 3, ops.feature_dropout: 3, ops.alpha_dropout: 3, ops.feature_alpha_dropout: 3, ops.attention: 7, ops.random_like: 2,
     ops.random_of: 2, ops.bernoulli: 2,
 }  # fmt: skip
-RUNNING_AT = {ops.batch_norm: (3, 4), ops.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
+RUNNING_AT = {norms.batch_norm: (3, 4), norms.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {
-    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, ops.norm_of_width,
+    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, norms.sync_batch_norm, norms.norm_of_width,
     entropy.cross_entropy,
 }  # fmt: skip
 
