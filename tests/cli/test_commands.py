@@ -103,7 +103,7 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     forward, backward = ("", "all_reduce") if tensor == "1d" else ("all_gather", "reduce_scatter")
     whole = 6 * 16 * 16 * 4 / 1024
     assert f"linear attention.qkv {forward} {backward} {whole} KiB".replace("  ", " ") in text
-    assert "\nu1-u2 " in text and "softmax over classes all_gather" in text  # equal blocks are folded
+    assert "\nu1-u2 " in text and "cross_entropy all_gather" in text  # equal blocks are folded
 
     found = json.loads(call("show", *given, "--json").stdout)
     layouts = {one["name"]: one["layout"] for one in found["parameters"]}
@@ -111,11 +111,12 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
         [{"size": 16, "axes": []}], [{"size": 2, "axes": ["tp"]}, {"size": 32, "axes": []}],
     ]  # fmt: skip
     (one,) = [c for c in found["collectives"] if c["path"] == "blocks.1.mlp.up"]
-    assert one == {
-        "unit": 2, "forward": forward, "backward": backward, "axes": ["tp"], "cause": "aten.linear.default", "path": "blocks.1.mlp.up",
-        "bytes": 1024 * whole, "count": 1, "sent_bytes": 1024 * whole,
-    }  # fmt: skip
-    assert {c["axes"][0] for c in found["collectives"]} == {"tp"}
+    each = {way: [{"kind": kind, "axes": ["tp"], "nbytes": 1024 * whole}] if kind else [] for way, kind in
+            (("forward", forward), ("backward", backward))}  # fmt: skip
+    assert one == {"unit": 2, "op": "aten.linear.default", "path": "blocks.1.mlp.up", **each, "sent_bytes": 1024 * whole}
+    block = sum(c["sent_bytes"] for c in found["collectives"] if c["unit"] == 1)
+    norms = 2 * 4 * 16 * 4 if tensor == "1d-sp" else 0  # their gradients, of a part of the sequence each
+    assert block == (8 * 1024 * whole + norms) * (2 - 1) / 2, "four all-reduces, or their halves"
 
 
 def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,11 @@ from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.collectives import Collective, collectives
 from shardwise.trace.cost import UnitCost, cost
-from shardwise.trace.ops import ROWS, Env
+from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
+from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
+from shardwise.trace.units import Unit
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None) -> None:
@@ -56,15 +58,20 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
 
 def _env(plan: Plan, rows: int) -> Env:
     """The last rank's, of a microbatch of so many rows: the one whose costs are shown."""
-    mesh, last = plan.mesh, plan.mesh.size - 1
-    tensor = {axis: (mesh.axis_size(axis), mesh.index(last, axis)) for axis in tensor_axes(plan)}
-    return Env(parts=mesh.axis_size(batch_axes(plan)), index=mesh.index(last, batch_axes(plan)), rows=rows, tensor=tensor)
+    mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
+    real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
+    return Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tensor_axes(plan)))
 
 
-def _real(plan: Plan, axes: Sequence[str]) -> list[str]:
-    """The axes of the mesh that these stand for, those of one rank left out."""
-    found = [real for axis in axes for real in (batch_axes(plan) if axis == ROWS else (axis,))]
-    return [axis for axis in found if plan.mesh.axis_size(axis) > 1]
+def _communicated(unit: Unit, plan: Plan, rows: int) -> list[tuple[Cause, UnitTraffic]]:
+    """What a unit communicates, and why."""
+    found = [] if unit.graph is None else by_cause(unit.graph, _env(plan, rows), unit.output_grads)
+    return [(cause, one) for cause, one in found if one != UnitTraffic()]
+
+
+def _sent(plan: Plan, one: UnitTraffic) -> float:
+    """Bytes that a rank sends by rings."""
+    return sum(t.ring(plan.mesh.axis_size(t.axes)) for t in (*one.forward, *one.backward))
 
 
 def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
@@ -92,14 +99,12 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
         "collectives": [
             {
                 "unit": unit.index,
-                **one.note._asdict(),
-                "axes": _real(plan, one.note.axes),
-                "bytes": one.size,
-                "count": one.count,
-                "sent_bytes": one.sent,
+                **cause._asdict(),
+                **{way: [t._asdict() for t in getattr(one, way)] for way in ("forward", "backward")},
+                "sent_bytes": _sent(plan, one),
             }
             for unit in trace.units
-            for one in collectives(unit, _env(plan, rows))
+            for cause, one in _communicated(unit, plan, rows)
         ],
         "notes": [*trace.notes, *trace.everywhere],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
@@ -148,7 +153,7 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
             found.setdefault(key, []).append(bucket.index)
     rows = [(*key[:2], len(buckets), _ranges(buckets), key[2]) for key, buckets in found.items()]
     columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
-    pieces = "".join(f", :{axis} over {axis}" for axis in tensor_axes(plan))
+    pieces = ", :axis over axis" if tensor_axes(plan) else ""
     return grid(f"parameters (R replicated, P partial sum, S sharded over dp{pieces})", columns, rows)
 
 
@@ -159,32 +164,38 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
     """Units that differ only in the number of their block and communicate the same are one row; no table where none communicates."""
-    found: dict[tuple[str, tuple[Collective, ...]], list[int]] = {}
+    found: dict[tuple[str, tuple[tuple[Cause, UnitTraffic, int], ...]], list[int]] = {}
     for unit in trace.units:
-        own = tuple(_within(one, unit.name) for one in collectives(unit, _env(plan, rows)))
-        if own:
-            found.setdefault((_starred(unit.name), own), []).append(unit.index)
+        counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, plan, rows))
+        if counts:
+            found.setdefault((_starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
     if not found:
         return []
-    over = {",".join(_real(plan, one.note.axes)) for _, several in found for one in several}
-    cells = []
-    for (_, several), units in found.items():
-        for i, one in enumerate(several):
-            op, note = one.note.cause.removeprefix("aten.").partition(".")[0], one.note
-            cause = f"{op} {note.path}".strip() + f" ({one.count})" * (one.count > 1)
-            axes = [",".join(_real(plan, note.axes))] * (len(over) > 1)
-            cells.append(("" if i else _runs(units), cause, *axes, note.forward, note.backward, size(one.sent)))
-    total = sum(one.sent * len(units) for (_, several), units in found.items() for one in several)
+    over = {_over(one) for _, own in found for _, one, _ in own}
+    cells, total = [], 0.0
+    for (_, own), units in found.items():
+        for i, (cause, one, times) in enumerate(own):
+            needed = f"{cause.op} {cause.path}".strip() + f" ({times})" * (times > 1)
+            axes, sent = [_over(one)] * (len(over) > 1), times * _sent(plan, one)
+            cells.append(("" if i else _runs(units), needed, *axes, _kinds(one.forward), _kinds(one.backward), size(sent)))
+            total += len(units) * sent
     column, where = (("over",), "") if len(over) > 1 else ((), f" over {over.pop()}")
     columns = ("unit", "needed by", *column, "forward", "backward", ">sent")
     title = f"collectives{where} (sent: by a rank, of a microbatch, forward and backward)"
     return [grid(title, columns, cells, totals=("", "all units", *[""] * (len(columns) - 3), size(total)))]
 
 
-def _within(one: Collective, unit: str) -> Collective:
-    """With the path from the unit on."""
-    path = one.note.path.removeprefix(unit).removeprefix(".")
-    return replace(one, note=one.note._replace(path=path))
+def _within(cause: Cause, unit: str) -> Cause:
+    """In short, with the path from the unit on."""
+    return Cause(cause.op.removeprefix("aten.").partition(".")[0], cause.path.removeprefix(unit).removeprefix("."))
+
+
+def _over(one: UnitTraffic) -> str:
+    return ",".join(dict.fromkeys(axis for t in (*one.forward, *one.backward) for axis in t.axes))
+
+
+def _kinds(several: Sequence[Traffic]) -> str:
+    return ", ".join(t.kind for t in several)
 
 
 def _starred(name: str) -> str:

@@ -67,7 +67,7 @@ class Compiled:
         self.buckets = self.buckets or self.general.buckets
         self._stages = self._stages or Cut.of(self.general, self.plan).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
-            check_kernels(self.general, self.module, self.example, self._tensors().axes)
+            check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
             self.masks = ()  # a parameter that only the mask reaches: one trace must serve all batches

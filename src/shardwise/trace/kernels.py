@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -29,22 +28,17 @@ PRODUCTS = frozenset(
 """What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32 here."""
 
 
-def check_kernels(
-    trace: Trace, module: nn.Module, batch: Mapping[str, Tensor], tensor: Mapping[str, int] = MappingProxyType({})
-) -> None:
+def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
     """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's parameters at a time.
 
-    ``tensor`` has the number of ranks over each axis of tensor parallelism; this is the first of them.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
+    It is done as by the first rank of each axis of tensor parallelism.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
     module, what torch says, and what is legal.
     """
-    if trace.opaque is None:
-        _check_units(trace, module, batch, tensor)
-    else:
-        _check_opaque(trace, module, batch)
+    (_check_units if trace.opaque is None else _check_opaque)(trace, module, batch)
 
 
-def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor], tensor: Mapping[str, int]) -> None:
-    rows, mesh = trace.rows or ROWS, Mesh.of(**tensor)
+def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    rows, mesh = trace.rows or ROWS, Mesh.of(**trace.tensor)
     pieces = {p.name: p.local_shape(mesh, 0) for b in trace.buckets for p in b.parameters if p.axes}
     fields = {k: cast_field(v, trace.precision) for k, v in example_rows(batch, rows).items()}
     live: dict[str, Tensor] = {}
@@ -60,7 +54,7 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor], t
         key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
         if key not in known:
             targets = torch.tensor(rows) if trace.targets is not None else None
-            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor={axis: (size, 0) for axis, size in tensor.items()})
+            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(0, mesh.names))
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
         del values  # before the next unit's

@@ -256,6 +256,7 @@ class Propagation:
         layout = self.layout_of(source.meta["layout"].shape, states)
         self.annotate(new, layout, states, source.meta["grad"])
         new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
+        new.meta["cause"] = str(getattr(self.current, "target", ""))
         return new
 
     def count(self, kind: str, what: str = "") -> None:

@@ -325,7 +325,7 @@ class _Builder:
                 at = ORDINAL_AT[node.target]
                 args = (*args[:at], own - first, *args[at + 1 :])  # relative: equal blocks have equal code
             copies[node] = graph.call_function(node.target, args, kwargs)
-            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path") if k in node.meta}
+            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause") if k in node.meta}
         graph.output(tuple(copies[n] for n in outputs))
         return graph, first
 
