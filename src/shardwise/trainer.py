@@ -114,11 +114,7 @@ class Trainer:
     def notes(self) -> list[str]:
         """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
         general = self.compiled.general
-        replicated = [
-            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
-            for (op, path), n in general.replicated.items()
-        ]
-        return [*self.compiled.values.notes, *general.notes, *replicated]
+        return [*self.compiled.values.notes, *general.notes, *general.everywhere]
 
     @property
     def _rows(self) -> int:

@@ -87,6 +87,54 @@ def test_show() -> None:
     assert max(len(line) for line in shown.stdout.split("all ranks:")[0].splitlines()) <= 80
 
 
+@pytest.mark.parametrize("tensor", ["1d", "1d-sp"])
+def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
+    given = [*TINY, "model.heads=4", "parallel.tp=2", "parallel.dp=1", f"parallel.tensor={tensor}"]
+    shown = call("show", *given)
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.split("all ranks:")[0].splitlines()
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
+    assert rows["mesh"] == ["dp", "1", "x", "tp", "2"] and rows["tensor"] == [tensor]
+    assert [rows[f"blocks.*.{name}"][0] for name in ("attention.qkv.weight", "attention.proj.weight", "mlp.up.bias", "norm1.bias")] == [
+        "3*2:tp*8x16", "16x2:tp*8", "2:tp*32", "16",
+    ]  # fmt: skip
+    text = "\n".join(" ".join(line.split()) for line in lines)
+    forward, backward = ("", "all_reduce") if tensor == "1d" else ("all_gather", "reduce_scatter")
+    whole = 6 * 16 * 16 * 4 / 1024
+    assert f"linear attention.qkv {forward} {backward} {whole} KiB".replace("  ", " ") in text
+    assert "\nu1-u2 " in text and "cross_entropy all_gather" in text  # equal blocks are folded
+
+    found = json.loads(call("show", *given, "--json").stdout)
+    layouts = {one["name"]: one["layout"] for one in found["parameters"]}
+    assert layouts["blocks.1.mlp.proj.weight"] == [
+        [{"size": 16, "axes": []}], [{"size": 2, "axes": ["tp"]}, {"size": 32, "axes": []}],
+    ]  # fmt: skip
+    (one,) = [c for c in found["collectives"] if c["path"] == "blocks.1.mlp.up"]
+    each = {way: [{"kind": kind, "axes": ["tp"], "nbytes": 1024 * whole}] if kind else [] for way, kind in
+            (("forward", forward), ("backward", backward))}  # fmt: skip
+    assert one == {"unit": 2, "op": "aten.linear.default", "path": "blocks.1.mlp.up", **each, "sent_bytes": 1024 * whole}
+    block = sum(c["sent_bytes"] for c in found["collectives"] if c["unit"] == 1)
+    norms = 2 * 4 * 16 * 4 if tensor == "1d-sp" else 0  # their gradients, of a part of the sequence each
+    assert block == (8 * 1024 * whole + norms) * (2 - 1) / 2, "four all-reduces, or their halves"
+
+
+def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "class M(torch.nn.Linear):\n"
+        "    def forward(self, x): return torch.linalg.det(super().forward(x)).mean()\n"
+        "def model(): return M(3, 3)\n"
+        "def rows(): return [{'x': torch.rand(3, 3)}] * 8\n"
+    )
+    given = [f"model.factory={file}:model", f"data.factory={file}:rows", "data.batch_size=4", "parallel.dp=2"]
+    shown = call("show", *given)
+    assert shown.exit_code == 0, shown.output
+    assert "note: computed for the whole batch on every rank: aten.linalg_det.default in the model (1x)" in shown.stdout
+    assert any("aten.linalg_det" in note for note in json.loads(call("show", *given, "--json").stdout)["notes"])
+
+
 def test_show_draws_each_instruction(tmp_path: Path) -> None:
     out = tmp_path / "program.svg"
     shown = call("show", *TINY, "train.devices=2", "--picture", str(out))
@@ -120,6 +168,8 @@ def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> No
     assert passed.exit_code == 0, passed.output
     assert "3 ranks (threads), 2 microbatches" in passed.stdout and "same as one device: largest error" in passed.stdout
     assert "NOT" not in passed.stdout
+    layer = call("verify", *TINY, "parallel.tp=2", "parallel.dp=2", "parallel.pp=2", "parallel.zero=3", "parallel.tensor=1d-sp")
+    assert layer.exit_code == 0 and "8 ranks (threads), 2 microbatches" in layer.stdout, layer.output
 
     real = verifier.compare
 

@@ -19,6 +19,7 @@ from shardwise.config import (
 )
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data import Loader, PackedWindows
 from shardwise.models import GPT, Llama
@@ -104,6 +105,15 @@ def test_an_open_order_is_measured_with_a_named_schedule() -> None:
     given = load_config(None, [*PIPE, ORDER], hardware=Hardware(cores=2))
     assert (build_plan(given).schedule, given.parallel.stages_per_rank) == ("auto", 1)
     assert build_plan(given).timetable == given.parallel.timetable
+
+
+def test_the_ranks_of_a_layer_are_neighbours() -> None:
+    keys = ["pp=2", "dp=4", "dp_replicate=2", "zero=1", "tp=3", "tensor=1d-sp"]
+    plan = build_plan(load_config(None, [f"parallel.{key}" for key in keys], hardware=Hardware(cores=24)))
+    assert plan.mesh == Mesh.of(pp=2, dp_replicate=2, dp=2, tp=3) and plan.tensor == "1d-sp"
+    assert Plan.from_toml(plan.to_toml()) == plan
+    one = build_plan(load_config(None, ["parallel.dp=2"], hardware=Hardware(cores=2)))
+    assert one.mesh == Mesh.of(dp=2) and one.tensor == "1d"
 
 
 @pytest.fixture(autouse=True)

@@ -133,6 +133,25 @@ def test_devices() -> None:
     assert load("train.devices=4", hardware=Hardware(cores=1, gpus=1, world=4)).parallel.dp == 4
 
 
+def test_ranks_that_share_a_layer_count() -> None:
+    four = Hardware(cores=4)
+    assert (load(hardware=four).parallel.tp, load(hardware=four).parallel.tensor) == (1, "1d")
+    for overrides, dp, devices in (
+        (["parallel.tp=2"], 2, 4),
+        (["parallel.tp=4"], 1, 4),
+        (["parallel.tp=2", "parallel.pp=2"], 1, 4),
+        (["parallel.tp=2", "parallel.dp=1"], 1, 2),
+        (["parallel.tp=3", "parallel.pp=2", "parallel.dp=2"], 2, 12),
+        (["parallel.tp=3", "train.devices=6"], 2, 6),
+        (["parallel.tp=8"], 1, 8),
+    ):
+        config = load(*overrides, hardware=four)
+        assert (config.parallel.dp, config.train.devices) == (dp, devices), overrides
+        assert config.notices == () if devices <= 4 else "ranks share 4 cores" in config.notices[0], overrides
+    assert load("parallel.tp=2", hardware=Hardware(cores=1, world=8)).parallel.dp == 4
+    assert load("data.batch_size=6", "parallel.tp=2", hardware=Hardware(cores=16)).parallel.dp == 6
+
+
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -212,6 +231,11 @@ REFUSED = [
     ("train.loss_scale=dynamics", ["train.loss_scale", '"dynamics"', '"dynamic" or a number above 0', 'Did you mean "dynamic"']),
     ("train.loss_scale=0", ["train.loss_scale", "0", '"dynamic" or a number above 0 and below 1.7']),
     ("parallel.dp=3", ["data.batch_size", "3 x 1", "6 or 9"]),
+    ("parallel.pp=0", ["parallel.pp", "0", "an integer of at least 1"]),
+    ("parallel.tp=0", ["parallel.tp", "0", "an integer of at least 1"]),
+    ("parallel.tp=1.5", ["parallel.tp", "1.5", "an integer of at least 1"]),
+    ("parallel.tensor=4d", ["parallel.tensor", '"4d"', '"1d", "1d-sp", "2d", "2.5d", "3d"']),
+    ("parallel.tensor=1dsp", ["parallel.tensor", '"1dsp"', 'Did you mean "1d-sp"?']),
     ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
     # what does not go together, or is not there
@@ -301,6 +325,13 @@ TOGETHER = [
     (["parallel.dp=1", "parallel.zero=3"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["parallel.zero=3", "parallel.dp_replicate=2"], ["parallel.zero", "parallel.dp of at least 4"]),
     (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),
+    (["train.devices=4", "parallel.tp=3"], ["parallel.tp", "a divisor of train.devices = 4: 1, 2, 4"]),
+    (["train.devices=12", "parallel.pp=2", "parallel.tp=4"], ["parallel.tp", "train.devices = 12 over parallel.pp = 2: 1, 2, 3, 6"]),
+    (["train.devices=12", "parallel.pp=5", "parallel.tp=4"], ["parallel.pp", "a divisor of train.devices = 12: 1, 2, 3, 4, 6, 12"]),
+    (["train.devices=8", "parallel.dp=4", "parallel.tp=4"], ["parallel.dp", "2, train.devices = 8 over parallel.tp = 4"]),
+    (["train.devices=8", "parallel.dp=4", "parallel.pp=2", "parallel.tp=2"],
+     ["parallel.dp", "2, train.devices = 8 over parallel.pp x parallel.tp = 2 x 2"]),
+    (["train.devices=4", "parallel.tp=4", "parallel.zero=1"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["data.batch_size=10", "parallel.dp=2", "parallel.microbatches=3"], ["data.batch_size", "6 or 12"]),
 ]  # fmt: skip
 
@@ -319,10 +350,34 @@ def test_refused_together(overrides: list[str], words: list[str]) -> None:
         ("parallel.dp=4", Hardware(cores=8, gpus=2), ["parallel.dp = 4", "at most 2, the GPUs"]),
         ("train.devices=2", Hardware(cores=8, world=4), ["train.devices = 2", "4, the number of ranks"]),
         ("data.batch_size=6", Hardware(cores=8, world=4), ["data.batch_size = 6", "4 x 1", "4 or 8"]),
+        ("parallel.tp=4", Hardware(cores=8, gpus=2), ["parallel.tp = 4", "at most 2, the GPUs of this machine"]),
+        (
+            "parallel.dp=2 parallel.tp=2",
+            Hardware(cores=8, gpus=2),
+            ["parallel.dp = 2", "at most 1, the GPUs", "over parallel.tp = 2"],
+        ),
+        (
+            "parallel.pp=2 parallel.tp=2",
+            Hardware(cores=8, gpus=2),
+            ["parallel.tp = 2", "at most 1, the GPUs", "over parallel.pp = 2"],
+        ),
+        ("parallel.dp=1 parallel.tp=8", Hardware(cores=8, gpus=4), ["parallel.tp = 8", "at most 4, the GPUs"]),
+        ("parallel.tp=3", Hardware(cores=8, world=4), ["parallel.tp = 3", "a divisor of train.devices = 4: 1, 2, 4"]),
+        (
+            "parallel.dp=1 parallel.tp=3",
+            Hardware(cores=8, world=4),
+            ["parallel.tp = 3", "a divisor of 4, the number of ranks already"],
+        ),
+        (
+            "parallel.dp=1 parallel.tp=2",
+            Hardware(cores=8, world=4),
+            ["parallel.dp = 1", "2, the number of ranks", "parallel.tp = 2"],
+        ),
+        ("train.devices=2 parallel.tp=2", Hardware(cores=8, world=4), ["train.devices = 2", "4, the number of ranks"]),
     ],
 )
 def test_more_devices_than_there_are(override: str, hardware: Hardware, words: list[str]) -> None:
-    found = problems(override, hardware=hardware)
+    found = problems(*override.split(), hardware=hardware)
     assert len(found) == 1
     assert all(word in found[0] for word in words), found
 
@@ -390,7 +445,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
+        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
         "max_restarts trace_steps tensorboard resume memory_gib",

@@ -38,7 +38,21 @@ def parts(schedule: str) -> tuple[str, Norm]:
 
 def microbatches(schedule: str, wanted: int) -> int:
     """As many as the schedule takes of those."""
+    if schedule == "pipedream":  # whose batches are microbatches
+        return 1
     return min(wanted, SCHEDULES[parts(schedule)[0]].most or wanted)
+
+
+def overlaps(schedule: str) -> bool:
+    """Whether a batch begins before the last one is over."""
+    name, norm = parts(schedule)
+    return norm == "post-validate" or SCHEDULES[name].asynchronous
+
+
+def windows(schedule: str, wanted: int, steps: int) -> list[int]:
+    """Batches of each run: of PipeDream as many as make a step of ``wanted`` microbatches."""
+    each = wanted if schedule == "pipedream" else 1
+    return [2 * each, (2 + steps) * each] if overlaps(schedule) else [1] * steps
 
 
 def stages(schedule: str) -> tuple[int, ...]:
@@ -103,27 +117,25 @@ def slow_weights() -> None:
     multiply.MULTIPLY["linear"] = slow  # type: ignore[index]
 
 
-def seconds(comm: Any, schedule: str, m: int, steps: int) -> list[float]:
+def seconds(comm: Any, schedule: str, wanted: int, steps: int) -> list[float]:
     """Of each step, from when all ranks are there until this one is through; where steps overlap, what so many more of them take.  Before
     them come such without sleep."""
-    cut, (name, norm) = list(stages(schedule)), parts(schedule)
+    cut, (name, norm), m = list(stages(schedule)), parts(schedule), microbatches(schedule, wanted)
     cut[0], cut[-1] = cut[0] + 1, cut[-1] + 1  # what comes before and after the blocks takes no time
     plan = pipeline(Plan(microbatches=m, norm=norm), RANKS, name, stages=cut)
     batch = {"x": torch.ones(m, 3)}
     torch.manual_seed(0)
     trainer = Trainer(Sleeper(), OptimizerChoice("sgd", lr=0.1), plan, batch, comm=comm)
     given = Batch(batch, m, tuple(range(m)), (1,) * m)
-    overlapping = norm == "post-validate"
-    windows = [2, 2 + steps] if overlapping else [1] * steps
-    found = []
-    for sleep, number in [(lambda _: None, n) for n in dict.fromkeys(windows)] + [(time.sleep, n) for n in windows]:
+    numbers, found = windows(schedule, wanted, steps), []
+    for sleep, number in [(lambda _: None, n) for n in dict.fromkeys(numbers)] + [(time.sleep, n) for n in numbers]:
         sleeps[0] = sleep
         comm.barrier(what="the start of a step")
         began = time.perf_counter()
         for _ in trainer.steps(iter([given] * number), number):
             pass
         found.append(time.perf_counter() - began)
-    return [(found[-1] - found[-2]) / steps] if overlapping else found[1:]
+    return [(found[-1] - found[-2]) / steps] if overlaps(schedule) else found[1:]
 
 
 def main() -> None:
@@ -131,7 +143,7 @@ def main() -> None:
     torch.set_num_threads(1)
     slow_weights()
     comm = connect(pipeline(Plan(), RANKS).mesh, backend=backend)  # type: ignore[arg-type]
-    print(json.dumps({one: seconds(comm, one, microbatches(one, int(m)), int(steps)) for one in schedules}), flush=True)
+    print(json.dumps({one: seconds(comm, one, int(m), int(steps)) for one in schedules}), flush=True)
     comm.close()
 
 

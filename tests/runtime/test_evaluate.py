@@ -16,6 +16,7 @@ from shardwise.data.loader import AXES, rank_rows
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
@@ -62,6 +63,15 @@ def test_evaluation(name: str, dp: int, microbatches: int) -> None:
 def test_evaluation_in_a_pipeline(name: str, pp: int, schedule: str, microbatches: int, dp: int, zero: int) -> None:
     """The first and the last stage have the same embedding, one has the running statistics."""
     check(name, pipeline(data_parallel(Plan(microbatches=microbatches, precision="fp64"), dp, zero), pp, schedule))
+
+
+@pytest.mark.parametrize(("name", "tensor", "tp", "microbatches", "dp", "pp"),
+    [("gpt", "1d", 2, 3, 1, 1), ("gpt", "1d-sp", 3, 2, 1, 1), ("gpt", "1d", 2, 2, 2, 2), ("gpt", "1d-sp", 2, 1, 2, 1),
+     ("normed", "1d", 2, 3, 2, 1), ("normed", "1d-sp", 4, 1, 1, 1)],
+)  # fmt: skip
+def test_evaluation_by_ranks_that_share_layers(name: str, tensor: Any, tp: int, microbatches: int, dp: int, pp: int) -> None:
+    """Parameters lie as in training, whatever the evaluated graph would have liked."""
+    check(name, pipeline(data_parallel(tensor_parallel(Plan(microbatches=microbatches, precision="fp64"), tp, tensor), dp), pp))
 
 
 def check(name: str, plan: Plan) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import kernels, ops
 from shardwise.trace.kernels import check_kernels
@@ -134,6 +135,19 @@ def test_ordinary_models_have_all_kernels(name: str) -> None:
     module, make, loss = CASES[name]()
     module.train()
     assert Compiled(module, FP16, make(4), loss).general.opaque is None
+
+
+@pytest.mark.parametrize(("tensor", "tp"), [("1d", 2), ("1d-sp", 3)])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_pieces_of_layers_are_tried(name: str, tensor: Any, tp: int) -> None:
+    torch.manual_seed(0)
+    module, make, loss = CASES[name]()
+    assert Compiled(module.train(), tensor_parallel(FP16, tp, tensor), make(4), loss).general.tensor == {"tp": tp}
+
+
+def test_op_without_a_kernel_on_a_piece() -> None:
+    with pytest.raises(ConfigError, match=r"special_i1e.default in layers.0"):
+        Compiled(Model(torch.special.i1e, torch.relu), tensor_parallel(FP16, 2), batch())
 
 
 def test_equal_blocks_run_once_and_one_unit_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

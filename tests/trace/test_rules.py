@@ -108,7 +108,7 @@ def test_a_planted_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     parity(Subject(Probe(LOCAL["softmax"]), batch()), dp=2)
 
 
-def replicate_without_reduction(env: ops.Env, x: torch.Tensor) -> torch.Tensor:
+def replicate_without_reduction(env: ops.Env, x: torch.Tensor, axes: ops.Groups) -> torch.Tensor:
     return x
 
 

@@ -211,7 +211,7 @@ def test_parts_in_evaluation_mode(frozen: str) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-PIPELINE = """
+LOOP = """
 import json, os, sys
 import torch
 from shardwise import Plan
@@ -219,9 +219,10 @@ from shardwise.loop import distribute
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.connect import connect
 
-backend, schedule, dp, zero = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+backend, tensor, schedule, (tp, pp, dp, zero) = *sys.argv[1:4], map(int, sys.argv[4:])
 torch.set_num_threads(1)
 
 def batch(step):
@@ -260,7 +261,8 @@ def made(module):
 theirs, rates = made(plain)
 expected = run(plain, theirs, rates, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
 theirs, rates = made(ours)
-plan = pipeline(data_parallel(Plan(precision="fp64", microbatches=4), dp, zero), 2, schedule)
+plan = tensor_parallel(Plan(precision="fp64", microbatches=4), tp, tensor)
+plan = pipeline(data_parallel(plan, dp, zero), pp, schedule)
 model, optimizer = distribute(ours, theirs, plan, clip_norm=0.3, comm=connect(plan.mesh, backend=backend))
 found = run(model, optimizer, rates, lambda: None)
 state = model.state_dict()
@@ -280,9 +282,29 @@ model.trainer.comm.close()
 )
 def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str, dp: int, zero: int) -> None:
     """In processes: a tied GPT, clipping, a schedule of rates and an evaluation in between, in fp64 as plain torch has them."""
-    script = tmp_path / "loop.py"
-    script.write_text(PIPELINE)
-    for output in run_processes(2 * dp, [str(script), backend, schedule, str(dp), str(zero)], 120):
+    the_same_loop(tmp_path, [backend, "1d", schedule], 1, 2, dp, zero)
+
+
+@pytest.mark.parametrize(
+    ("backend", "tensor", "tp", "pp", "dp", "zero"),
+    [
+        ("gloo", "1d-sp", 2, 1, 1, 0),
+        pytest.param("shared", "1d", 2, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "1d", 2, 1, 2, 3, marks=pytest.mark.full),
+        pytest.param("shared", "1d-sp", 2, 2, 1, 0, marks=pytest.mark.full),
+    ],
+)
+def test_the_same_loop_where_ranks_share_layers(
+    tmp_path: Path, backend: str, tensor: str, tp: int, pp: int, dp: int, zero: int
+) -> None:
+    """The same; every rank of a layer gets the whole batch."""
+    the_same_loop(tmp_path, [backend, tensor, "1f1b"], tp, pp, dp, zero)
+
+
+def the_same_loop(folder: Path, words: list[str], tp: int, pp: int, dp: int, zero: int) -> None:
+    script = folder / "loop.py"
+    script.write_text(LOOP)
+    for output in run_processes(tp * pp * dp, [str(script), *words, *map(str, (tp, pp, dp, zero))], 120):
         expected, found, off = json.loads(output.splitlines()[-1])
         assert len(set(expected)) == 7
         assert found == pytest.approx(expected, rel=1e-10, abs=0)

@@ -20,6 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import Trainer
@@ -91,26 +92,29 @@ def chain() -> nn.Module:
 
 
 MODELS = {"gpt": gpt, "normed": normed, "chain": chain}
-COMPILED: dict[tuple[str, int, str, int, str, int], Compiled] = {}
+COMPILED: dict[tuple[Any, ...], Compiled] = {}
 
 
-def compiled(model: str, ranks: int, precision: str, zero: int = 0, schedule: str = "1f1b", pp: int = 1) -> Compiled:
-    key = (model, ranks, precision, zero, schedule, pp)
+def compiled(
+    model: str, ranks: int, precision: str, zero: int = 0, schedule: str = "1f1b", pp: int = 1, tp: int = 1, tensor: Any = "1d"
+) -> Compiled:
+    key = (model, ranks, precision, zero, schedule, pp, tp, tensor)
     if key not in COMPILED:
         batch = {name: torch.stack([Rows()[i][name] for i in range(2)]) for name in ("input_ids", "labels")}
         module = MODELS[model]().double() if precision == "fp64" else MODELS[model]()
         replicas = 2 if ranks == 4 and zero else 1
-        plan = data_parallel(Plan(precision=precision), ranks, zero, replicas)  # type: ignore[arg-type]
+        plan = tensor_parallel(Plan(precision=precision), tp, tensor)  # type: ignore[arg-type]
+        plan = data_parallel(plan, ranks, zero, replicas)
         COMPILED[key] = Compiled(module, pipeline(plan, pp, schedule), batch)
     return COMPILED[key]
 
 
 def run(
     folder: Path, ranks: int, stop: int, *, model: str = "gpt", precision: str = "fp64", name: str = "adamw", rows: int = 17,
-    save: bool = True, zero: int = 0, schedule: str = "1f1b", pp: int = 1, **options: Any,
+    save: bool = True, zero: int = 0, schedule: str = "1f1b", pp: int = 1, tp: int = 1, tensor: str = "1d", **options: Any,
 ) -> tuple[State, list[list[int]]]:  # fmt: skip
     """Go on from the folder's checkpoint to step ``stop`` and save; the state, and where each batch stood in the data."""
-    made = compiled(model, ranks, precision, zero, schedule, pp)
+    made = compiled(model, ranks, precision, zero, schedule, pp, tp, tensor)
 
     def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
         choice = OptimizerChoice(name, lr=1e-2, schedule="cosine", warmup_steps=2, total_steps=STEPS)  # type: ignore[arg-type]
@@ -139,6 +143,29 @@ PIPELINES: list[dict[str, Any]] = [
     {"ranks": 1}, {"ranks": 1, "pp": 2}, {"ranks": 2, "pp": 2, "zero": 3, "schedule": "zb-h1"},
     {"ranks": 1, "pp": 2, "schedule": "zbv"}, {"ranks": 2, "pp": 3, "zero": 1}, {"ranks": 3, "zero": 2},
 ]  # fmt: skip
+
+
+LAYERS: list[dict[str, Any]] = [
+    {"ranks": 1}, {"ranks": 1, "tp": 2}, {"ranks": 2, "tp": 3, "zero": 3, "tensor": "1d-sp"},
+    {"ranks": 1, "tp": 4, "tensor": "1d-sp"}, {"ranks": 2, "tp": 2, "pp": 2, "zero": 1},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "before", "after"),
+    [
+        (model, before, after)
+        for model in MODELS
+        for before, after in ((0, 1), (1, 0), (1, 2), (2, 3), (3, 4), (4, 0), (2, 2))
+        if model != "normed" or 4 not in (before, after)  # which is one unit
+    ],
+)
+def test_checkpoints_go_between_ranks_that_share_layers(tmp_path: Path, model: str, before: int, after: int) -> None:
+    truth, places = run(tmp_path / "whole", 1, STEPS, model=model)
+    _, first = run(tmp_path / "parts", stop=3, model=model, **LAYERS[before])
+    state, rest = run(tmp_path / "parts", stop=STEPS, model=model, **LAYERS[after])
+    assert first + rest == places
+    assert worst(state, truth) <= 1e-12
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (2, 2)])

@@ -14,14 +14,14 @@ import zoo
 from covering import covering
 from models import deep
 from shardwise.core.errors import ConfigError
-from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import ops
-from shardwise.trace.tensor import ROLES
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
 
@@ -33,12 +33,6 @@ PLAIN = OptimizerChoice("sgd", lr=0.1)
 """For models with parameters whose gradient is zero but for rounding, which Adam would make as large as any."""
 
 Case = tuple[str, tuple[str, int], int, int, int, str, int]
-
-
-def sharded(plan: Plan, tp: int, kind: str) -> Plan:
-    """``plan`` with tensor parallelism inside all else."""
-    side = {"2d": round(tp ** (1 / 2)), "2.5d": 2, "3d": round(tp ** (1 / 3))}.get(kind, tp)
-    return plan.replace(mesh=Mesh((*plan.mesh.axes, *(Axis(name, side) for name in ROLES[kind]))), tensor=kind)
 
 
 def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice) -> None:
@@ -80,7 +74,7 @@ def test_every_model(name: str, kind: str, tp: int) -> None:
 
 def every_size(name: str, kind: str, tp: int) -> None:
     one, batches, truth = model(name)
-    plan = sharded(Plan(precision="fp64", mesh=Mesh(())), tp, kind)
+    plan = tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind)
     compiled = Compiled(one.module, plan, batches[0], one.loss)
     assert any(b.axes for b in compiled.general.buckets) or tp > 3
     check(compiled, batches, truth, PLAIN)
@@ -114,13 +108,13 @@ def truth_of(name: str, microbatches: int) -> list[OracleStep]:
 def captured(name: str, kind: str, tp: int) -> Compiled:
     """A capture serves all plans with these tensor axes."""
     module, batches = subject(name)
-    return Compiled(module, sharded(Plan(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
+    return Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
 
 
 def together(case: Case) -> None:
     name, (kind, tp), dp, zero, pp, recompute, m = case
     base: Any = Plan(microbatches=m, recompute=recompute, precision="fp64")  # type: ignore[arg-type]
-    plan = sharded(pipeline(data_parallel(base, dp, zero), pp, "zbv" if pp > 1 and m > 1 else "1f1b"), tp, kind)
+    plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp, "zbv" if pp > 1 and m > 1 else "1f1b"), tp, kind)
     check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)
 
 
@@ -154,7 +148,7 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
 def test_a_forgotten_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "replicate", lambda env, x, axes: x)
     module, batches = subject("gpt")
-    compiled = Compiled(module, sharded(Plan(precision="fp64", mesh=Mesh(())), 2, "1d"), batches[0])
+    compiled = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 2, "1d"), batches[0])
     with pytest.raises(AssertionError):
         check(compiled, batches, truth_of("gpt", 1), OPTIMIZER)
 
@@ -170,4 +164,18 @@ def test_a_model_that_is_not_captured_is_refused() -> None:
             return y.sum() if float(y.sum()) > 0 else y.square().sum()
 
     with pytest.raises(ConfigError, match="tp: the model could not be captured"):
-        Compiled(Branches(), sharded(Plan(mesh=Mesh(())), 2, "1d"), {"x": torch.zeros(4, 4)})
+        Compiled(Branches(), tensor_parallel(Plan(mesh=Mesh(())), 2, "1d"), {"x": torch.zeros(4, 4)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "legal"), [("2d", 6, "a square"), ("2.5d", 9, "d·q²"), ("3d", 4, "a cube"), ("1d", 0, "1")]
+)
+def test_sizes_that_make_no_mesh_are_refused(kind: Any, size: int, legal: str) -> None:
+    with pytest.raises(ConfigError, match=legal):
+        tensor_parallel(Plan(), size, kind)
+
+
+def test_an_axis_of_another_recipe_is_refused() -> None:
+    module, batches = subject("gpt")
+    with pytest.raises(ConfigError, match='"tp_i" is not one of tensor "1d"; legal: tp'):
+        Compiled(module, Plan(mesh=Mesh.of(tp_i=2)), batches[0])

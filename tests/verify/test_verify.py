@@ -15,7 +15,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import entropy, ops, recall
+from shardwise.trace import entropy, norms, ops, recall
 from shardwise.trace.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads, verify
 
@@ -117,7 +117,7 @@ def test_overwritten_instead_of_added_tied_gradient_is_found(monkeypatch: pytest
 
 
 def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "sync_batch_norm", lambda env, *args: ops.batch_norm(*args[:7]))
+    monkeypatch.setattr(norms, "sync_batch_norm", lambda env, *args: norms.batch_norm(*args[:7]))
     torch.manual_seed(0)
     batch = {"image": torch.randn(8, 3, 8, 8), "label": torch.randint(0, 5, (8,))}
     module = ConvNet().train()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,18 +14,23 @@ from typing import Any
 import torch
 
 from shardwise.config import Config
+from shardwise.core.layout import Layout
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import batch_axes
+from shardwise.parallel.tensor import tensor_axes
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.cost import UnitCost, cost
+from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
+from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
+from shardwise.trace.units import Unit
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None) -> None:
@@ -44,37 +51,80 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
     elif json:
-        print_json(_plain(plan, trace, costs, programs))
+        print_json(_plain(plan, trace, rows, costs, programs))
     else:
-        _show(config, plan, trace, costs, programs, compiled.cut(trace))
+        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace))
 
 
-def _plain(plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequence[Program]) -> dict[str, Any]:
+def _env(plan: Plan, rows: int) -> Env:
+    """The last rank's, of a microbatch of so many rows: the one whose costs are shown."""
+    mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
+    real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
+    return Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tensor_axes(plan)))
+
+
+def _communicated(unit: Unit, plan: Plan, rows: int) -> list[tuple[Cause, UnitTraffic]]:
+    """What a unit communicates, and why."""
+    found = [] if unit.graph is None else by_cause(unit.graph, _env(plan, rows), unit.output_grads)
+    return [(cause, one) for cause, one in found if one != UnitTraffic()]
+
+
+def _sent(plan: Plan, one: UnitTraffic) -> float:
+    """Bytes that a rank sends by rings."""
+    return sum(t.ring(plan.mesh.axis_size(t.axes)) for t in (*one.forward, *one.backward))
+
+
+def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
+    """Of each dim the factors, major first."""
+    return [[asdict(factor) for factor in dim] for dim in layout.dims]
+
+
+def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program]) -> dict[str, Any]:
     return {
         "plan": plan.to_toml(),
         "parameters": [
-            {"name": p.name, "shape": p.shape, "bucket": b.index, "units": b.units, **_rule(plan, p.name)}
+            {
+                "name": p.name,
+                "shape": p.shape,
+                "layout": _plain_layout(p.placed),
+                "bucket": b.index,
+                "units": b.units,
+                **_rule(plan, p.name),
+            }
             for b in trace.buckets
             for p in b.parameters
         ],
         "frozen": trace.frozen,
         "units": [{**asdict(one), "backward_flops": one.backward_flops} for one in costs],
-        "notes": trace.notes,
+        "collectives": [
+            {
+                "unit": unit.index,
+                **cause._asdict(),
+                **{way: [t._asdict() for t in getattr(one, way)] for way in ("forward", "backward")},
+                "sent_bytes": _sent(plan, one),
+            }
+            for unit in trace.units
+            for cause, one in _communicated(unit, plan, rows)
+        ],
+        "notes": [*trace.notes, *trace.everywhere],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
 
 
-def _show(config: Config, plan: Plan, trace: Trace, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut) -> None:
+def _show(
+    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut
+) -> None:
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
-    rows = f"{config.data.batch_size} a step, {config.data.batch_size // plan.microbatches} a microbatch"
+    each = f"{config.data.batch_size} a step, {config.data.batch_size // plan.microbatches} a microbatch"
     values = {
-        "mesh": mesh, "rows": f"{rows}, {config.data.batch_size // plan.microbatches // plan.mesh.axis_size(batch_axes(plan))} a rank",
-        "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
+        "mesh": mesh, "rows": f"{each}, {config.data.batch_size // plan.microbatches // plan.mesh.axis_size(batch_axes(plan))} a rank",
+        "tensor": plan.tensor if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout,
     }  # fmt: skip
-    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(trace, costs, cut))
-    for note in trace.notes:
+    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(plan, trace, costs, cut))
+    show(console, *_collective_table(plan, trace, rows))
+    for note in [*trace.notes, *trace.everywhere]:
         print(f"note: {note}")
     for operations in sorted({name for one in costs for name in one.unknown}):
         print(f"note: costs do not know {operations}")
@@ -97,12 +147,14 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
     found: dict[tuple[str, ...], list[int]] = {}
     for bucket in trace.buckets:
         for p in bucket.parameters:
-            name = re.sub(r"(?<=\.)\d+(?=\.)", "*", p.name)
-            key = (name, "x".join(map(str, p.shape)), "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
+            name = _starred(p.name)
+            shape = str(p.placed)[1:-1].replace(", ", "x")
+            key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
             found.setdefault(key, []).append(bucket.index)
     rows = [(*key[:2], len(buckets), _ranges(buckets), key[2]) for key, buckets in found.items()]
     columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
-    return grid("parameters (R replicated, P partial sum, S sharded over dp)", columns, rows)
+    pieces = ", :axis over axis" if tensor_axes(plan) else ""
+    return grid(f"parameters (R replicated, P partial sum, S sharded over dp{pieces})", columns, rows)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -110,7 +162,54 @@ def _ranges(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _unit_table(trace: Trace, costs: Sequence[UnitCost], cut: Cut) -> Any:
+def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
+    """Units that differ only in the number of their block and communicate the same are one row; no table where none communicates."""
+    found: dict[tuple[str, tuple[tuple[Cause, UnitTraffic, int], ...]], list[int]] = {}
+    for unit in trace.units:
+        counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, plan, rows))
+        if counts:
+            found.setdefault((_starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
+    if not found:
+        return []
+    over = {_over(one) for _, own in found for _, one, _ in own}
+    cells, total = [], 0.0
+    for (_, own), units in found.items():
+        for i, (cause, one, times) in enumerate(own):
+            needed = f"{cause.op} {cause.path}".strip() + f" ({times})" * (times > 1)
+            axes, sent = [_over(one)] * (len(over) > 1), times * _sent(plan, one)
+            cells.append(("" if i else _runs(units), needed, *axes, _kinds(one.forward), _kinds(one.backward), size(sent)))
+            total += len(units) * sent
+    column, where = (("over",), "") if len(over) > 1 else ((), f" over {over.pop()}")
+    columns = ("unit", "needed by", *column, "forward", "backward", ">sent")
+    title = f"collectives{where} (sent: by a rank, of a microbatch, forward and backward)"
+    return [grid(title, columns, cells, totals=("", "all units", *[""] * (len(columns) - 3), size(total)))]
+
+
+def _within(cause: Cause, unit: str) -> Cause:
+    """In short, with the path from the unit on."""
+    return Cause(cause.op.removeprefix("aten.").partition(".")[0], cause.path.removeprefix(unit).removeprefix("."))
+
+
+def _over(one: UnitTraffic) -> str:
+    return ",".join(dict.fromkeys(axis for t in (*one.forward, *one.backward) for axis in t.axes))
+
+
+def _kinds(several: Sequence[Traffic]) -> str:
+    return ", ".join(t.kind for t in several)
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def _runs(units: Sequence[int]) -> str:
+    """``u1-u3, u5``."""
+    starts = [u for u in units if u - 1 not in units]
+    stops = [u for u in units if u + 1 not in units]
+    return ", ".join(f"u{a}" if a == b else f"u{a}-u{b}" for a, b in zip(starts, stops, strict=True))
+
+
+def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: Cut) -> Any:
     """A parameter that several units read is in the row of each, and once in the sum."""
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1
@@ -123,7 +222,7 @@ def _unit_table(trace: Trace, costs: Sequence[UnitCost], cut: Cut) -> Any:
         for one in costs
     ]  # fmt: skip
     totals = (
-        *(("",) if pipe else ()), "", "total", count(sum(p.numel for p in trace.parameters)), count(sum(one.forward_flops for one in costs)),
+        *(("",) if pipe else ()), "", "total", count(sum(math.prod(p.local_shape(plan.mesh, plan.mesh.size - 1)) for p in trace.parameters)), count(sum(one.forward_flops for one in costs)),
         count(sum(one.backward_flops for one in costs)), size(sum(one.saved_bytes for one in costs)), "",
     )  # fmt: skip
     return grid("units (of one microbatch on one rank)", columns, rows, totals=totals)

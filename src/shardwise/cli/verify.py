@@ -28,7 +28,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str) 
     config = load_anywhere(path, overrides)
     console = make_console(stderr=json)
     if not json:
-        ranks = f"{config.parallel.dp * config.parallel.pp} ranks ({ranks_as}), {config.parallel.microbatches} microbatches"
+        ranks = f"{config.train.devices} ranks ({ranks_as}), {config.parallel.microbatches} microbatches"
         console.print(Text(f"verifying {ranks}, recompute {config.parallel.recompute}"))
     report = verify_config(config).to_dict() if ranks_as == "threads" else _processes(config)
     if json:

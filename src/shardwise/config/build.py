@@ -21,6 +21,7 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import AUTO
+from shardwise.parallel.tensor import tensor_parallel
 
 from .config import Config
 from .defaults import KEYS_OF_KIND
@@ -163,6 +164,7 @@ def build_plan(config: Config) -> Plan:
         norm=parallel.norm,
         window=parallel.window,
     )
+    plan = tensor_parallel(plan, parallel.tp, parallel.tensor)
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:

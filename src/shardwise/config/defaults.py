@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 
 from shardwise.core.errors import ConfigError
@@ -20,6 +21,8 @@ from .sections import rules
 
 WITH_BETAS = APPLIES["betas"]
 KINDS = ("model.name", "model.factory", "model.transformers")
+SAME_ROWS = ("parallel.pp", "parallel.tp")
+"""Numbers of ranks that have the same rows: those of a pipeline, and those that share a layer."""
 SIZES = ("vocabulary", "width", "layers", "heads", "hidden", "context")
 KEYS_OF_KIND = {
     "gpt": (*SIZES, "dropout"),
@@ -150,40 +153,66 @@ def _checkpoint(draft: Draft) -> None:
 
 
 def _devices(draft: Draft, hardware: Hardware) -> None:
-    """Ranks: as many as train.devices or parallel.dp and parallel.pp say, or as the hardware has."""
-    if not draft.sound("train.devices", "parallel.dp", "parallel.pp"):
+    """Ranks: as many as train.devices, or parallel.dp, pp and tp together say, or as the hardware has."""
+    keys = ("train.devices", "parallel.dp")
+    if not draft.sound(*keys, *SAME_ROWS):
         return
-    pp = draft["parallel.pp"]
-    if draft.given("train.devices") or draft.given("parallel.dp"):
-        key = "train.devices" if draft.given("train.devices") else "parallel.dp"
-        each = 1 if key == "train.devices" else pp
-        devices, over = draft[key] * each, f" over parallel.pp = {pp}" * (each > 1)
-        if hardware.world and devices != hardware.world:
-            draft.refuse(key, f"{hardware.world // each}, the number of ranks already started{over}")
-            return
-        if not hardware.world and 0 < hardware.gpus < devices:
-            draft.refuse(key, f"at most {hardware.gpus // each}, the GPUs of this machine{over}")
-            return
-        if not hardware.world and not hardware.gpus and devices > hardware.cores:
-            draft.notices.append(f"{devices} ranks share {hardware.cores} cores: correct, but slower than one rank a core")
+    each = math.prod(draft[key] for key in SAME_ROWS)
+    key = next(filter(draft.given, keys), None)
+    if key is None:
+        devices = hardware.world or _fitting_devices(draft, hardware, each) * each
     else:
-        devices = hardware.world or _fitting_devices(draft, hardware) * pp
-    if devices % pp:
-        legal = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
-        draft.refuse("parallel.pp", f"a divisor of train.devices = {devices}: {legal}")
+        devices = draft[key] * (each if key == "parallel.dp" else 1)
+    if not _there(draft, hardware, devices, key) or not _shared(draft, devices, f"train.devices = {devices}"):
         return
+    if not hardware.world and not hardware.gpus and devices > hardware.cores:
+        draft.notices.append(f"{devices} ranks share {hardware.cores} cores: correct, but slower than one rank a core")
     draft.default("train.devices", devices)
-    draft.default("parallel.dp", devices // pp)
+    draft.default("parallel.dp", devices // each)
     draft.default("train.threads", max(1, hardware.cores // (hardware.local or devices)))
-    if draft["parallel.dp"] * pp != devices:
+    if draft["parallel.dp"] * each != devices:
         whole = f"train.devices = {devices}"
-        draft.refuse(
-            "parallel.dp",
-            f"{whole}, for all devices are data parallel" if pp == 1 else f"{devices // pp}, {whole} over parallel.pp = {pp}",
-        )
+        legal = f"{devices // each}, {whole}{_over(draft)}" if each > 1 else f"{whole}, for all devices are data parallel"
+        draft.refuse("parallel.dp", legal)
         return
-    _shards(draft, devices // pp)
+    _shards(draft, devices // each)
     _pipeline(draft)
+
+
+def _there(draft: Draft, hardware: Hardware, devices: int, key: str | None) -> bool:
+    """Whether there are so many devices; else ``key``, which says so, is refused, or what makes any number of them too large."""
+    each, over = (1, "") if key == "train.devices" else (math.prod(draft[key] for key in SAME_ROWS), _over(draft))
+    if hardware.world and devices != hardware.world:
+        what = "the number of ranks already started"
+        if each == 1 or _shared(draft, hardware.world, f"{hardware.world}, {what}"):
+            draft.refuse(str(key), f"{hardware.world // each}, {what}{over}")
+        return False
+    if not hardware.world and 0 < hardware.gpus < devices:
+        if each <= hardware.gpus:
+            draft.refuse(str(key), f"at most {hardware.gpus // each}, the GPUs of this machine{over}")
+        else:
+            _shared(draft, hardware.gpus, "the GPUs of this machine", most=True)
+        return False
+    return True
+
+
+def _shared(draft: Draft, devices: int, what: str, most: bool = False) -> bool:
+    """Whether ``devices`` can be shared out to those that have the same rows, evenly or, with ``most``, at all; else a key is refused."""
+    left, over = devices, ""
+    for key in SAME_ROWS:
+        size = draft[key]
+        if size > left if most else left % size:
+            divisors = ", ".join(str(n) for n in range(1, left + 1) if left % n == 0)
+            draft.refuse(key, f"at most {left}, {what}{over}" if most else f"a divisor of {what}{over}: {divisors}")
+            return False
+        left, over = left // size, f" over {key} = {size}" if size > 1 else over
+    return True
+
+
+def _over(draft: Draft) -> str:
+    """`` over parallel.pp x parallel.tp = 2 x 4``: those that have the same rows, where there are several."""
+    sizes = {key: draft[key] for key in SAME_ROWS if draft[key] > 1}
+    return f" over {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}" if sizes else ""
 
 
 def _pipeline(draft: Draft) -> None:
@@ -263,17 +292,17 @@ def _shards(draft: Draft, ranks: int) -> None:
         draft.refuse(key, "1, or parallel.zero of at least 1", "Nothing is sharded within a group")
 
 
-def _fitting_devices(draft: Draft, hardware: Hardware) -> int:
-    """The largest number of devices for each rank of a pipeline that divides the rows of a microbatch."""
+def _fitting_devices(draft: Draft, hardware: Hardware, each: int) -> int:
+    """The largest number of groups of ``each`` devices that divides the rows of a microbatch."""
     keys = ("data.batch_size", "parallel.microbatches")
     batch, microbatches = (draft[key] for key in keys)
-    most: int = max(1, hardware.devices // draft["parallel.pp"])
+    most: int = max(1, hardware.devices // each)
     if not draft.sound(*keys) or batch % microbatches:
         return most
     count = next(n for n in range(most, 0, -1) if batch // microbatches % n == 0)
     if count < most:
         draft.notices.append(
-            f"using {count * draft['parallel.pp']} of {hardware.devices} devices, for data.batch_size / parallel.microbatches = "
+            f"using {count * each} of {hardware.devices} devices, for data.batch_size / parallel.microbatches = "
             f"{batch} / {microbatches} is divisible by no more"
         )
     return count
@@ -281,7 +310,7 @@ def _fitting_devices(draft: Draft, hardware: Hardware) -> int:
 
 def _batch(draft: Draft) -> None:
     keys = ("data.batch_size", "parallel.dp", "parallel.microbatches")
-    if not draft.sound(*keys, "train.devices"):
+    if not draft.sound(*keys, "train.devices", *SAME_ROWS):
         return
     batch, dp, microbatches = (draft[key] for key in keys)
     unit = dp * microbatches

@@ -132,8 +132,11 @@ class _Lowering:
             for bucket, (first, *_) in shared(self.cut, self.rank, own):
                 if self.rank != first:
                     draft.after[complete[bucket.index]].append(part(bucket, self.rank, first))
-            draft.after[end] += [*loss, *tied(self.cut, self.rank, own)]
+            # The sum over stages is under way until the update, for which 2BW leaves time.
+            early = max(complete.values(), default=end) if self.training and versions.late else end
+            draft.after[early] += [*loss, *tied(self.cut, self.rank, own)]
             if self.training:
+                draft.after[early] += self.norm(batch)
                 draft.after[end] += self.finish(batch, copies[batch])
             if self.training and versions.validates(batch):
                 at = draft.before[validations[batch]]
@@ -277,15 +280,26 @@ class _Lowering:
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))
 
+    def norm(self, batch: int) -> list[Instruction]:
+        """The norm over all gradients of which this rank is the first to have them."""
+        held = {b.index: ranks for b, ranks in shared(self.cut, self.rank, self.own)}
+        counted = [b for b in self.own if b.learns and held.get(b.index, (self.rank,))[0] == self.rank]
+        norm, axes = of_batch("norm", batch), self.deciding(batch)
+        reads = tuple(Buffer("grad", b.index) for b in counted)
+        taken = Instruction(Op.NORM, version=batch, reads=reads, writes=(norm,))
+        return [taken, *([self.sum_over(axes, norm)] if axes else [])]
+
+    def deciding(self, batch: int) -> tuple[str, ...]:
+        """The axes over which ranks decide on an update together."""
+        return self.stage_axes if self.versions.alone or self.versions.validates(batch) else self.all_axes
+
     def finish(self, batch: int, copies: Sequence[Instruction]) -> list[Instruction]:
-        """The norm over all gradients, which decides clipping and skipping, then one step for each bucket.
+        """The norm decides clipping and skipping, then one step for each bucket.
 
         Where stages do not wait for each other, each decides by its own norm, and all hear of the whole later.
         """
         learning, norm, verdict = [b for b in self.own if b.learns], of_batch("norm", batch), of_batch("verdict", batch)
-        grads = tuple(Buffer("grad", b.index) for b in learning)
-        before = self.stage_axes if self.versions.alone or self.versions.validates(batch) else self.all_axes
-        after = tuple(a for a in self.all_axes if a not in before)
+        after = tuple(a for a in self.all_axes if a not in self.deciding(batch))
         steps = [
             Instruction(
                 Op.STEP,
@@ -298,8 +312,6 @@ class _Lowering:
             for b in learning
         ]
         return [
-            Instruction(Op.NORM, version=batch, reads=grads, writes=(norm,)),
-            *([self.sum_over(before, norm)] if before else []),
             Instruction(Op.DECIDE, version=batch, reads=(norm,), writes=(verdict,)),
             *([self.sum_over(after, norm)] if after else []),
             *copies,

@@ -67,6 +67,11 @@ class Versions:
         return self.plan.asynchronous and self.plan.schedule == "pipedream"
 
     @property
+    def late(self) -> bool:
+        """Whether a batch is updated only before the next but one needs it: double-buffered weights."""
+        return self.plan.asynchronous and self.plan.schedule == "pipedream-2bw"
+
+    @property
     def reported(self) -> int:
         """So many batches after its own update comes that before which all stages have a batch's loss and norm: the first stage is the
         last to update, by as many microbatches as there are stages behind it."""
@@ -87,7 +92,7 @@ class Versions:
         """For each batch the position after which a rank updates its weights.
 
         That is its last backward, or where there is none all that it computes.  Under 2BW it is as late as can be, before the first forward that needs the new weights: until then the
-        norm over all stages is known, for which nobody has to wait.
+        norm over all stages is known: its sum begins where the gradients are complete.
         """
         last = len(draft.compute) - 1
         if self.batches == 1:
@@ -100,7 +105,7 @@ class Versions:
                 found[self.batch(one.microbatch)] = position
             if one.op is Op.FORWARD:
                 first.setdefault(one.version, draft.task_of(position))
-        if self.plan.schedule == "pipedream-2bw":
+        if self.late:
             found = [first.get(batch + 1, last + 1) - 1 for batch in range(self.batches)]
         return found
 

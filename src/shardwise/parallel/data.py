@@ -29,6 +29,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.transition import Collective, transition
+from shardwise.parallel.pipeline import PIPELINE
 
 SHARDS, REPLICAS = "dp", "dp_replicate"
 
@@ -42,15 +43,19 @@ ZERO = (
 
 
 def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Plan:
-    """``plan`` over ``size`` ranks in ``replicas`` groups, each of which shards what stage ``zero`` of ZeRO shards."""
+    """``plan`` over ``size`` ranks in ``replicas`` groups, each of which shards what stage ``zero`` of ZeRO shards.
+
+    The axes are within a pipeline's, and around all others.
+    """
     if not isinstance(zero, int) or not 0 <= zero < len(ZERO):
         raise ConfigError(f"zero: {zero!r} is not legal; legal: 0 to {len(ZERO) - 1}.")
     if not isinstance(replicas, int) or replicas < 1 or size % replicas:
         legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ConfigError(f"replicas: {replicas!r} of {size} ranks is not legal; legal: {legal}.")
-    others = tuple(axis for axis in plan.mesh.axes if axis.name not in (SHARDS, REPLICAS))
-    outer = (Axis(REPLICAS, replicas),) if replicas > 1 else ()
-    return plan.replace(mesh=Mesh((*outer, Axis(SHARDS, size // replicas), *others)), parameters=(ZERO[zero],))
+    own = (*((Axis(REPLICAS, replicas),) if replicas > 1 else ()), Axis(SHARDS, size // replicas))
+    outer = tuple(axis for axis in plan.mesh.axes if axis.name == PIPELINE)
+    inner = tuple(axis for axis in plan.mesh.axes if axis.name not in (PIPELINE, SHARDS, REPLICAS))
+    return plan.replace(mesh=Mesh((*outer, *own, *inner)), parameters=(ZERO[zero],))
 
 
 def batch_axes(plan: Plan) -> tuple[str, ...]:

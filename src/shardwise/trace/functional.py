@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import ops
+from shardwise.trace import norms
 from shardwise.trace.capture import Captured, Uncapturable
 from shardwise.trace.schema import given, has_argument, op_name
 from shardwise.trace.torch_private import HigherOrderOperator, overload_name, schema, storage_key
@@ -297,7 +297,7 @@ class _Walker:
         """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running statistics."""
         x, weight, bias, *running, _, momentum, eps = old.args[:8]
         written = [r for r in running if isinstance(r, fx.Node)]
-        node = self.call(ops.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
+        node = self.call(norms.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
         node.meta["val"] = tuple(v.meta["val"] for v in (old, *written))
         y, *new = (self.call(operator.getitem, (node, i), v) for i, v in enumerate((old, *written)))
         for value in new:

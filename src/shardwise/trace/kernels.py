@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
 from shardwise.trace import ops
 from shardwise.trace.capture import example_rows
 from shardwise.trace.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
@@ -30,20 +31,21 @@ PRODUCTS = frozenset(
 def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
     """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's parameters at a time.
 
-    Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
+    It is done as by the first rank of each axis of tensor parallelism.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
     module, what torch says, and what is legal.
     """
     (_check_units if trace.opaque is None else _check_opaque)(trace, module, batch)
 
 
 def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    rows = trace.rows or ROWS
+    rows, mesh = trace.rows or ROWS, Mesh.of(**trace.tensor)
+    pieces = {p.name: p.local_shape(mesh, 0) for b in trace.buckets for p in b.parameters if p.axes}
     fields = {k: cast_field(v, trace.precision) for k, v in example_rows(batch, rows).items()}
     live: dict[str, Tensor] = {}
     known: dict[Any, tuple[Tensor, ...]] = {}
     for unit in trace.units:
         values = [
-            *(_parameter(module, n, trace) for n in unit.parameters),
+            *(_parameter(module, n, trace, pieces.get(n)) for n in unit.parameters),
             *(cast_buffer(module.get_buffer(n).detach().cpu(), trace.precision) for n in unit.buffers),
             *unit.constants,
             *(fields[n] for n in unit.fields),
@@ -51,17 +53,37 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
         ]
         key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
         if key not in known:
-            env = ops.Env(rows=rows, targets=torch.tensor(rows) if trace.targets is not None else None)
+            targets = torch.tensor(rows) if trace.targets is not None else None
+            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(0, mesh.names))
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
         del values  # before the next unit's
 
 
-def _parameter(module: nn.Module, name: str, trace: Trace) -> Tensor:
+def _parameter(module: nn.Module, name: str, trace: Trace, piece: tuple[int, ...] | None) -> Tensor:
+    """A parameter, or where a rank has a piece of it one of that shape."""
     own = module.get_parameter(name)
-    dtype = shadow_dtype(module, name, own, trace.precision)
-    value = torch.full(own.shape, 0.01, dtype=dtype) if own.is_meta else own.detach().to("cpu", dtype, copy=True)
+    dtype, some = shadow_dtype(module, name, own, trace.precision), own.is_meta or piece is not None
+    value = torch.full(piece or own.shape, 0.01, dtype=dtype) if some else own.detach().to("cpu", dtype, copy=True)
     return value.requires_grad_(own.requires_grad)
+
+
+class _Alike:
+    """A communicator, and the handle of its operations, among ranks that all have what this one has; sums are one rank's."""
+
+    def all_reduce(self, x: Tensor, *args: Any, **options: Any) -> _Alike:
+        return self
+
+    def all_gather(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:
+        out.view(-1, x.numel()).copy_(x.view(-1))
+        return self
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:
+        out.copy_(x.view(-1)[: out.numel()])
+        return self
+
+    def wait(self) -> None:
+        """At once."""
 
 
 class _Nodes(fx.Interpreter):

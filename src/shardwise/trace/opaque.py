@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from shardwise.core.errors import ConfigError, ShardwiseError, describe
-from shardwise.trace import ops
+from shardwise.trace import norms, ops
 from shardwise.trace.capture import LossFunction, WithLoss, set_mode
 from shardwise.trace.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
 from shardwise.trace.intercept import Intercept, Proceed
@@ -155,7 +155,7 @@ class _SyncBatchNorms:
         channels = input.shape[1]
         mean = running_mean if running_mean is not None else input.new_zeros(channels)
         var = running_var if running_var is not None else input.new_ones(channels)
-        y, new_mean, new_var = ops.sync_batch_norm(self.env, input, weight, bias, mean, var, momentum, eps)
+        y, new_mean, new_var = norms.sync_batch_norm(self.env, input, weight, bias, mean, var, momentum, eps)
         if running_mean is not None and running_var is not None:
             running_mean.copy_(new_mean)
             running_var.copy_(new_var)

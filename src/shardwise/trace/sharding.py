@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.layout import Factor, Layout
+from shardwise.parallel.tensor import role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk
 from shardwise.trace.capture import Uncapturable
@@ -30,7 +31,7 @@ from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.tensor import ROLES, TensorWalk
+from shardwise.trace.tensor import TensorWalk
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -104,9 +105,8 @@ class Propagation:
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
         found: dict[str, Assignment] = {}
-        for axis in sorted(
-            self.tensor.axes, key=lambda a: ROLES[self.tensor.recipe][a].at_use
-        ):  # what rests within others' pieces comes last
+        # What rests within others' pieces comes last.
+        for axis in sorted(self.tensor.axes, key=lambda a: (one := role(self.tensor.recipe, a)) is not None and one.at_use):
             found[axis] = TensorWalk(self, forms, axis, rows, found).run()
         self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):
@@ -256,6 +256,7 @@ class Propagation:
         layout = self.layout_of(source.meta["layout"].shape, states)
         self.annotate(new, layout, states, source.meta["grad"])
         new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
+        new.meta["cause"] = str(getattr(self.current, "target", ""))
         return new
 
     def count(self, kind: str, what: str = "") -> None:

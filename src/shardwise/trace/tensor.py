@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.capture import Uncapturable
+from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import is_tensor
 from shardwise.trace.sizes import factored
@@ -32,37 +33,8 @@ if TYPE_CHECKING:
 OPEN = "?"
 """The state of a parameter that nothing has used yet, and of views of it."""
 
-FAR = 200
-"""Ops after which it is no longer followed where a shard leads to."""
-
 TABLE = 8
 """Rows a rank from which on a table is split."""
-
-
-@dataclass(frozen=True)
-class Role:
-    """What one axis of tensor parallelism does.
-
-    ``rows``: the rows of the batch are sharded over it; ``at_use``: weights are sharded where they rest, and gathered where they are used.
-    ``stream`` is what activations between products are: "whole", or sharded along the "sequence", the "rows" or the "width"; under
-    "width" every product is by columns, of a gathered input.  ``turned``: tables begin with the width sharded, so products by rows
-    come first.
-    """
-
-    rows: bool = False
-    at_use: bool = False
-    stream: str = "whole"
-    turned: bool = False
-
-
-ROLES: Mapping[str, Mapping[str, Role]] = {
-    "1d": {"tp": Role()},
-    "1d-sp": {"tp": Role(stream="sequence")},
-    "2d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
-    "2.5d": {"tp_d": Role(rows=True), "tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="width")},
-    "3d": {"tp_i": Role(rows=True, at_use=True), "tp_j": Role(stream="rows", turned=True), "tp_l": Role(stream="rows")},
-}
-"""By recipe: the axes, the first of them major."""
 
 
 class TensorWalk(Walk):
@@ -73,11 +45,12 @@ class TensorWalk(Walk):
     ) -> None:
         super().__init__(p, forms)
         self.axis, self.parts, self.rows, self.before = axis, p.tensor.axes[axis], rows, before
-        self.role = ROLES[p.tensor.recipe][axis]
+        known = role(p.tensor.recipe, axis)
+        self.role, self.inert = known or Role(), known is None
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
-        self.users = {n: list(n.users) for n in p.normal.graph.nodes}
+        self.cuts = Cuts(p, forms, self.parts)
 
     def run(self) -> Assignment:
         for node in self.p.normal.graph.nodes:
@@ -111,7 +84,7 @@ class TensorWalk(Walk):
 
     def birth(self, node: fx.Node) -> State:
         name = self.p.captured.parameters.get(node.name)
-        if name is None:
+        if name is None or self.inert:
             return Place(0) if self.role.rows and node.name in self.p.captured.fields else "I"
         if self.p.tensor.layouts is not None:
             layout = self.p.tensor.layouts.get(name)
@@ -354,7 +327,7 @@ class TensorWalk(Walk):
                 continue
             for dim, label in enumerate(labels):
                 if label is not None and label in form.results[0] and label not in others:
-                    place = self.split(form, i, dim, list(form.results[0]).index(label))
+                    place = self.cuts.split(form, i, dim, list(form.results[0]).index(label))
                     if place is not None:
                         return i, place
         return None
@@ -369,97 +342,15 @@ class TensorWalk(Walk):
             row = next(d for d, label in enumerate(labels) if self.summed(form, label))
             if self.role.turned or self.role.stream == "width":
                 wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
-                return (i, self.even(shape[wide[-1]], wide[-1])) if wide else None
+                return (i, self.cuts.even(shape[wide[-1]], wide[-1])) if wide else None
             looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
             if looked and shape[row] >= TABLE * self.parts:
-                return i, self.even(shape[row], row)
+                return i, self.cuts.even(shape[row], row)
         return None
 
     @staticmethod
     def summed(form: Form, label: Any) -> bool:
         return label is not None and all(label not in labels for labels in form.results) and form.moves is None
-
-    # ---- where to cut a dim ------------------------------------------------------------------------------------------------
-
-    def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Place:
-        """A place; where pieces come out equal it says so, whatever they are made of."""
-        return Place(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
-
-    def split(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
-        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces."""
-        node, size = form.node, self.p.shape(form.operands[weight][0])[dim]
-        found = []
-        for order, (pre, post) in enumerate(self.made_of(node, result)):
-            if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
-                place = self.even(size, result, pre, post)
-                uneven = size // (place.pre * place.post) % self.parts != 0
-                found.append((self.gathered(node, place), uneven, order, place))
-        if not found:
-            return None
-        place = min(found, key=lambda one: one[:3])[3]
-        return Place(dim, place.pre, place.post)
-
-    def made_of(self, node: fx.Node, dim: int) -> list[tuple[int, int]]:
-        """The (pre, post) of the factors of a dim that views and splits after it show, the dim itself first."""
-        found: dict[tuple[int, int], None] = {(1, 1): None}
-        seen: set[tuple[fx.Node, int, int]] = set()
-        stack = [(node, dim, 1)]  # the dim, or a part of so many equal ones, as it goes on
-        while stack and len(seen) < FAR:
-            value, d, parts = one = stack.pop()
-            sizes = self.p.expressions(value)
-            if one in seen or not isinstance(sizes[d], int):
-                continue
-            seen.add(one)
-            for user, position, form in self.uses(value):
-                for i, result in enumerate(self.results(user)):
-                    if result is None:
-                        continue
-                    goal = self.p.expressions(result)
-                    found |= {(parts * pre, post): None for pre, post in _factors(sizes, d, goal)}
-                    for number in (
-                        1,
-                        *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0),
-                    ):
-                        found[parts * number, 1] = None
-                        after = form.shards(position, Place(d, number))
-                        at = None if after is None else after.results[i]
-                        if isinstance(at, Place) and (at.pre, at.post) == (1, 1):
-                            stack.append((result, at.dim, parts * number))
-        return list(found)
-
-    def uses(self, value: fx.Node) -> Iterator[tuple[fx.Node, int, Form]]:
-        """(op, position among its operands, its form) of those that read a value."""
-        for user in self.users[value]:
-            form = self.forms.get(user)
-            for position, (operand, _) in enumerate(form.operands if form is not None else ()):
-                if operand is value and form is not None:
-                    yield user, position, form
-
-    def results(self, user: fx.Node) -> list[fx.Node | None]:
-        """The nodes of an op's results, of those that are read."""
-        if not isinstance(user.meta["val"], tuple | list):
-            return [user]
-        picked = {u.args[1]: u for u in self.users[user] if u not in self.forms}
-        return [picked.get(i) for i in range(len(user.meta["val"]))]
-
-    def gathered(self, node: fx.Node, place: Place) -> int:
-        """The elements that have to be gathered, after ``node`` is made sharded at ``place``, before ops that do not take them so."""
-        total = 0
-        seen: set[tuple[fx.Node, Place]] = set()
-        stack = [(node, place)]
-        while stack and len(seen) < FAR:
-            value, at = one = stack.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            strategies = [(user, form.shards(position, at)) for user, position, form in self.uses(value)]
-            total += math.prod(self.p.shape(value)) * any(strategy is None for _, strategy in strategies)
-            for user, strategy in strategies:
-                after = strategy.results if strategy is not None else ()
-                stack += [
-                    (r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)
-                ]
-        return total
 
     def in_stream(self, form: Form, position: int) -> Strategy | None:
         """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes between products."""
@@ -474,24 +365,8 @@ class TensorWalk(Walk):
         at = rows.dim if isinstance(rows, Place) else -1
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
-                return self.shards(form, position, self.even(shape[dim], dim))
+                return self.shards(form, position, self.cuts.even(shape[dim], dim))
         return None
-
-
-def _factors(source: list[Any], dim: int, goal: list[Any]) -> list[tuple[int, int]]:
-    """The (pre, post) of the dims that a row-major view of ``source`` as ``goal`` sizes makes of dim ``dim``, where it makes several."""
-    if not all(isinstance(s, int) for s in source[dim + 1 :]):
-        return []
-    size, behind = source[dim], math.prod(source[dim + 1 :])
-    found, inner = [], 1
-    for extent in reversed(goal):
-        if not isinstance(extent, int) or inner >= behind * size:
-            break
-        post, rest = divmod(inner, behind)
-        if post and not rest and 1 < extent < size and size % (post * extent) == 0:
-            found.append((size // (post * extent), post))
-        inner *= extent
-    return found
 
 
 def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:

@@ -158,6 +158,14 @@ class Trace:
         """Those that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
+    @property
+    def everywhere(self) -> list[str]:
+        """The ops without a rule, a line for each."""
+        return [
+            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
+            for (op, path), n in self.replicated.items()
+        ]
+
 
 def trace(
     module: nn.Module,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardwise.trace import entropy, ops
+from shardwise.trace import entropy, norms, ops
 from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
 
@@ -53,22 +53,37 @@ _KINDS: Mapping[tuple[Callable[..., Any], str], tuple[str, str]] = {
 """By move and dual: the collective of the value and that of its gradient, where there is one."""
 
 
+class Cause(NamedTuple):
+    """Op ``op`` of the module at ``path``: that which communicates, or the first that needs what a move makes."""
+
+    op: str
+    path: str
+
+
 def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> UnitTraffic:
     """Of a unit's graph, or of another piece of a local graph, of whose outputs so many have gradients."""
+    found = [one for _, one in by_cause(graph, env, output_grads)]
+    forward, backward = (tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward"))
+    return UnitTraffic(forward, backward, tuple(sorted({op for one in found for op in one.unknown})))
+
+
+def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Iterator[tuple[Cause, UnitTraffic]]:
+    """The same, node by node; a node may turn out to communicate nothing."""
     reached = _with_backward(graph, output_grads)
-    both: tuple[list[Traffic], list[Traffic]] = ([], [])
-    unknown = set()
     for node in graph.nodes:
         make = _OWN.get(node.target, _moved if (node.target, _dual(node)) in _KINDS else None)
         if node.op != "call_function" or make is None:
             continue
+        name = str(getattr(node.target, "__name__", node.target))
+        cause = Cause(node.meta.get("cause", name), node.meta.get("path", ""))
         if _depends_on_data(node):
-            unknown.add(str(getattr(node.target, "__name__", node.target)))
+            yield cause, UnitTraffic(unknown=(name,))
             continue
+        both: tuple[list[Traffic], list[Traffic]] = ([], [])
         for backward, kind, axes, nbytes in make(node, env):
             if kind and nbytes and env.group(axes)[0] > 1 and (not backward or node in reached):
                 both[backward].append(Traffic(kind, env.real(axes), nbytes))
-    return UnitTraffic(tuple(both[0]), tuple(both[1]), tuple(sorted(unknown)))
+        yield cause, UnitTraffic(tuple(both[0]), tuple(both[1]))
 
 
 def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:
@@ -142,8 +157,8 @@ def _valid_targets(node: fx.Node, env: Env) -> _Found:
 
 
 _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
-    ops.sync_batch_norm: _batch_norm,
-    ops.norm_of_width: _norm_of_width,
+    norms.sync_batch_norm: _batch_norm,
+    norms.norm_of_width: _norm_of_width,
     entropy.cross_entropy: _cross_entropy,
     entropy.valid_targets: _valid_targets,
     entropy.valid_targets_once: _valid_targets,

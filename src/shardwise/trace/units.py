@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import entropy, ops
+from shardwise.trace import entropy, norms, ops
+from shardwise.trace.capture import Captured
 from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import recallable
 from shardwise.trace.sharding import Sharded
@@ -169,7 +170,7 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
             blocks[key] = len(blocks) + 1
     last = len(blocks)
     unit: dict[fx.Node, int] = {}
-    early = _early(calls, free, blocks, sharded.normal.captured.parameters)
+    early = _early(calls, free, blocks, sharded.normal.captured)
     for node in calls:
         if node in free or node in early:
             continue
@@ -192,13 +193,17 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
     return unit, names
 
 
-def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], parameters: Container[str]) -> set[fx.Node]:
+def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured) -> set[fx.Node]:
     """Calls outside the blocks that follow from parameters alone: they belong to the first unit that reads them."""
     found: set[fx.Node] = set()
+    batch: set[fx.Node] = set()  # what follows from fields
     for node in calls:
-        inside = block_of(node.meta.get("path", "")) in blocks
         sources = [i for i in _sources(node) if i.name != "env"]
-        if node not in free and not inside and all(i in found or i in free or i.name in parameters for i in sources):
+        if any(i in batch or i.name in captured.fields for i in sources):
+            batch.add(node)
+            continue
+        inside = block_of(node.meta.get("path", "")) in blocks
+        if node not in free and not inside and all(i in found or i in free or i.name in captured.parameters for i in sources):
             found.add(node)
     return found
 
@@ -325,7 +330,7 @@ class _Builder:
                 at = ORDINAL_AT[node.target]
                 args = (*args[:at], own - first, *args[at + 1 :])  # relative: equal blocks have equal code
             copies[node] = graph.call_function(node.target, args, kwargs)
-            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path") if k in node.meta}
+            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause") if k in node.meta}
         graph.output(tuple(copies[n] for n in outputs))
         return graph, first
 
@@ -334,9 +339,9 @@ ORDINAL_AT = {
     ops.dropout: 3, ops.feature_dropout: 3, ops.alpha_dropout: 3, ops.feature_alpha_dropout: 3, ops.attention: 7, ops.random_like: 2,
     ops.random_of: 2, ops.bernoulli: 2,
 }  # fmt: skip
-RUNNING_AT = {ops.batch_norm: (3, 4), ops.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
+RUNNING_AT = {norms.batch_norm: (3, 4), norms.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {
-    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, ops.sync_batch_norm, ops.norm_of_width,
+    ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, norms.sync_batch_norm, norms.norm_of_width,
     entropy.cross_entropy,
 }  # fmt: skip
 

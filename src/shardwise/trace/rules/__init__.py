@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import fx
 
-from shardwise.trace import ops
+from shardwise.trace import norms
 from shardwise.trace.rules import draws, elementwise, lookups, losses, products, reductions, shapes
 from shardwise.trace.rules.table import op_name, pointwise
 from shardwise.trace.sharding import Rule
@@ -28,7 +28,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 def find(node: fx.Node) -> Rule | None:
     """The rule of an op, if there is one."""
-    if node.target is ops.batch_norm:
+    if node.target is norms.batch_norm:
         return RULES["batch_norm of rows"]
     rule = RULES.get(op_name(node))
     if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()) and "ordinal" not in node.meta:

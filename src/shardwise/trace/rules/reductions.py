@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.trace import ops
+from shardwise.trace import norms
 from shardwise.trace.forms import Place, Solved, Strategy
 from shardwise.trace.rules.table import (
     Table,
@@ -144,7 +144,7 @@ def _layer_norm(p: Propagation, node: fx.Node) -> Any:
         weight, bias = (next(feed) if isinstance(given(node, name), fx.Node) else None for name in ("weight", "bias"))
         eps = given(node, "eps", 1e-5 if op_name(node) == "layer_norm" else None)
         args = (p.env, value, weight, bias, eps, p.shape(x)[-1], axes, op_name(node) == "layer_norm")
-        return p.emit(node, args, {}, solved.layout, ops.norm_of_width)
+        return p.emit(node, args, {}, solved.layout, norms.norm_of_width)
 
     form.moves, form.emit, form.inside = moves, emit, True
     return form
@@ -152,7 +152,7 @@ def _layer_norm(p: Propagation, node: fx.Node) -> Any:
 
 @RULES.rule("group_norm", "batch_norm")
 def _per_sample_norm(p: Propagation, node: fx.Node) -> Any:
-    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is ``ops.batch_norm``.)"""
+    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is ``norms.batch_norm``.)"""
     operands = tensors(node)
     rank = rank_of(p, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
@@ -206,7 +206,7 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
         for kind in ("all_gather", "all_reduce in backward"):
             p.count(kind, "batch_norm")
         args = (p.env, solved.values[0], *others, place.pre * place.post, tuple(rows))
-        return p.emit(node, args, {}, solved.layouts, ops.sync_batch_norm)
+        return p.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
 
     form.moves, form.emit = moves, emit
     return form
