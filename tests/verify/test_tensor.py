@@ -17,6 +17,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
+from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
@@ -78,6 +79,18 @@ def every_size(name: str, kind: str, tp: int) -> None:
     compiled = Compiled(one.module, plan, batches[0], one.loss)
     assert any(b.axes for b in compiled.general.buckets) or tp > 3
     check(compiled, batches, truth, PLAIN)
+
+
+@pytest.mark.parametrize(("kind", "tp"), KINDS)
+@pytest.mark.parametrize(("vocabulary", "width", "heads", "context"), [(16, 16, 8, 16), (64, 18, 9, 4), (23, 7, 7, 5)])
+def test_sizes_that_divide_or_coincide_or_are_prime(
+    kind: Any, tp: int, vocabulary: int, width: int, heads: int, context: int
+) -> None:
+    torch.manual_seed(1)
+    module = GPT(vocabulary=vocabulary, width=width, layers=1, heads=heads, context=context, dropout=0.1).double()
+    batches = [{name: torch.randint(0, vocabulary, (rows, context)) for name in ("input_ids", "labels")} for rows in (16, 5)]
+    compiled = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
+    check(compiled, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)
 
 
 # ---- together with all else -----------------------------------------------------------------------------------------------

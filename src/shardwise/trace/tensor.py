@@ -198,7 +198,7 @@ class TensorWalk(Walk):
         for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
             if isinstance(state, Place):
                 mine = self.learned(operand)
-                if not (mine and self.role.at_use and not self.looks_up(form, i)):
+                if not (mine and self.role.at_use and not self.large_table(form, i)):
                     order.append((not mine, -math.prod(self.p.shape(operand)), i, state))
         for _, _, i, state in sorted(order, key=lambda one: one[:3]):
             found = self.shards(form, i, state)
@@ -246,6 +246,11 @@ class TensorWalk(Walk):
         """Whether an op sums over a label that the operand ``weight`` shares with others."""
         others = {label for j, (_, theirs) in enumerate(form.operands) if j != weight for label in theirs}
         return any(self.summed(form, label) and label in others for label in form.operands[weight][1])
+
+    def large_table(self, form: Form, table: int) -> bool:
+        """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
+        sizes = (math.prod(self.p.shape(node)) for node in (form.operands[table][0], form.node))
+        return self.looks_up(form, table) and int.__gt__(*sizes)
 
     def looks_up(self, form: Form, table: int) -> bool:
         """Whether an op looks up rows of the operand ``table``."""

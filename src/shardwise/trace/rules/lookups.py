@@ -27,7 +27,7 @@ def _embedding(p: Propagation, node: fx.Node) -> Any:
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         (table, where), padding = solved.values, given(node, "padding_idx", -1)
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0)
+        axes = tuple(axis for factor in table.meta["layout"].dims[0] for axis in factor.axes)  # as they lie within each other
         if not axes:
             return p.emit(node, (table, where, padding), {}, solved.layout)
         rows = p.shape(weight)[0]
