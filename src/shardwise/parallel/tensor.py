@@ -97,8 +97,8 @@ def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d") -> Plan:
     """
     own = {axis for roles in ROLES.values() for axis in roles}
     others = tuple(axis for axis in plan.mesh.axes if axis.name not in own)
-    inner = tuple(Axis(name, side) for name, side in sides(kind, size).items()) if size > 1 else ()
-    return plan.replace(mesh=Mesh((*others, *inner)), tensor=kind)
+    inner = tuple(Axis(name, side) for name, side in sides(kind, size).items())
+    return plan.replace(mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind)
 
 
 def tensor_axes(plan: Plan) -> tuple[str, ...]:
