@@ -87,7 +87,7 @@ def test_control_passes() -> None:
 
 
 def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entropy, "valid_targets", lambda env, target, ignore: (target == target).sum())
+    monkeypatch.setattr(entropy, "valid_targets", lambda env, target, ignore, axes: (target == target).sum())
     assert not _gpt_report()
 
 
