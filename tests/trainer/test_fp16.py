@@ -175,8 +175,9 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(schedule: str, microbatc
     check_skipped(ranks)
 
 
-@pytest.mark.parametrize(("block", "unit"), [(0, "blocks.0"), (3, "tail")])  # what comes after the last block
+@pytest.mark.parametrize(("block", "unit"), [(0, "head"), (1, "blocks.1"), (3, "tail")])
 def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, unit: str) -> None:
+    """A probe belongs to the block that reads it; the first one is an input of the model, the last comes after all blocks."""
     plan = pipeline(Plan(precision="fp16", microbatches=2), 2)
     with pytest.raises(LossScaleError, match=r"step 4: .* 3 steps in a row") as error:
         run(plan, [probed(0), probed(1), *(probed(i, block) for i in range(2, 9))], ScaleChoice(patience=3), Probed())

@@ -18,6 +18,7 @@ from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import differentiable, is_tensor
 
 if TYPE_CHECKING:
+    from shardwise.trace.capture import Captured
     from shardwise.trace.sharding import Propagation
 
 
@@ -45,22 +46,26 @@ class Walk:
     def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None]) -> None:
         self.p, self.forms = p, forms
         self.found = Assignment()
-        self.grad = with_gradient(p)
+        self.grad = p.carrying
 
     def run(self) -> Assignment:
         for node in self.p.normal.graph.nodes:
             if node.op == "placeholder":
                 self.found.states[node] = (self.birth(node),)
-            elif node in self.forms:
-                form = self.forms[node]
-                if form is None:
-                    self.found.states[node] = ("I",) * len(self.p.shapes(node))
-                else:
-                    self.found.strategies[node] = strategy = self.choose(form)
-                    self.found.states[node] = strategy.results
-            elif is_tensor(node):  # one of several results
-                self.found.states[node] = (self.found.states[node.args[0]][node.args[1]],)
+            elif node.op == "call_function" and is_tensor(node):
+                self.visit(node)
         return self.found
+
+    def visit(self, node: fx.Node) -> None:
+        """Choose the strategy of an op."""
+        form, states = self.forms.get(node), self.found.states
+        if node not in self.forms:  # one of several results
+            states[node] = (states[node.args[0]][node.args[1]],)
+        elif form is None:
+            states[node] = ("I",) * len(self.p.shapes(node))
+        else:
+            self.found.strategies[node] = strategy = self.choose(form)
+            states[node] = strategy.results
 
     def birth(self, node: fx.Node) -> State:
         """The state of a placeholder."""
@@ -93,14 +98,13 @@ class Walk:
         return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
 
 
-def with_gradient(p: Propagation) -> dict[fx.Node, bool]:
+def with_gradient(captured: Captured, graph: fx.Graph) -> dict[fx.Node, bool]:
     """Whether a node's value depends on trainable parameters in a differentiable way."""
     found: dict[fx.Node, bool] = {}
-    trainable = p.captured.trainable
-    for node in p.normal.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
-            name = p.captured.parameters.get(node.name)
-            found[node] = name is not None and bool(trainable.get(name, True))
+            name = captured.parameters.get(node.name)
+            found[node] = name is not None and bool(captured.trainable.get(name, True))
         elif node.op == "call_function":
             value: Any = node.meta.get("val")
             reached = any(found.get(n, False) for n in node.all_input_nodes)

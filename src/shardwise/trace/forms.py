@@ -72,7 +72,7 @@ class Form:
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
     shards of an operand lead to, or None where the op does not take them.  ``fresh`` is where the result may be made sharded, although no operand is.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
-    same one.  ``inside``: that op communicates by itself.
+    same one.
     """
 
     node: fx.Node
@@ -84,7 +84,6 @@ class Form:
     fresh: Place | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
-    inside: bool = False
 
     def shards(self, position: int, place: Place) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""

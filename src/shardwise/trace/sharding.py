@@ -23,7 +23,7 @@ from torch import Tensor, fx
 from shardwise.core.layout import Factor, Layout
 from shardwise.parallel.tensor import role
 from shardwise.trace import ops
-from shardwise.trace.assign import Assignment, Tensors, Walk
+from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
@@ -89,6 +89,7 @@ class Propagation:
         self.sharded = Sharded(self.graph, normal)
         self.current: fx.Node | None = None
         self.groups = (ROWS, *tensor.axes)
+        self.carrying = with_gradient(self.captured, normal.graph)
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,6 @@ from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
-from shardwise.trace.schema import is_tensor
 from shardwise.trace.sizes import factored
 
 if TYPE_CHECKING:
@@ -53,32 +52,24 @@ class TensorWalk(Walk):
         self.cuts = Cuts(p, forms, self.parts)
 
     def run(self) -> Assignment:
-        for node in self.p.normal.graph.nodes:
-            if node.op == "placeholder":
-                self.found.states[node] = (self.birth(node),)
-            elif node.op == "call_function" and is_tensor(node):
-                self.visit(node)
+        super().run()
         for node in list(self.views):
             self.settle(node, None)
         return self.found
 
     def visit(self, node: fx.Node) -> None:
-        form, found = self.forms.get(node), self.found
-        if node not in self.forms:  # one of several results
-            source, index = node.args
-            found.states[node] = (found.states[source][index],)
-            if source in self.origin:
-                self.remember(node, source)
-        elif form is None:
+        """Views of open parameters stay open; what else reads these decides on them."""
+        form = self.forms.get(node)
+        if form is not None and len(form.operands) == 1 and form.operands[0][0] in self.origin:
+            self.found.states[node] = (OPEN,) * len(form.results)
+            self.remember(node, form.operands[0][0])
+            return
+        if node in self.forms and form is None:
             for operand in filter(self.origin.__contains__, node.all_input_nodes):
                 self.close(operand, None)
-            found.states[node] = ("I",) * len(self.p.shapes(node))
-        elif len(form.operands) == 1 and form.operands[0][0] in self.origin:
-            found.states[node] = (OPEN,) * len(form.results)
-            self.remember(node, form.operands[0][0])
-        else:
-            found.strategies[node] = strategy = self.choose(form)
-            found.states[node] = strategy.results
+        super().visit(node)
+        if node not in self.forms and node.args[0] in self.origin:
+            self.remember(node, node.args[0])
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
@@ -249,8 +240,8 @@ class TensorWalk(Walk):
 
     def large_table(self, form: Form, table: int) -> bool:
         """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
-        sizes = (math.prod(self.p.shape(node)) for node in (form.operands[table][0], form.node))
-        return self.looks_up(form, table) and int.__gt__(*sizes)
+        rows, found = (math.prod(self.p.shape(node)) for node in (form.operands[table][0], form.node))
+        return self.looks_up(form, table) and rows > found
 
     def looks_up(self, form: Form, table: int) -> bool:
         """Whether an op looks up rows of the operand ``table``."""
@@ -276,14 +267,11 @@ class TensorWalk(Walk):
             strategy = next((found for one in sharded if (found := self.shards(form, *one)) is not None), None)
         order = [place[0]] if place is not None and place[0] in opened else []
         for i in [*order, *(i for i in opened if i not in order)]:
-            wanted = (
-                place[1]
-                if self.role.at_use and order == [i] and place is not None
-                else None
-                if strategy is None
-                else strategy.operands[i]
-            )
-            good = self.close(form.operands[i][0], None if self.role.at_use and i not in order else wanted)
+            if self.role.at_use:
+                wanted = place[1] if place is not None and i in order else None
+            else:
+                wanted = None if strategy is None else strategy.operands[i]
+            good = self.close(form.operands[i][0], wanted)
             if not good and i in order:
                 strategy = None
 

@@ -13,6 +13,7 @@ from torch import fx
 from shardwise.trace import entropy, norms, ops
 from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
+from shardwise.trace.units import gradient_paths
 
 COUNT = 8
 """Bytes of a number of targets."""
@@ -88,15 +89,10 @@ def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> It
 
 def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:
     """The nodes that a gradient passes on its way from the outputs."""
-    output: Any = next(n for n in graph.nodes if n.op == "output").args[0]
-    stack = [node for node, grad in zip(output, output_grads, strict=False) if grad] if output_grads else []
-    found: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in found and node.meta.get("grad"):
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
+    if not output_grads:  # a graph without a backward; its output may be one tensor
+        return set()
+    outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    return gradient_paths(node for node, grad in zip(outputs, output_grads, strict=False) if grad)
 
 
 _Found = Iterator[tuple[bool, str, Sequence[str], int]]

@@ -87,8 +87,13 @@ def split(sharded: Sharded) -> list[Unit]:
 def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose gradient reaches the loss: differentiable, and on a differentiable path to it."""
     output = next(n for n in graph.nodes if n.op == "output")
+    return gradient_paths([output.args[0][0]])
+
+
+def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that a gradient passes on its way back from these."""
     found: set[fx.Node] = set()
-    stack = [output.args[0][0]]
+    stack = list(ends)
     while stack:
         node = stack.pop()
         if node not in found and node.meta.get("grad"):
@@ -187,24 +192,31 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
         if (node in free or node in early) and node.target is not operator.getitem:
             items = [u for u in node.users if u.target is operator.getitem]
             users = {unit[u] for n in (node, *items) for u in _readers(n) if u in unit}
-            place = min(users, default=0) if node in early else users.pop() if len(users) == 1 else -1
+            if node in early:
+                place = min(users, default=0)
+                place = 0 if place == 1 and early[node] else place
+            else:
+                place = users.pop() if len(users) == 1 else -1
             unit.update(dict.fromkeys((node, *items), place))
     names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
     return unit, names
 
 
-def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured) -> set[fx.Node]:
-    """Calls outside the blocks that follow from parameters alone: they belong to the first unit that reads them."""
-    found: set[fx.Node] = set()
+def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured) -> dict[fx.Node, bool]:
+    """Calls outside the blocks that follow from parameters and fields alone, and whether they follow from fields too.
+
+    They belong to the first unit that reads them; what embeds fields for the first block comes before it.
+    """
+    known = {*captured.parameters, *captured.fields}
+    found: dict[fx.Node, bool] = {}
     batch: set[fx.Node] = set()  # what follows from fields
     for node in calls:
         sources = [i for i in _sources(node) if i.name != "env"]
         if any(i in batch or i.name in captured.fields for i in sources):
             batch.add(node)
-            continue
         inside = block_of(node.meta.get("path", "")) in blocks
-        if node not in free and not inside and all(i in found or i in free or i.name in captured.parameters for i in sources):
-            found.add(node)
+        if node not in free and not inside and all(i in found or i in free or i.name in known for i in sources):
+            found[node] = node in batch
     return found
 
 

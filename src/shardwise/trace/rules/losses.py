@@ -66,7 +66,6 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
         return p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
 
     form.moves, form.emit = moves, emit
-    form.inside = True
     return form
 
 

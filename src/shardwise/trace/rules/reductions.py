@@ -146,7 +146,7 @@ def _layer_norm(p: Propagation, node: fx.Node) -> Any:
         args = (p.env, value, weight, bias, eps, p.shape(x)[-1], axes, op_name(node) == "layer_norm")
         return p.emit(node, args, {}, solved.layout, norms.norm_of_width)
 
-    form.moves, form.emit, form.inside = moves, emit, True
+    form.moves, form.emit = moves, emit
     return form
 
 
@@ -186,7 +186,7 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
     out = [["b", "c", *[f"w{d}" for d in range(2, rank)]], *[["c"]] * (len(shapes) - 1)]
     form = p.labelled(
         node, [(operands[0], labels), *((o, ["c"]) for o in operands[1:])], out, several=True,
-        alike=frozenset(range(1, len(shapes))), inside=True,
+        alike=frozenset(range(1, len(shapes))),
     )  # fmt: skip
 
     def moves(position: int, place: Place) -> Strategy | None:
