@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness import Subject, parity
-from shardwise.trace.multiply import accumulate, convolved
+from shardwise.trace.assign import Tensors
+from shardwise.trace.multiply import Factors, accumulate, convolved
 from shardwise.trace.ops import Env
-from shardwise.trace.products import Operand, watch
+from shardwise.trace.products import Multiplier, Operand, watch
 from shardwise.trace.torch_private import TorchDispatchMode
 from shardwise.trace.trace import trace
 
@@ -151,7 +152,11 @@ def test_groups_of_rows(transposed: bool) -> None:
     assert unit.training_function is not None
     loss, *operands = unit.training_function(Env(rows=8), *arguments)
     goals = {n: torch.zeros(leaves[n].shape) for n in unit.products}
-    later = watch(unit.products, [*map(Operand._make, operands)], lambda f: accumulate(goals[f.weight], f, True))
+
+    def add(factors: Factors) -> None:
+        accumulate(goals[factors.weight], factors, True)
+
+    later = watch(unit.products, [*map(Operand._make, operands)], add, add)
     torch.autograd.grad(loss, [leaves["before.bias"], *(o.y for _, o in later)])
     assert torch.equal(goals["experts"][1], torch.zeros_like(goals["experts"][1])) and goals["experts"].abs().sum() > 0
     assert float((goals["experts"] - truth.float()).norm()) <= 1e-6 * float(truth.float().norm())
@@ -191,3 +196,55 @@ def test_no_kernel_makes_the_gradient_of_a_convolution_s_weight_beside_that_of_i
         with Watch():
             torch.autograd.grad(op(x, weight.detach(), bias).sum(), [x, bias])
         assert len(made) == kernels
+
+
+class TwoLayers(nn.Module):
+    """Of which Megatron's plan splits the first by columns and the second by rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        return self.third(torch.tanh(h)).square().mean()
+
+
+class Wire:
+    """A communicator that notes what is done in turn; nobody is at the other end."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Wire:
+        self.seen.append("posted")
+        return self
+
+    def wait(self) -> None:
+        self.seen.append("waited for")
+
+
+class Noting(Multiplier):
+    def __init__(self, wire: Wire) -> None:
+        super().__init__()
+        self.wire = wire
+
+    def multiply(self, factors: Factors) -> None:
+        self.wire.seen.append(factors.weight)
+
+
+def test_a_weight_gradient_is_multiplied_while_ranks_sum_the_gradient_of_its_input() -> None:
+    batch, wire = {"x": torch.randn(4, 6)}, Wire()
+    (unit,) = trace(TwoLayers(), batch, tensor=Tensors({"tp": 2})).units
+    noting = Noting(wire)
+    env = Env(wire, rows=4, tensor={"tp": (2, 0)}, meanwhile=noting.flush)
+    shapes = {"first.weight": (4, 6), "first.bias": (4,), "second.weight": (6, 4), "second.bias": (6,), "third.weight": (4, 6)}
+    leaves = [torch.randn(shapes.get(n, (4,))).requires_grad_() for n in unit.parameters]
+    assert unit.training_function is not None
+    loss, *operands = unit.training_function(env, *leaves, batch["x"].requires_grad_())
+    assert wire.seen == ["posted", "waited for"]  # the second layer's sum
+    wire.seen.clear()
+    watch(unit.products, [*map(Operand._make, operands)], noting.multiply, noting.behind)
+    torch.autograd.grad(loss, [n for n in leaves if n.dim() == 1], allow_unused=True)
+    noting.flush()
+    assert wire.seen == ["posted", "third.weight", "waited for", "second.weight", "first.weight"]

@@ -17,7 +17,7 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.trace.multiply import Factors
 from shardwise.trace.ops import Env
-from shardwise.trace.products import Operand, watch
+from shardwise.trace.products import Multiplier, Operand, watch
 from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
@@ -35,7 +35,7 @@ class _Saved(NamedTuple):
 
 
 @dataclass
-class Computing:
+class Computing(Multiplier):
     """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending gradients and put-off
     products by unit and microbatch, and the ``updates`` of buffers, which are not written before the end.
 
@@ -55,6 +55,9 @@ class Computing:
     putoff: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     position: int = -1
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     def drop(self) -> None:
         """All that forwards have left."""
@@ -81,7 +84,7 @@ class Computing:
         batch, number = self.batches.place(m)
         batch.version = self.gathered.version = one.version
         env = batch.env(number)
-        env.ordinal = unit.ordinal
+        env.ordinal, env.meanwhile = unit.ordinal, self.flush
         again = one.op is Op.RECOMPUTE
         keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
         env.tape = self.tapes.pop((unit.index, m), None)
@@ -127,7 +130,10 @@ class Computing:
         for buffer in one.reads:
             if buffer.kind == "received":
                 self.take_gradients(self.received[buffer], m)
-        add = self.multiply if one.op is Op.BACKWARD else self.put_off(self.putoff.setdefault((unit.index, m), deque()))
+        add: Callable[[Factors], None] = self.multiply
+        behind: Callable[[Factors], None] = self.behind
+        if one.op is not Op.BACKWARD:
+            add = behind = self.put_off(self.putoff.setdefault((unit.index, m), deque()))
         outputs, operands, leaves = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
         seeds = [
@@ -135,11 +141,12 @@ class Computing:
         ]
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        later = watch(unit.products, [p._replace(x=self.gathered.resolve(p.x)) for p in operands], add)
+        later = watch(unit.products, [p._replace(x=self.gathered.resolve(p.x)) for p in operands], add, behind)
         wanted: list[Any] = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
         kept, given = zip(*seeds, strict=True)
         del operands  # each X ends when it has been multiplied
         grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
+        self.flush()
         del outputs, kept, seeds
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])

@@ -47,6 +47,13 @@ class Env:
     kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
     alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
     tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    meanwhile: Callable[[], None] | None = None  # work of a backward that nothing waits for
+
+    def wait(self, handle: Any) -> None:
+        """Until a collective is complete; what there is to do meanwhile is done first."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+        handle.wait()
 
     def range(self, index: int | None = None) -> tuple[int, int]:
         """(start, stop) in the microbatch of the rows of a rank, by default this one."""
@@ -120,7 +127,7 @@ def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     if env.group(axes)[0] == 1:
         return x
     out = x.contiguous().clone()
-    env.comm.all_reduce(out, env.real(axes), lane="compute", what=what).wait()
+    env.wait(env.comm.all_reduce(out, env.real(axes), lane="compute", what=what))
     return out
 
 
@@ -140,7 +147,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
         own = x.new_zeros((most, outer, inner))
         own[:mine] = x.reshape(outer, mine, inner).transpose(0, 1)
     out = x.new_empty((len(spans), most, outer, inner))
-    env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather").wait()
+    env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather"))
     together = out.view(whole, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
     return together.transpose(0, 1).reshape(shape)
 
@@ -176,7 +183,7 @@ def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
         for i, (start, stop) in enumerate(spans):
             pieces[i, : stop - start] = folded[start:stop]
     out = x.new_empty((most, outer, inner))
-    env.comm.reduce_scatter(out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter").wait()
+    env.wait(env.comm.reduce_scatter(out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"))
     shape[cut.dim] = cut.pre * mine * cut.post
     return out[:mine].transpose(0, 1).reshape(shape)
 

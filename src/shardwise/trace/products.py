@@ -12,6 +12,7 @@ is left to autograd.  The weight of a product may be a parameter with its dims p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,8 +29,8 @@ aten = torch.ops.aten
 
 
 class Operand(NamedTuple):
-    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, and whether this rank's product counts
-    (of those that all ranks compute alike one does)."""
+    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, whether this rank's product counts
+    (of those that all ranks compute alike one does), and whether the gradient of X goes straight to a collective."""
 
     kind: str
     x: Tensor
@@ -37,6 +38,7 @@ class Operand(NamedTuple):
     rest: tuple[Any, ...]
     y: GradientEdge
     counts: bool
+    meets: bool
 
     def factors(self, weight: str, dy: Tensor) -> Factors:
         return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
@@ -49,7 +51,7 @@ class Operand(NamedTuple):
 class Product:
     """A node that is a product: where its weight is among the arguments, and which parameter that is.
 
-    ``alike``: the axes over which all ranks compute it alike.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
+    ``alike``: the axes over which all ranks compute it alike.  ``meets``: the gradient of X goes straight to a collective.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
     and ``rest``.
     """
 
@@ -59,6 +61,7 @@ class Product:
     parameter: int
     dims: tuple[int, ...] | None
     alike: tuple[str, ...]
+    meets: bool
     rest: tuple[Any, ...]
     forward: Callable[..., Tensor] | None
 
@@ -78,7 +81,8 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
         form = rule.form(node, x, weight) if real else None
         if form is not None:
             kind, *rest = form
-            found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, tuple(rest), rule.forward)
+            meets = x.target in _MOVES
+            found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, meets, tuple(rest), rule.forward)
     return found
 
 
@@ -106,6 +110,9 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
     places = (("input", inputs), ("output", outputs))
     return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
 
+
+_MOVES = frozenset([ops.replicate, ops.gather, ops.shard, ops.scatter])
+"""Those whose gradient other ranks wait for."""
 
 _VIEWS = frozenset(
     [
@@ -184,7 +191,7 @@ def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
             copies[node] = new.call_function(begun, (copy,))
             y = new.call_function(edge, (copies[node],))
             counts = new.call_function(ops.is_first, (copies[next(iter(graph.nodes))], one.alike)) if one.alike else True
-            operands.append((one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts))
+            operands.append((one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts, one.meets))
     return new
 
 
@@ -333,8 +340,33 @@ def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
 # ---- in backward, and after it -------------------------------------------------------------------------------------------
 
 
-def watch(names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None]) -> list[tuple[str, Operand]]:
-    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache.
+class Multiplier(ABC):
+    """Multiplies products as a backward finds them, but one at a time behind the collective that the gradient of its X goes to: that is
+    posted, the product multiplied, the collective waited for.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[Factors] = []
+
+    @abstractmethod
+    def multiply(self, factors: Factors) -> None:
+        """Compute a weight gradient."""
+
+    def behind(self, factors: Factors) -> None:
+        """Keep these for the next collective; of several products of one X the last is next to it."""
+        self.flush()
+        self.held.append(factors)
+
+    def flush(self) -> None:
+        """Multiply what is kept."""
+        while self.held:
+            self.multiply(self.held.pop())
+
+
+def watch(
+    names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None], behind: Callable[[Factors], None]
+) -> list[tuple[str, Operand]]:
+    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` where a collective follows.
 
     ``names`` are the products' weights.  Returns the products that backward would not pass, as nothing before them has a gradient.
     """
@@ -351,7 +383,7 @@ def watch(names: Sequence[str], operands: Sequence[Operand], add: Callable[[Fact
             operand = held.pop()  # X ends here, unless it is put off
             dy = grads[operand.y.output_nr]
             if dy is not None:
-                add(operand.factors(name, dy))
+                (behind if operand.meets else add)(operand.factors(name, dy))
 
         one.y.node.register_prehook(arrive)
     return later

@@ -20,7 +20,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError
 from shardwise.trace.meter import storage, tensors_in
 from shardwise.trace.multiply import Factors, accumulate
-from shardwise.trace.products import Operand, expose, find, watch
+from shardwise.trace.products import Multiplier, Operand, expose, find, watch
 from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
 from shardwise.trace.tracker import StorageTracker
@@ -276,10 +276,11 @@ def _owned(
     return tuple(next(left) if g else 0 for g in unit.input_grads)
 
 
-class _Work:
+class _Work(Multiplier):
     """One unit's instructions on one way, as the interpreter does them."""
 
     def __init__(self, owner: _Profiler, unit: Unit, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
         trace = owner.trace
         self.unit, self.arguments = unit, arguments
         self.run, self.tracker = Run(owner.walk, {}), StorageTracker(META.type)
@@ -356,7 +357,8 @@ class _Work:
 
         With ``held`` it is BACKWARD_INPUT, which leaves products there.
         """
-        add = self.multiply if held is None else held.append
+        self.run.walk.env.meanwhile = self.flush
+        add, behind = (self.multiply, self.behind) if held is None else (held.append, held.append)
         unit = self.unit
         assert self.saved is not None
         parameters = [p for p in self.arguments[: len(unit.parameters)] if p.requires_grad]
@@ -372,11 +374,12 @@ class _Work:
                 for name, value in zip(names, outputs, strict=True)
                 if (seed := self.seed(name, value, pending)) is not None
             ]
-            later = watch(unit.products, operands, add)
+            later = watch(unit.products, operands, add, behind)
             wanted = [*parameters, *live, *(p.y for _, p in later)]
             kept, given = zip(*seeds, strict=True)
             del operands
             grads = self.gradients(kept, wanted, given)
+            self.flush()
             del outputs, kept, seeds
             rest = grads[len(parameters) :]
             for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
