@@ -141,15 +141,15 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     shape = list(x.shape)
     outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
     shape[cut.dim] = cut.pre * whole * cut.post
-    if mine == most and outer == 1:
-        own = x.contiguous()
-    else:
-        own = x.new_zeros((most, outer, inner))
-        own[:mine] = x.reshape(outer, mine, inner).transpose(0, 1)
-    out = x.new_empty((len(spans), most, outer, inner))
+    even = min(sizes) == most
+    own = x.contiguous()
+    if not even:
+        own = x.new_zeros((outer, most, inner))
+        own[:, :mine] = x.reshape(outer, mine, inner)
+    out = x.new_empty((len(spans), outer, most, inner))
     env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather"))
-    together = out.view(whole, outer, inner) if min(sizes) == most else torch.cat([out[i, :n] for i, n in enumerate(sizes)])
-    return together.transpose(0, 1).reshape(shape)
+    together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
+    return together.reshape(shape)
 
 
 def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
@@ -175,17 +175,17 @@ def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
     mine, most, whole = sizes[index], max(sizes), spans[-1][1]
     shape = list(x.shape)
     outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
-    folded = x.reshape(outer, whole, inner).transpose(0, 1)
     if min(sizes) == most:
-        pieces = folded.contiguous()
+        pieces = x.reshape(outer, len(spans), most, inner).transpose(0, 1).contiguous()
     else:
-        pieces = x.new_zeros((len(spans), most, outer, inner))
+        folded = x.reshape(outer, whole, inner)
+        pieces = x.new_zeros((len(spans), outer, most, inner))
         for i, (start, stop) in enumerate(spans):
-            pieces[i, : stop - start] = folded[start:stop]
-    out = x.new_empty((most, outer, inner))
+            pieces[i, :, : stop - start] = folded[:, start:stop]
+    out = x.new_empty((outer, most, inner))
     env.wait(env.comm.reduce_scatter(out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"))
     shape[cut.dim] = cut.pre * mine * cut.post
-    return out[:mine].transpose(0, 1).reshape(shape)
+    return out[:, :mine].reshape(shape)
 
 
 class _Move(torch.autograd.Function):
