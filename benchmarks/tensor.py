@@ -38,7 +38,7 @@ KINDS: Stages = {
 }
 """Peers hold the same parts in shards."""
 NAMES = [name for kind, peers in KINDS.items() for name in (kind, *peers)]
-TO_REACH: ToReach = dict.fromkeys(KINDS.items(), (1.0, 1.0))
+TO_REACH: ToReach = dict.fromkeys(KINDS.items(), (1.25, 1.0))
 
 
 def contenders(task: Task, ranks: int, kind: str, only: Sequence[str]) -> list[Contender]:
