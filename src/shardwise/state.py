@@ -32,7 +32,7 @@ def owned(engine: Engine) -> list[Piece]:
         if not engine.leads(index):
             continue
         others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
-        axes = tuple(name for name in mesh.names if name not in others)
+        axes = mesh.beside(others)
         lines = -(-memory.held.numel // LINE)
         start, stop = (memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes)))
         found += _bucket(memory, start, min(stop, memory.held.stop))

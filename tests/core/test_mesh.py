@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError, ShardwiseError, did_you_mean
-from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.mesh import Axis, Mesh, joined, sub_axes
 
 meshes = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(
     lambda sizes: Mesh(tuple(Axis(name, size) for name, size in zip(("pp", "dp", "tp"), sizes, strict=False)))
@@ -55,6 +55,32 @@ def test_ranks_coordinates_and_groups_agree(mesh: Mesh, data: st.DataObject) -> 
         assert all(other == others[0] for other in others)
         seen += group if group[0] == rank else []
     assert sorted(seen) == list(range(mesh.size)), "groups must partition the ranks"
+
+
+def test_an_axis_is_two_sub_axes() -> None:
+    mesh = Mesh.of(dp=2, tp=6)
+    outer, inner = sub_axes("tp", 3)
+    assert (mesh.axis_size(outer), mesh.axis_size(inner), mesh.axis_size(("dp", outer, inner))) == (2, 3, 12)
+    for rank in range(mesh.size):
+        assert mesh.group(rank, (outer, inner)) == mesh.group(rank, "tp")
+        assert mesh.index(rank, (outer, inner)) == mesh.index(rank, "tp")
+        for names in (outer, inner, (inner, "dp"), (inner, outer)):
+            group = mesh.group(rank, names)
+            assert group[mesh.index(rank, names)] == rank and len(set(group)) == len(group) == mesh.axis_size(names)
+    assert mesh.group(10, outer) == (7, 10) and mesh.group(10, inner) == (9, 10, 11)
+    assert mesh.places(10, ("dp", outer, inner)) == {"dp": (2, 1), outer: (2, 1), inner: (3, 1)}
+    assert Mesh.spanned({outer: 2, inner: 3, "dp": 2}) == Mesh.of(tp=6, dp=2)
+
+
+def test_what_sub_axes_leave() -> None:
+    mesh = Mesh.of(dp=2, tp=6)
+    outer, inner = sub_axes("tp", 3)
+    assert mesh.beside(()) == ("dp", "tp") and mesh.beside(("tp", "pp")) == ("dp",)
+    assert mesh.beside((outer,)) == ("dp", inner) and mesh.beside((inner, "dp")) == (outer,)
+    assert mesh.beside((outer, inner)) == ("dp",)
+    assert (
+        joined(("dp", outer, inner)) == ("dp", "tp") and joined((inner, outer)) == (inner, outer) and joined((inner,)) == (inner,)
+    )
 
 
 def test_offset_wraps_only_when_told() -> None:

@@ -93,6 +93,7 @@ def test_every_combination_is_predicted(case: Case) -> None:
         ("own convnet", planned(2, "1d-sp", 2, 2, microbatches=2)),  # BatchNorm
         ("own pairs", planned(2, "1d", 2, 3, reduce="bf16", recompute="selective")),  # other rows' values
         ("own gpt", planned(1, "1d", 4, 3, replicas=2, precision="bf16")),
+        ("llama", planned(4, "1d-sp", 2, 3, microbatches=2)),  # heads of keys and values that two ranks share
         ("bert", planned(3, "1d-sp", 2, 1, precision="bf16")),
         ("mixtral balanced", planned(2, "1d-sp", 2, 0, 2, microbatches=2)),
         ("own gpt", planned({"tp_i": 2, "tp_j": 2}, "2d", 2, 3)),

@@ -56,16 +56,16 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         _show(config, plan, trace, rows, costs, programs, compiled.cut(trace))
 
 
-def _env(plan: Plan, rows: int) -> Env:
+def _env(trace: Trace, plan: Plan, rows: int) -> Env:
     """The last rank's, of a microbatch of so many rows: the one whose costs are shown."""
     mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
     real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
-    return Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tensor_axes(plan)))
+    return Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor)))
 
 
-def _communicated(unit: Unit, plan: Plan, rows: int) -> list[tuple[Cause, UnitTraffic]]:
+def _communicated(unit: Unit, trace: Trace, plan: Plan, rows: int) -> list[tuple[Cause, UnitTraffic]]:
     """What a unit communicates, and why."""
-    found = [] if unit.graph is None else by_cause(unit.graph, _env(plan, rows), unit.output_grads)
+    found = [] if unit.graph is None else by_cause(unit.graph, _env(trace, plan, rows), unit.output_grads)
     return [(cause, one) for cause, one in found if one != UnitTraffic()]
 
 
@@ -104,7 +104,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
                 "sent_bytes": _sent(plan, one),
             }
             for unit in trace.units
-            for cause, one in _communicated(unit, plan, rows)
+            for cause, one in _communicated(unit, trace, plan, rows)
         ],
         "notes": [*trace.notes, *trace.everywhere],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
@@ -166,7 +166,7 @@ def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
     """Units that differ only in the number of their block and communicate the same are one row; no table where none communicates."""
     found: dict[tuple[str, tuple[tuple[Cause, UnitTraffic, int], ...]], list[int]] = {}
     for unit in trace.units:
-        counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, plan, rows))
+        counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, trace, plan, rows))
         if counts:
             found.setdefault((_starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
     if not found:

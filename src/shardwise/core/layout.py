@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import Mesh, joined
 
 
 def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -173,7 +173,7 @@ class Layout:
     def __str__(self) -> str:
         """``[8:dp, 3*4:tp*16] partial tp2``."""
         dims = (
-            "*".join(":".join([str(factor.size), *([",".join(factor.axes)] if factor.axes else [])]) for factor in dim)
+            "*".join(":".join([str(factor.size), *([",".join(joined(factor.axes))] if factor.axes else [])]) for factor in dim)
             for dim in self.dims
         )
         return f"[{', '.join(dims)}]" + (f" partial {','.join(sorted(self.partial))}" if self.partial else "")

@@ -2,12 +2,15 @@
 
 "Axis" is always the mesh's word, "dim" always a tensor's.  Rank order is row-major: the first axis varies
 slowest.
+
+An axis ``tp`` of n ranks can be taken as two: ``tp//m`` of n/m, and within it ``tp%m`` of m, named as a rank's places on them follow from
+that on ``tp``.  They need no declaring: whatever takes names of axes takes those of these *sub-axes* too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -47,6 +50,49 @@ def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
+def sub_axes(axis: str, m: int) -> tuple[str, str]:
+    """The names of the two that ``axis`` is made of, the major one first: over each coordinate on it there are ``m`` ranks of the other."""
+    return f"{axis}//{m}", f"{axis}%{m}"
+
+
+def axis_of(name: str) -> str:
+    """The axis that a name is of, be it that of a sub-axis."""
+    return _parsed(name)[0]
+
+
+def joined(names: Iterable[str]) -> tuple[str, ...]:
+    """``names`` with the two sub-axes of an axis, one behind the other, as that."""
+    found: list[str] = []
+    for name in names:
+        axis, sign, m = _parsed(name)
+        if sign == "%" and found and found[-1] == sub_axes(axis, m)[0]:
+            found[-1] = axis
+        else:
+            found.append(name)
+    return tuple(found)
+
+
+def _parsed(name: str) -> tuple[str, str, int]:
+    """(axis, "//" or "%" or "", m) of the name of a sub-axis or of an axis."""
+    for sign in ("//", "%"):
+        axis, found, m = name.partition(sign)
+        if found:
+            return axis, sign, int(m)
+    return name, "", 1
+
+
+def _place(name: str, size: int, at: int) -> tuple[int, int]:
+    """The size of ``name``, an axis of ``size`` ranks or a sub-axis of one, and the coordinate on it of what is ``at`` on the axis."""
+    _, sign, m = _parsed(name)
+    return (min(size, m), at % m) if sign == "%" else (size // m, at // m)
+
+
+def _moved(name: str, at: int, place: int) -> int:
+    """The coordinate on an axis of what is ``at`` on it, if it moves to ``place`` on ``name``."""
+    _, sign, m = _parsed(name)
+    return at // m * m + place if sign == "%" else place * m + at % m
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """Ranks ``0 … size-1`` on named axes.  An axis that the mesh does not have counts as one of size 1."""
@@ -66,6 +112,14 @@ class Mesh:
         """``Mesh.of(dp=2, tp=4)``: axes in the order given, the first varying slowest."""
         return Mesh(tuple(Axis(name, size) for name, size in sizes.items()))
 
+    @staticmethod
+    def spanned(sizes: Mapping[str, int]) -> Mesh:
+        """The mesh of the axes that these sub-axes, and axes, with their sizes are of."""
+        found: dict[str, int] = {}
+        for name, size in sizes.items():
+            found[axis_of(name)] = found.get(axis_of(name), 1) * size
+        return Mesh.of(**found)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the axes, slowest first."""
@@ -83,8 +137,8 @@ class Mesh:
 
     def axis_size(self, names: str | tuple[str, ...]) -> int:
         """The number of ranks along ``names`` together; an absent axis counts as 1."""
-        wanted = _names(names)
-        return math.prod(axis.size for axis in self.axes if axis.name in wanted)
+        sizes = {axis.name: axis.size for axis in self.axes}
+        return math.prod(_place(name, sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of ``rank`` on every axis."""
@@ -110,17 +164,34 @@ class Mesh:
     def group(self, rank: int, names: str | tuple[str, ...]) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only on the axes ``names``, the first of them slowest."""
         here = self.coordinates(rank)
-        wanted = [name for name in _names(names) if name in here]
-        places = product(*(range(self.axis_size(name)) for name in wanted))
-        return tuple(self.rank({**here, **dict(zip(wanted, place, strict=True))}) for place in places)
+        wanted = [name for name in _names(names) if axis_of(name) in here]
+        found = []
+        for place in product(*(range(self.axis_size(name)) for name in wanted)):
+            there = dict(here)
+            for name, at in zip(wanted, place, strict=True):
+                there[axis_of(name)] = _moved(name, there[axis_of(name)], at)
+            found.append(self.rank(there))
+        return tuple(found)
 
     def index(self, rank: int, names: str | tuple[str, ...]) -> int:
         """The position of ``rank`` in ``group(rank, names)``."""
         here = self.coordinates(rank)
         position = 0
         for name in _names(names):
-            position = position * self.axis_size(name) + here.get(name, 0)
+            size, at = _place(name, self.axis_size(axis_of(name)), here.get(axis_of(name), 0))
+            position = position * size + at
         return position
+
+    def beside(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The axes that ``names`` leave; of an axis of which they have one sub-axis, the other."""
+        given = tuple(names)
+        known = {axis_of(name): name for name in given}
+        known |= {axis_of(name): axis_of(name) for name in given if {*sub_axes(*_parsed(name)[::2])} <= {*given}}
+        found: list[str] = []
+        for axis in self.axes:
+            _, sign, m = _parsed(known.get(axis.name, axis.name))
+            found += [axis.name] if axis.name not in known else [sub_axes(axis.name, m)[sign == "//"]] if sign else []
+        return tuple(found)
 
     def places(self, rank: int, names: tuple[str, ...]) -> dict[str, tuple[int, int]]:
         """For each of the axes ``names`` the number of ranks along it, and which of them ``rank`` is."""

@@ -66,7 +66,7 @@ class _Subject:
     def __post_init__(self) -> None:
         mesh, axes = self.plan.mesh, batch_axes(self.plan)
         parts, index = mesh.axis_size(axes), mesh.index(self.rank, axes)
-        places = mesh.places(self.rank, tensor_axes(self.plan))
+        places = mesh.places(self.rank, tuple(self.traces[0].tensor))
         real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
         self.envs = [Env(axes=real, parts=parts, index=index, rows=n, tensor=places) for n in self.sizes]
         self.scalar = 8 if self.traces[0].precision == "fp64" else 4

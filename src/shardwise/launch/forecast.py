@@ -21,7 +21,6 @@ from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.stages import Cut
 from shardwise.parallel.data import batch_axes, shard_axes
-from shardwise.parallel.tensor import tensor_axes
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled
@@ -104,7 +103,7 @@ class Forecast:
         plan, trace = self.plan, self._trace(self.plan)
         parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
         options: dict[str, Any] = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
-        options["tensor"] = plan.mesh.places(0, tensor_axes(plan))
+        options["tensor"] = plan.mesh.places(0, tuple(trace.tensor))
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:

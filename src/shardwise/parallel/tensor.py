@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
-from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.mesh import Axis, Mesh, axis_of
 from shardwise.core.plan import CHOICES, Plan, Tensor
 from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.pipeline import PIPELINE
@@ -59,10 +59,11 @@ ROLES: Mapping[str, Mapping[str, Role]] = {
 
 
 def role(kind: str, axis: str) -> Role | None:
-    """What an axis does in a recipe; None for one that no recipe has, over which all ranks compute the same.
+    """What an axis, or a sub-axis of one, does in a recipe; None for one that no recipe has, over which all ranks compute the same.
 
     :class:`ConfigError` for an axis of another recipe.
     """
+    axis = axis_of(axis)
     if axis in ROLES[kind]:
         return ROLES[kind][axis]
     if any(axis in roles for roles in ROLES.values()):

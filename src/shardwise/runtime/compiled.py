@@ -54,6 +54,7 @@ class Compiled:
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # of the units of the training trace, by name
     buckets: list[Bucket] = field(default_factory=list)  # of the training trace, whose memory evaluation uses too
+    _axes: Mapping[str, int] = field(default_factory=dict)  # those of tensor parallelism in the training trace
 
     def __post_init__(self) -> None:
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
@@ -64,7 +65,7 @@ class Compiled:
             self._values = Values.of_module(self.module) if given is None else Values.of_mapping(self.module, given)
             self.module = self._values.structure()
         self.general = self._general()
-        self.buckets = self.buckets or self.general.buckets
+        self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
         self._stages = self._stages or Cut.of(self.general, self.plan).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
@@ -113,9 +114,9 @@ class Compiled:
         """The same model under another plan; traces serve both where nothing that they depend on differs."""
         same = _traced_for(plan) == _traced_for(self.plan)
         traces = self._traces if same else {}
-        buckets = self.buckets if same else []
+        buckets, axes = (self.buckets, self._axes) if same else ([], {})
         return replace(
-            self, plan=plan, buckets=buckets, _traces=traces, _programs={}, _stages={}, _lock=threading.RLock(), _evaluation=None
+            self, plan=plan, buckets=buckets, _axes=axes, _traces=traces, _programs={}, _stages={}, _lock=threading.RLock(), _evaluation=None
         )  # fmt: skip
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
@@ -134,9 +135,9 @@ class Compiled:
 
     def _tensors(self) -> Tensors:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
-        mesh = self.plan.mesh
         layouts = {p.name: p.layout for b in self.buckets for p in b.parameters} if self.buckets else None
-        return Tensors({axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)}, self.plan.tensor, layouts)
+        axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
+        return Tensors(axes, self.plan.tensor, layouts)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""

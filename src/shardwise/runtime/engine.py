@@ -17,7 +17,7 @@ from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import tensor_axes
+from shardwise.parallel.tensor import OTHERS
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator
@@ -85,7 +85,7 @@ class Engine:
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
-            tuple(b.index for b in own if b.learns and self.counts(b)), tensor_axes(plan), clip_norm, progress, apart=apart,
+            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, apart=apart,
             strict=strict, offload=plan.offloads_activations,
         )  # fmt: skip
 
@@ -95,8 +95,8 @@ class Engine:
 
     def counts(self, bucket: Bucket) -> bool:
         """Whether this rank counts a bucket in the norm: of all that have the same of it, but for those over the batch axes, the first."""
-        replicas = tuple(axis for axis in tensor_axes(self.compiled.plan) if axis not in bucket.axes)
-        return self.leads(bucket.index) and self.comm.mesh.index(self.comm.rank, replicas) == 0
+        mesh = self.comm.mesh
+        return self.leads(bucket.index) and mesh.index(self.comm.rank, mesh.beside((*OTHERS, *bucket.axes))) == 0
 
     def _compute_dtype(self, name: str) -> torch.dtype:
         module = self.compiled.module

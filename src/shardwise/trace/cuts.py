@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.trace.forms import Form, Place
+from shardwise.trace.schema import op_name
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -28,8 +29,11 @@ class Cuts:
         """A place; where pieces come out equal it says so, whatever they are made of."""
         return Place(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
 
-    def split(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
-        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces."""
+    def split(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place] | None:
+        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces.
+
+        With the number of elements that have to be gathered even so.
+        """
         node, size = form.node, self.p.shape(form.operands[weight][0])[dim]
         found = []
         for order, (pre, post) in enumerate(self.made_of(node, result)):
@@ -39,8 +43,24 @@ class Cuts:
                 found.append((self.gathered(node, place), uneven, order, place))
         if not found:
             return None
-        place = min(found, key=lambda one: one[:3])[3]
-        return Place(dim, place.pre, place.post)
+        lost, _, _, place = min(found, key=lambda one: one[:3])
+        return lost, Place(dim, place.pre, place.post)
+
+    def multiplied(self, node: fx.Node) -> bool:
+        """Whether what follows from ``node`` is multiplied with other activations, as keys and values are."""
+        seen, stack = {node}, [node]
+        while stack and len(seen) < FAR:
+            value = stack.pop()
+            for user, position, form in self.uses(value):
+                others = [o for o, _ in form.operands if o not in seen and self.p.carrying[o]]
+                activations = any(not self.p.learned(o) for o in others)
+                if activations and (form.contracts(position) or op_name(user) == "scaled_dot_product_attention"):
+                    return True
+                if not activations and not form.contracts(position):
+                    after = {r for r in self.results(user) if r is not None} - seen
+                    seen |= after
+                    stack += after
+        return False
 
     def made_of(self, node: fx.Node, dim: int) -> list[tuple[int, int]]:
         """The (pre, post) of the factors of a dim that views and splits after it show, the dim itself first."""

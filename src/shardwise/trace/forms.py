@@ -70,7 +70,8 @@ class Form:
 
     ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them together.  ``added``
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
-    shards of an operand lead to, or None where the op does not take them.  ``fresh`` is where the result may be made sharded, although no operand is.
+    shards of an operand lead to, or None where the op does not take them; ``spread`` is another way, with more operands whole, where
+    groups of axes would not go together so: ``agree`` tells from the layouts of the operands.  ``fresh`` is where the result may be made sharded, although no operand is.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
     same one.
     """
@@ -81,6 +82,8 @@ class Form:
     linear: frozenset[int] | str = frozenset()
     added: frozenset[int] = frozenset()
     moves: Shards | None = None
+    spread: Shards | None = None
+    agree: Callable[[Sequence[Any]], bool] | None = None
     fresh: Place | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
@@ -102,6 +105,15 @@ class Form:
         partial = "P" in results
         operands = tuple(at(labels, "P" if partial and i in self.added else "R") for i, (_, labels) in enumerate(self.operands))
         return Strategy(operands, results)
+
+    def sums(self, label: Label) -> bool:
+        """Whether the op sums over a label."""
+        return label is not None and all(label not in labels for labels in self.results) and self.moves is None
+
+    def contracts(self, position: int) -> bool:
+        """Whether the op sums over a label that operand ``position`` shares with others."""
+        others = {label for j, (_, theirs) in enumerate(self.operands) if j != position for label in theirs}
+        return any(self.sums(label) and label in others for label in self.operands[position][1])
 
     def keeps(self, partial: Sequence[int]) -> bool:
         """Whether the op can be applied to partial sums of just these operands."""

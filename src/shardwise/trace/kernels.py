@@ -38,7 +38,7 @@ def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) 
 
 
 def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    rows, mesh = trace.rows or ROWS, Mesh.of(**trace.tensor)
+    rows, mesh = trace.rows or ROWS, Mesh.spanned(trace.tensor)
     pieces = {p.name: p.local_shape(mesh, 0) for b in trace.buckets for p in b.parameters if p.axes}
     fields = {k: cast_field(v, trace.precision) for k, v in example_rows(batch, rows).items()}
     live: dict[str, Tensor] = {}
@@ -54,7 +54,7 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
         key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
         if key not in known:
             targets = torch.tensor(rows) if trace.targets is not None else None
-            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(0, mesh.names))
+            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(0, tuple(trace.tensor)))
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
         del values  # before the next unit's

@@ -50,15 +50,30 @@ class Moves:
     def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
         """``value`` with the state ``goals[group]`` on each group; where it has no gradient I and R are the same."""
         while True:
+            value = self.renamed(value, goals)
             states, grad = value.meta["states"], value.meta["grad"]
             steps = {g: step for g in goals if (step := _step(states[g], goals[g], grad)) is not None}
             if not steps:
                 return value
-            # Slices first: what is gathered after them is smaller.
-            first = min(steps.values(), key=lambda step: _ORDER.index(step[0]))
-            alike = [g for g, step in steps.items() if step == first]
-            groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
+            # Slices first: what is gathered after them is smaller; but for those within shards that have to be gathered.
+            for first in sorted(steps.values(), key=lambda step: _ORDER.index(step[0])):
+                alike = [g for g, step in steps.items() if step == first]
+                groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
+                if self.p.fits(value.meta["layout"].shape, {**states, **dict.fromkeys(groups, first[1])}):
+                    break
             value = self._move(value, groups, *first)
+
+    def renamed(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+        """``value`` with the places that are wanted, where these are other words for the cuts that it has: 2 heads of 3 are 6 thirds."""
+        states = value.meta["states"]
+        for group, goal in goals.items():
+            state = states[group]
+            if isinstance(goal, Place) and isinstance(state, Place) and goal != state and goal.dim == state.dim:
+                after = {**states, group: goal}
+                if self.p.same_cut(value, after, goal.dim):
+                    value = self._move(value, (group,), "same", goal, ())
+                    states = value.meta["states"]
+        return value
 
     def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
         key = (value, name, groups, after, rest)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.layout import shard_range
+from shardwise.core.mesh import joined
 from shardwise.trace import random as keyed
 
 ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
@@ -69,7 +70,7 @@ class Env:
 
     def real(self, axes: Sequence[str]) -> tuple[str, ...]:
         """The mesh's axes that ``axes`` stand for."""
-        return tuple(a for axis in axes for a in (self.axes if axis == ROWS else (axis,)))
+        return joined(a for axis in axes for a in (self.axes if axis == ROWS else (axis,)))
 
 
 Groups = Sequence[str]
@@ -262,6 +263,11 @@ def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     return _own(env, x, Cut(*cut))
 
 
+def same(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    """V → V, cut in the same places."""
+    return x
+
+
 def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """P → V: this rank's piece of the sum."""
     return _move(env, x, Cut(*cut), _scatter, _gather)
@@ -281,6 +287,25 @@ def own_only(env: Env, found: Tensor, index: Tensor, rows: int, axes: Groups, pa
     start, stop = shard_range(rows, *env.group(axes))
     out = found.masked_fill(((index < start) | (index >= stop))[..., None], 0)
     return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
+
+
+# ---- heads that groups of queries share -----------------------------------------------------------------------------------
+
+Span = tuple[int, Groups, int]
+"""(size, axes, post): so many pieces of ``post`` heads each, sharded over axes."""
+
+
+def _heads(env: Env, span: Span) -> tuple[int, int]:
+    size, axes, post = span
+    start, stop = shard_range(size, *env.group(axes))
+    return start * post, stop * post
+
+
+def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Span, keys: Span) -> Tensor:
+    """Of keys or values, whose heads ``each`` so many queries share, the head of each of this rank's queries."""
+    first, _ = _heads(env, keys)
+    used = torch.arange(*_heads(env, queries), device=x.device) // each - first
+    return x.index_select(dim, used)
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------------

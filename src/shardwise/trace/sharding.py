@@ -14,13 +14,14 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardwise.core.layout import Factor, Layout
+from shardwise.core.mesh import Mesh, sub_axes
 from shardwise.parallel.tensor import role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
@@ -51,7 +52,7 @@ class Sharded:
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
-    parallelism shards, by name.
+    parallelism shards, by name; ``tensor`` are its axes, or sub-axes of these, with their sizes.
     """
 
     graph: fx.Graph
@@ -59,6 +60,7 @@ class Sharded:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    tensor: Mapping[str, int] = field(default_factory=dict)
 
 
 def propagate(
@@ -105,10 +107,11 @@ class Propagation:
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
-        found: dict[str, Assignment] = {}
-        # What rests within others' pieces comes last.
-        for axis in sorted(self.tensor.axes, key=lambda a: (one := role(self.tensor.recipe, a)) is not None and one.at_use):
-            found[axis] = TensorWalk(self, forms, axis, rows, found).run()
+        found, divided = self.along_tensor_axes(forms, rows)
+        if divided is not None:
+            self.tensor = replace(self.tensor, axes=divided)
+            found, _ = self.along_tensor_axes(forms, rows)
+        self.groups, self.sharded.tensor = (ROWS, *self.tensor.axes), self.tensor.axes
         self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
@@ -122,6 +125,23 @@ class Propagation:
                 self.graph.output((partial, *(self.whole(u) for u in updates)))
         eliminate_dead(self.graph)
         return self.sharded
+
+    def along_tensor_axes(
+        self, forms: Mapping[fx.Node, Form | None], rows: Assignment
+    ) -> tuple[dict[str, Assignment], dict[str, int] | None]:  # fmt: skip
+        """The assignments for each axis of tensor parallelism, and the axes with one as two sub-axes, if there are few heads for its ranks."""
+        found: dict[str, Assignment] = {}
+        # What rests within others' pieces comes last.
+        for axis in sorted(self.tensor.axes, key=lambda a: (one := role(self.tensor.recipe, a)) is not None and one.at_use):
+            walk = TensorWalk(self, forms, axis, rows, found)
+            found[axis] = walk.run()
+            if walk.few > 1:
+                inner = walk.parts // walk.few
+                both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
+                return found, {
+                    name: n for a, size in self.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()
+                }
+        return found, None
 
     def form(self, node: fx.Node) -> Form | None:
         self.current = node
@@ -222,6 +242,12 @@ class Propagation:
         """The sizes of a tensor, comparable for every number of rows."""
         return [expression(s) for s in node.meta["val"].shape]
 
+    def learned(self, node: fx.Node) -> bool:
+        """Whether a captured node's value follows from parameters alone."""
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return node.op == "placeholder" and node.name in self.captured.parameters
+
     @property
     def rows(self) -> Any:
         """The number of rows as an expression: a symbol, or a number where the batch dim is static."""
@@ -240,6 +266,14 @@ class Propagation:
             if found:
                 dims[d] = factored(size, [(g, s.pre, s.post) for g, s in found], self.tensor.axes)
         return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
+
+    def fits(self, shape: Sequence[int], states: Mapping[str, State]) -> bool:
+        """Whether a tensor can be in these states together."""
+        try:
+            self.layout_of(shape, states)
+        except Uncapturable:
+            return False
+        return True
 
     @staticmethod
     def layout(value: Any) -> Any:
@@ -313,6 +347,18 @@ class Propagation:
             else:
                 out.append(self.arguments(given[d]) if isinstance(given[d], fx.Node) else given[d])
         return out
+
+    def same_cut(self, value: fx.Node, states: Mapping[str, State], dim: int) -> bool:
+        """Whether ranks have of a dim of a value what they would in other states."""
+        if not isinstance(expression(value.meta["val"].shape[dim]), int):
+            return False
+        mesh, here = Mesh.spanned(self.tensor.axes), value.meta["layout"]
+        if not self.fits(here.shape, states):
+            return False
+        there = self.layout_of(here.shape, states)
+        if any(ROWS in f.axes for f in (*here.dims[dim], *there.dims[dim])):
+            return False
+        return all(here.intervals(mesh, rank)[dim] == there.intervals(mesh, rank)[dim] for rank in range(mesh.size))
 
     def cut(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> tuple[Any, ...]:
         """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post), with the local sizes of what is around it."""

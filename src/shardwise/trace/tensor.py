@@ -12,19 +12,18 @@ Nothing here knows models: what a dim is made of (heads, parts of a fused projec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import axis_of
 from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
-from shardwise.trace.capture import Uncapturable
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
-from shardwise.trace.sizes import factored
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -37,19 +36,27 @@ TABLE = 8
 
 
 class TensorWalk(Walk):
-    """The walk for one axis, over which there are ``parts`` ranks; ``before`` are the assignments of those before it."""
+    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the assignments of those before it."""
 
     def __init__(
         self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment]
     ) -> None:
         super().__init__(p, forms)
-        self.axis, self.parts, self.rows, self.before = axis, p.tensor.axes[axis], rows, before
+        self.axis, self.rows, self.before = axis, rows, before
+        # Sub-axes cut alike, one within the other, so that both decide as the axis does.
+        own = [name for name in p.tensor.axes if axis_of(name) == axis_of(axis)]
+        self.parts, self.major = math.prod(p.tensor.axes[name] for name in own), p.tensor.axes[own[0]]
+        self.divided, self.outer = len(own) > 1, axis == own[0]
+        self.few = 1  # ranks among which heads can be shared out that are not enough for all
+        self.shared: set[fx.Node] = (
+            set()
+        )  # products that are the same on several ranks, each of which uses a part of what follows
         known = role(p.tensor.recipe, axis)
         self.role, self.inert = known or Role(), known is None
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
-        self.cuts = Cuts(p, forms, self.parts)
+        self.cuts = {n: Cuts(p, forms, n) for n in range(1, self.parts + 1) if self.parts % n == 0}
 
     def run(self) -> Assignment:
         super().run()
@@ -140,6 +147,11 @@ class TensorWalk(Walk):
         if opened:
             self.decide(form, opened)
         states = [self.state(o) for o, _ in form.operands]
+        if self.p.tensor.layouts is not None:
+            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.p.learned(o)]
+            self.by_rows(form, whole) or self.by_columns(form, whole)
+        if form.node in self.shared:
+            return form.whole("R")
         found = self.column(form, states) or self.sharded(form, states)
         if found is not None:
             return self.noted(form, found)
@@ -150,48 +162,43 @@ class TensorWalk(Walk):
             found = self.in_stream(form, i)
             if found is not None:
                 return found
-        return form.whole("I")
+        passing = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.p.learned(o)]
+        return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
 
     def shards(self, form: Form, position: int, place: Place) -> Strategy | None:
-        """A form's strategy, if its shards go together with those of other axes."""
-        strategy = form.shards(position, place)
-        if strategy is None:
-            return None
-        others = [one.strategies[form.node] for one in (self.rows, *self.before.values()) if form.node in one.strategies]
-        nodes = [
-            *((o, i, "operands") for i, (o, _) in enumerate(form.operands)),
-            *((form.node, i, "results") for i in range(len(form.results))),
-        ]
-        for node, i, side in nodes:
-            own = getattr(strategy, side)[i]
-            shape = self.p.shapes(form.node)[i] if side == "results" else self.p.shape(node)
-            if isinstance(own, Place) and not self.fits(shape, own, [getattr(o, side)[i] for o in others]):
-                return None
-        return strategy
+        """A form's strategy whose shards go together with those of other axes."""
+        for way in (form.shards, form.spread):
+            strategy = None if way is None else way(position, place)
+            if strategy is not None and self.together(form, strategy):
+                return strategy
+        return None
 
-    def fits(self, shape: Sequence[int], place: Place, others: Sequence[State]) -> bool:
-        """Whether a tensor can be sharded at ``place`` beside what others do with it."""
-        names = (ops.ROWS, *self.before, self.axis)
-        places = [
-            (g, s.pre, s.post)
-            for g, s in zip(names, (*others, place), strict=False)
-            if isinstance(s, Place) and s.dim == place.dim
-        ]
-        try:
-            factored(shape[place.dim], places, self.p.tensor.axes)
-        except Uncapturable:
+    def together(self, form: Form, strategy: Strategy) -> bool:
+        """Whether a strategy's shards go together with those of other axes."""
+        walked = {ops.ROWS: self.rows, **self.before}
+        known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
+        every = {**known, self.axis: strategy}
+        shapes = [self.p.shape(o) for o, _ in form.operands]
+        operands = [{g: s.operands[i] for g, s in every.items()} for i in range(len(shapes))]
+        results = [{g: s.results[i] for g, s in every.items()} for i in range(len(form.results))]
+        if not all(
+            self.p.fits(shape, states)
+            for shape, states in zip((*shapes, *self.p.shapes(form.node)), (*operands, *results), strict=True)
+        ):
             return False
-        return True
+        return form.agree is None or form.agree([self.p.layout_of(*one) for one in zip(shapes, operands, strict=True)])
 
     def sharded(self, form: Form, states: list[State]) -> Strategy | None:
         """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
         order = []
         for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
             if isinstance(state, Place):
-                mine = self.learned(operand)
+                mine = self.p.learned(operand)
                 if not (mine and self.role.at_use and not self.large_table(form, i)):
-                    order.append((not mine, -math.prod(self.p.shape(operand)), i, state))
-        for _, _, i, state in sorted(order, key=lambda one: one[:3]):
+                    shape = self.p.shape(operand)
+                    coarse = self.divided and shape[state.dim] // (state.pre * state.post) < self.parts
+                    order.append((not mine, coarse, -math.prod(shape), i, state))
+        for *_, i, state in sorted(order, key=lambda one: one[:4]):
             found = self.shards(form, i, state)
             if found is not None:
                 return found
@@ -203,12 +210,7 @@ class TensorWalk(Walk):
             return None
         for i, (operand, labels) in enumerate(form.operands):
             state = states[i]
-            if (
-                isinstance(state, Place)
-                and self.learned(operand)
-                and self.product(form, i)
-                and self.summed(form, labels[state.dim])
-            ):
+            if isinstance(state, Place) and self.p.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
                 place = self.by_columns(form, [i])
                 return None if place is None else self.shards(form, *place)
         return None
@@ -217,7 +219,7 @@ class TensorWalk(Walk):
         """Remember where a partial sum is that of a product."""
         if "P" in strategy.results:
             product = any(
-                self.product(form, i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.learned(o)
+                form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.p.learned(o)
             )
             if product or any(o in self.made for o, _ in form.operands):
                 self.made.add(form.node)
@@ -233,11 +235,6 @@ class TensorWalk(Walk):
         later = self.role.stream != "whole" and form.operands[0][0] in self.made and self.in_stream(form, partial[0]) is None
         return small or together or later
 
-    def product(self, form: Form, weight: int) -> bool:
-        """Whether an op sums over a label that the operand ``weight`` shares with others."""
-        others = {label for j, (_, theirs) in enumerate(form.operands) if j != weight for label in theirs}
-        return any(self.summed(form, label) and label in others for label in form.operands[weight][1])
-
     def large_table(self, form: Form, table: int) -> bool:
         """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
         rows, found = (math.prod(self.p.shape(node)) for node in (form.operands[table][0], form.node))
@@ -246,13 +243,7 @@ class TensorWalk(Walk):
     def looks_up(self, form: Form, table: int) -> bool:
         """Whether an op looks up rows of the operand ``table``."""
         labels = form.operands[table][1]
-        return not self.product(form, table) and len(form.operands) > 1 and any(self.summed(form, label) for label in labels)
-
-    def learned(self, node: fx.Node) -> bool:
-        """Whether a value follows from parameters alone."""
-        while node.op == "call_function" and len(node.all_input_nodes) == 1:
-            node = node.all_input_nodes[0]
-        return node.op == "placeholder" and node.name in self.p.captured.parameters
+        return not form.contracts(table) and len(form.operands) > 1 and any(form.sums(label) for label in labels)
 
     def decide(self, form: Form, opened: list[int]) -> None:
         """Close the open operands of an op: as its other operands want it, or as the recipe says where these are whole."""
@@ -281,9 +272,9 @@ class TensorWalk(Walk):
             return None
         for i in opened:
             operand, labels = form.operands[i]
-            if not (self.product(form, i) or self.looks_up(form, i)):
+            if not (form.contracts(i) or self.looks_up(form, i)):
                 continue
-            dims = sorted(range(len(labels)), key=lambda d: not self.summed(form, labels[d]))
+            dims = sorted(range(len(labels)), key=lambda d: not form.sums(labels[d]))
             for dim in dims:
                 size, inner = self.p.shape(operand)[dim], self.within(operand, dim)
                 if inner is not None and size % (inner * self.parts) == 0:
@@ -305,7 +296,7 @@ class TensorWalk(Walk):
         """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
         for i, (operand, labels) in enumerate(form.operands if self.role.stream != "width" else ()):
             state = self.state(operand)
-            if i in opened or not isinstance(state, Place) or not self.summed(form, labels[state.dim]):
+            if i in opened or not isinstance(state, Place) or not form.sums(labels[state.dim]):
                 continue
             if any(labels[state.dim] in form.operands[j][1] for j in opened):
                 return i, state
@@ -316,14 +307,41 @@ class TensorWalk(Walk):
         for i in opened:
             labels = form.operands[i][1]
             others = {label for j, (_, theirs) in enumerate(form.operands) if j not in opened for label in theirs}
-            if not any(self.summed(form, label) and label in others for label in labels):
+            if not any(form.sums(label) and label in others for label in labels):
                 continue
             for dim, label in enumerate(labels):
                 if label is not None and label in form.results[0] and label not in others:
-                    place = self.cuts.split(form, i, dim, list(form.results[0]).index(label))
-                    if place is not None:
-                        return i, place
+                    place = self.column_of(form, i, dim, list(form.results[0]).index(label))
+                    if place is not None or form.node in self.shared:
+                        return None if place is None else (i, place)
         return None
+
+    def column_of(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
+        """Where to cut a weight by columns.
+
+        Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut among as many of
+        the ranks as can have whole ones: those of the major sub-axis; over the other all have the same.
+        """
+        cuts = self.cuts[self.parts]
+        found = cuts.split(form, weight, dim, result)
+        lost, place = found or (1, None)
+        if not lost or self.role.stream not in ("whole", "sequence") or not cuts.multiplied(form.node):
+            return place
+        number, heads = self.fewer(form, weight, dim, result)
+        if number == 1 or (self.divided and not self.outer and number == self.major):
+            self.shared.add(form.node)
+            return None
+        self.few = max(self.few, 1 if self.divided else number)
+        return heads if self.divided and number == self.major else place
+
+    def fewer(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place | None]:
+        """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and how."""
+        for number in sorted(self.cuts, reverse=True)[1:-1]:
+            found = self.cuts[number].split(form, weight, dim, result)
+            whole = self.p.shape(form.operands[weight][0])[dim]
+            if found is not None and not found[0] and whole // (found[1].pre * found[1].post) % number == 0:
+                return number, found[1]
+        return 1, None
 
     def by_table(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
         """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of each."""
@@ -332,18 +350,14 @@ class TensorWalk(Walk):
             if not self.looks_up(form, i):
                 continue
             shape = self.p.shape(operand)
-            row = next(d for d, label in enumerate(labels) if self.summed(form, label))
+            row = next(d for d, label in enumerate(labels) if form.sums(label))
             if self.role.turned or self.role.stream == "width":
                 wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
-                return (i, self.cuts.even(shape[wide[-1]], wide[-1])) if wide else None
+                return (i, self.cuts[self.parts].even(shape[wide[-1]], wide[-1])) if wide else None
             looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
             if looked and shape[row] >= TABLE * self.parts:
-                return i, self.cuts.even(shape[row], row)
+                return i, self.cuts[self.parts].even(shape[row], row)
         return None
-
-    @staticmethod
-    def summed(form: Form, label: Any) -> bool:
-        return label is not None and all(label not in labels for labels in form.results) and form.moves is None
 
     def in_stream(self, form: Form, position: int) -> Strategy | None:
         """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes between products."""
@@ -358,7 +372,7 @@ class TensorWalk(Walk):
         at = rows.dim if isinstance(rows, Place) else -1
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
-                return self.shards(form, position, self.cuts.even(shape[dim], dim))
+                return self.shards(form, position, self.cuts[self.parts].even(shape[dim], dim))
         return None
 
 
@@ -368,7 +382,8 @@ def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
         whole, pre = math.prod(f.size for f in factors), 1
         for factor in factors:
             if axis in factor.axes:
-                equal = factor.size == math.prod(parts[a] for a in factor.axes)
+                alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # no sub-axes, which cut alike
+                equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
                 return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)))
             pre *= factor.size
     return "I"

@@ -224,7 +224,7 @@ def trace(
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         captured.notes, sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
-        dict(tensor.axes) if tensor is not None else {},
+        sharded.tensor,
     )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ import torch
 from torch import fx
 
 from shardwise.trace import norms
-from shardwise.trace.rules import draws, elementwise, lookups, losses, products, reductions, shapes
+from shardwise.trace.rules import attention, draws, elementwise, lookups, losses, products, reductions, shapes
 from shardwise.trace.rules.table import op_name, pointwise
 from shardwise.trace.sharding import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **elementwise.RULES, **shapes.RULES, **lookups.RULES, **products.RULES, **reductions.RULES, **losses.RULES, **draws.RULES,
+        **elementwise.RULES, **shapes.RULES, **lookups.RULES, **products.RULES, **attention.RULES, **reductions.RULES, **losses.RULES, **draws.RULES,
         "batch_norm of rows": reductions.batch_norm,
     }
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Contractions: matrix products, convolutions, attention."""
+"""Contractions: matrix products, convolutions, recurrent layers."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.trace import ops
-from shardwise.trace.forms import Emit, Form, Place, Shards, Solved, Strategy
-from shardwise.trace.rules.draws import keys, ordered
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 from shardwise.trace.sharding import Propagation
 
@@ -132,65 +129,6 @@ def _conv(p: Propagation, node: fx.Node) -> Any:
     pairs += [(o, [n]) for o in operands[2:]]
     out = [*lead, n or "channels", *[f"s{i}" for i in range(spatial)]]
     return p.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))))
-
-
-@RULES.rule("scaled_dot_product_attention")
-def _attention(p: Propagation, node: fx.Node) -> Any:
-    q, k, v = node.args[:3]
-    mask = given(node, "attn_mask")
-    lead = rank_of(p, q) - 2
-    leads = [p.expressions(x)[:lead] for x in (q, k, v)]
-    if any(rank_of(p, x) != lead + 2 for x in (k, v)):
-        return None
-    # A dim that differs is of heads that share keys, or is broadcast: whole.
-    names: list[Any] = [d if len({s[d] for s in leads}) == 1 else None for d in range(lead)]
-    operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*names, None, None]) for x in (q, k, v)]
-    if isinstance(mask, fx.Node):
-        ((_, labels),) = aligned(p, [mask], [*p.expressions(node)[:lead], None, None])
-        operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
-    out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
-    form = p.labelled(node, operands, out)
-    if lead:
-        form.moves = _heads(p, form, lead - 1)
-    if "ordinal" not in node.meta:
-        return form
-    form.emit = _attention_dropout(node, given(node, "is_causal", False))
-    return form if p.dropout == "fast" else ordered(p, form)
-
-
-def _heads(p: Propagation, form: Form, dim: int) -> Shards:
-    """Queries of several heads share a key's: pieces of the one dim go with pieces of the other."""
-    heads = [p.shape(x)[dim] for x, _ in form.operands[:3]]
-    shared = heads[0] != heads[1]
-
-    def moves(position: int, place: Place) -> Strategy | None:
-        if not shared or place.dim != dim or place.pre != 1 or position > 2:
-            return form.by_label(position, place)
-        pieces = heads[position] // place.post  # equal ones: as many of queries as of keys
-        if len(form.operands) > 3 or any(h % pieces for h in heads):
-            return None
-        each = tuple(Place(dim, 1, h // pieces) for h in heads)
-        return Strategy(each, each[:1])
-
-    return moves
-
-
-def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
-    """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is allowed to differ."""
-
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
-        q, k = node.args[:2]
-        sharded = any(s.sharded for s in solved.strategies.values())
-        if p.dropout == "fast" and sharded:
-            return p.plain(node, solved)
-        sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
-        key = keys(p, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
-        mask = solved.values[3] if len(solved.values) > 3 else None
-        args = (p.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
-        kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
-        return p.emit(node, args, kwargs, solved.layout, ops.attention)
-
-    return emit
 
 
 @RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")
