@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.core.layout import Layout
-from shardwise.parallel.tensor import Role, role
+from shardwise.parallel.tensor import Role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.capture import Uncapturable
@@ -37,14 +37,17 @@ TABLE = 8
 
 
 class TensorWalk(Walk):
-    """The walk for one axis, over which there are ``parts`` ranks; ``before`` are the assignments of those before it."""
+    """The walk for one axis, over which there are ``parts`` ranks; ``before`` are the assignments of those before it.
+
+    ``known`` is what the axis does; none: all compute the same over it.
+    """
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment]
-    ) -> None:
+        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment],
+        known: Role | None,
+    ) -> None:  # fmt: skip
         super().__init__(p, forms)
         self.axis, self.parts, self.rows, self.before = axis, p.tensor.axes[axis], rows, before
-        known = role(p.tensor.recipe, axis)
         self.role, self.inert = known or Role(), known is None
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
@@ -247,6 +250,10 @@ class TensorWalk(Walk):
         """Whether an op looks up rows of the operand ``table``."""
         labels = form.operands[table][1]
         return not self.product(form, table) and len(form.operands) > 1 and any(self.summed(form, label) for label in labels)
+
+    def contracts(self, form: Form) -> bool:
+        """Whether an op of several operands sums over a label: a product, or a lookup."""
+        return len(form.operands) > 1 and any(self.summed(form, label) for _, labels in form.operands for label in labels)
 
     def learned(self, node: fx.Node) -> bool:
         """Whether a value follows from parameters alone."""
