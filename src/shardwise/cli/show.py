@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.core.layout import Layout
+from shardwise.core.pins import starred
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, settled, subject
@@ -147,7 +147,7 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
     found: dict[tuple[str, ...], list[int]] = {}
     for bucket in trace.buckets:
         for p in bucket.parameters:
-            name = _starred(p.name)
+            name = starred(p.name)
             shape = str(p.placed)[1:-1].replace(", ", "x")
             key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
             found.setdefault(key, []).append(bucket.index)
@@ -168,7 +168,7 @@ def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
     for unit in trace.units:
         counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, trace, plan, rows))
         if counts:
-            found.setdefault((_starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
+            found.setdefault((starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
     if not found:
         return []
     over = {_over(one) for _, own in found for _, one, _ in own}
@@ -196,10 +196,6 @@ def _over(one: UnitTraffic) -> str:
 
 def _kinds(several: Sequence[Traffic]) -> str:
     return ", ".join(t.kind for t in several)
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _runs(units: Sequence[int]) -> str:

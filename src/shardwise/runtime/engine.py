@@ -13,11 +13,11 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import OTHERS
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator

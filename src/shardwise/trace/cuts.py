@@ -34,17 +34,21 @@ class Cuts:
 
         With the number of elements that have to be gathered even so.
         """
-        node, size = form.node, self.p.shape(form.operands[weight][0])[dim]
+        found = self.best(form.node, result, self.p.shape(form.operands[weight][0])[dim])
+        return None if found is None else (found[0], found[1]._replace(dim=dim))
+
+    def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Place] | None:
+        """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces; and what is gathered even so."""
         found = []
-        for order, (pre, post) in enumerate(self.made_of(node, result)):
+        for order, (pre, post) in enumerate(self.made_of(node, dim)):
             if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
-                place = self.even(size, result, pre, post)
+                place = self.even(size, dim, pre, post)
                 uneven = size // (place.pre * place.post) % self.parts != 0
                 found.append((self.gathered(node, place), uneven, order, place))
         if not found:
             return None
         lost, _, _, place = min(found, key=lambda one: one[:3])
-        return lost, Place(dim, place.pre, place.post)
+        return lost, place
 
     def multiplied(self, node: fx.Node) -> bool:
         """Whether what follows from ``node`` is multiplied with other activations, as keys and values are."""

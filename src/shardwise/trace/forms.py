@@ -115,6 +115,11 @@ class Form:
         others = {label for j, (_, theirs) in enumerate(self.operands) if j != position for label in theirs}
         return any(self.sums(label) and label in others for label in self.operands[position][1])
 
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is an op of several operands that sums over a label: a product, or a lookup."""
+        return len(self.operands) > 1 and any(self.sums(label) for _, labels in self.operands for label in labels)
+
     def keeps(self, partial: Sequence[int]) -> bool:
         """Whether the op can be applied to partial sums of just these operands."""
         if not partial:

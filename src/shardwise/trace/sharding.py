@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh, sub_axes
+from shardwise.core.pins import PLANS
 from shardwise.parallel.tensor import role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
@@ -29,7 +31,10 @@ from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves
+from shardwise.trace.naming import module_path
 from shardwise.trace.normalise import eliminate_dead
+from shardwise.trace.pinned import PinnedWalk
+from shardwise.trace.pins import read_pins
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
 from shardwise.trace.tensor import TensorWalk
@@ -52,7 +57,8 @@ class Sharded:
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
-    parallelism shards, by name; ``tensor`` are its axes, or sub-axes of these, with their sizes.
+    parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
+    ``tensor`` are its axes, or sub-axes of these, with their sizes.
     """
 
     graph: fx.Graph
@@ -60,6 +66,8 @@ class Sharded:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    decided: dict[str, dict[str, str]] = field(default_factory=dict)
+    conflicts: dict[str, None] = field(default_factory=dict)
     tensor: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -107,10 +115,10 @@ class Propagation:
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
-        found, divided = self.along_tensor_axes(forms, rows)
+        found, divided = self.assigned(forms, rows)
         if divided is not None:
             self.tensor = replace(self.tensor, axes=divided)
-            found, _ = self.along_tensor_axes(forms, rows)
+            found, _ = self.assigned(forms, rows)
         self.groups, self.sharded.tensor = (ROWS, *self.tensor.axes), self.tensor.axes
         self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
         for node, copy in zip(places, copies, strict=True):
@@ -118,7 +126,7 @@ class Propagation:
         for node in nodes:
             self.current = node
             if node.op == "call_function":
-                self.value[node] = self.step(node, forms.get(node))
+                self.value[node] = self.held(node, self.step(node, forms.get(node)))
             elif node.op == "output":
                 loss, *updates = node.args[0]
                 partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
@@ -126,14 +134,22 @@ class Propagation:
         eliminate_dead(self.graph)
         return self.sharded
 
-    def along_tensor_axes(
+    def assigned(
         self, forms: Mapping[fx.Node, Form | None], rows: Assignment
     ) -> tuple[dict[str, Assignment], dict[str, int] | None]:  # fmt: skip
-        """The assignments for each axis of tensor parallelism, and the axes with one as two sub-axes, if there are few heads for its ranks."""
+        """What is done over each axis of tensor parallelism, and the axes with one as two sub-axes, if there are few heads for its ranks."""
         found: dict[str, Assignment] = {}
+        if self.tensor.plan == "auto" and self.tensor.axes:
+            raise ConfigError('tensor_plan: "auto" is not built yet; legal: "recipe", "propagate", "table".')
+        if self.tensor.plan in PLANS:
+            pins = read_pins(self)
+            for axis in self.tensor.axes:
+                found[axis] = PinnedWalk(self, forms, axis, rows, found, pins).run()
+            return found, None
+        roles = {axis: role(self.tensor.recipe, axis) for axis in self.tensor.axes}
         # What rests within others' pieces comes last.
-        for axis in sorted(self.tensor.axes, key=lambda a: (one := role(self.tensor.recipe, a)) is not None and one.at_use):
-            walk = TensorWalk(self, forms, axis, rows, found)
+        for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
+            walk = TensorWalk(self, forms, axis, rows, found, known)
             found[axis] = walk.run()
             if walk.few > 1:
                 inner = walk.parts // walk.few
@@ -172,6 +188,11 @@ class Propagation:
         if not is_tensor(node):
             return self.number(node)
         return self.replicate(node) if form is None else self.local(node, form)
+
+    def held(self, node: fx.Node, value: Any) -> Any:
+        """The value of a node, moved to where users want it to be."""
+        goals = {group: one.held[node] for group, one in self.assignments.items() if node in one.held}
+        return self.convert(value, goals) if goals else value
 
     def local(self, node: fx.Node, form: Form) -> fx.Node:
         """Emit an op by its strategies."""
@@ -427,14 +448,3 @@ def _is_factory(target: Any) -> bool:
         and any(a.name == "device" for a in described.arguments)
         and not any(isinstance(a.type, torch.TensorType) for a in described.arguments)
     )
-
-
-def module_path(node: fx.Node | None) -> str:
-    """The path of the module that a captured op came from, in the user's model."""
-    if node is None:
-        return ""
-    if "path" in node.meta:
-        return str(node.meta["path"])
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return str(path).removeprefix("module").removeprefix(".")

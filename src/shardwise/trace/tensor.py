@@ -19,7 +19,7 @@ from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import axis_of
-from shardwise.parallel.tensor import Role, role
+from shardwise.parallel.tensor import Role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.cuts import Cuts
@@ -36,11 +36,15 @@ TABLE = 8
 
 
 class TensorWalk(Walk):
-    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the assignments of those before it."""
+    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the assignments of those before it.
+
+    ``known`` is what the axis does; none: all compute the same over it.
+    """
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment]
-    ) -> None:
+        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment],
+        known: Role | None,
+    ) -> None:  # fmt: skip
         super().__init__(p, forms)
         self.axis, self.rows, self.before = axis, rows, before
         # Sub-axes cut alike, one within the other, so that both decide as the axis does.
@@ -51,7 +55,6 @@ class TensorWalk(Walk):
         self.shared: set[fx.Node] = (
             set()
         )  # products that are the same on several ranks, each of which uses a part of what follows
-        known = role(p.tensor.recipe, axis)
         self.role, self.inert = known or Role(), known is None
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
