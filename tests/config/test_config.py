@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardwise.config import Config, Hardware, load_config
+from shardwise.config.build import build_plan
 from shardwise.config.sections import SECTIONS, rules
 from shardwise.config.toml import dumps, inline, parse, shown
 from shardwise.core.errors import ConfigError
@@ -235,6 +236,10 @@ REFUSED = [
     ("parallel.tp=0", ["parallel.tp", "0", "an integer of at least 1"]),
     ("parallel.tp=1.5", ["parallel.tp", "1.5", "an integer of at least 1"]),
     ("parallel.tensor=4d", ["parallel.tensor", '"4d"', '"1d", "1d-sp", "2d", "2.5d", "3d"']),
+    ("parallel.tensor_plan=auto_", ["parallel.tensor_plan", '"recipe", "auto", "propagate", "table"', 'Did you mean "auto"?']),
+    ("parallel.pins=3", ["parallel.pins", 'a table of patterns, such as "*.q_proj.weight" = "column"']),
+    ("parallel.pins={}", ["parallel.pins", "a table of patterns"]),
+    ('parallel.pins={"*.weight" = 1}', ["parallel.pins", "It holds '*.weight' = 1"]),
     ("parallel.tensor=1dsp", ["parallel.tensor", '"1dsp"', 'Did you mean "1d-sp"?']),
     ("parallel.microbatches=3", ["data.batch_size", "2 x 3", "6 or 12"]),
     ("parallel.microbatches=16", ["data.batch_size", "2 x 16", "such as 32"]),
@@ -331,6 +336,13 @@ TOGETHER = [
     (["train.devices=8", "parallel.dp=4", "parallel.tp=4"], ["parallel.dp", "2, train.devices = 8 over parallel.tp = 4"]),
     (["train.devices=8", "parallel.dp=4", "parallel.pp=2", "parallel.tp=2"],
      ["parallel.dp", "2, train.devices = 8 over parallel.pp x parallel.tp = 2 x 2"]),
+    (["parallel.tensor_plan=propagate", 'parallel.pins={a = "0"}'], ["parallel.tensor_plan", '"recipe", or tp of 2 or more']),
+    (["parallel.tp=2", "parallel.tensor_plan=table"], ["parallel.pins", "one or more"]),
+    (["parallel.tp=2", 'parallel.pins={a = "0"}'], ["parallel.pins", 'none, or tensor_plan = "propagate", "table"', '"a" is not legal']),
+    (["parallel.tp=2", "parallel.tensor_plan=auto", 'parallel.pins={a = "0"}'], ["parallel.pins", "which decides itself"]),
+    (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={a = "colum"}'], ["parallel.pins", '"row"', 'Did you mean "column"?']),
+    (["parallel.tp=4", "parallel.tensor=2d", "parallel.tensor_plan=table", 'parallel.pins={a = "row"}'],
+     ["parallel.pins", '"row@tp_i" or "row@tp_j"', "does not say over which axis"]),
     (["train.devices=4", "parallel.tp=4", "parallel.zero=1"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["data.batch_size=10", "parallel.dp=2", "parallel.microbatches=3"], ["data.batch_size", "6 or 12"]),
 ]  # fmt: skip
@@ -445,7 +457,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
+        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
         "max_restarts trace_steps tensorboard resume memory_gib",
@@ -512,6 +524,19 @@ def test_the_vocabulary_follows_the_tokenizer(tokenizer: Path) -> None:
     assert 'data.end_token = "<|endoftxt|>" (command line)' in found[0] and 'Did you mean "<|endoftext|>"?' in found[0]
     (found,) = problems(f"data.tokenizer={tokenizer}", "data.end_token=a")  # an ordinary token: any text would end documents
     assert 'data.end_token = "a" (command line)' in found
+
+
+def test_pins_come_back(tmp_path: Path) -> None:
+    pins = {"*.q_proj.weight": "column", "wte.weight": "row", "blocks.*": "whole"}
+    text = "[parallel]\ntp = 2\ntensor_plan = 'propagate'\n[parallel.pins]\n" + "".join(
+        f"'{k}' = '{v}'\n" for k, v in pins.items()
+    )
+    config = load(toml=text, folder=tmp_path)
+    assert list((config.parallel.pins or {}).items()) == list(pins.items())
+    assert load(toml=config.resolved(), folder=tmp_path) == config
+    assert build_plan(config).pins == tuple(pins.items()) and build_plan(config).tensor_plan == "propagate"
+    given = load("parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.q_proj.weight" = "0@tp"}').parallel.pins
+    assert given == {"*.q_proj.weight": "0@tp"}
 
 
 def test_text_and_its_paths_come_back(tokenizer: Path, tmp_path: Path) -> None:
@@ -628,6 +653,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "parallel.stages",
         "parallel.timetable",
         "parallel.reduced",
+        "parallel.pins",
         "train.memory_gib",
         "train.loss_scale",
         "checkpoint.keep_every",

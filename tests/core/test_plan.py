@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import operator
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import LINKS, Axis, Mesh
-from shardwise.core.plan import ASYNCHRONOUS, CHOICES, DATA_PARALLEL_ROWS, ParameterRule, Plan
+from shardwise.core.pins import PLANS, Cut, cuts
+from shardwise.core.plan import ASYNCHRONOUS, CHOICES, DATA_PARALLEL_ROWS, OTHERS, ParameterRule, Plan
 from shardwise.core.timetable import written
 from shardwise.parallel.schedule import SCHEDULES
 
@@ -36,11 +38,19 @@ def plans(draw: st.DrawFn) -> Plan:
     if words["schedule"] in ASYNCHRONOUS:
         parameters, counts["window"] = [ParameterRule("*")], draw(st.integers(1, 100))
         words["reduce"], words["norm"] = "auto", "barrier"
+    pins = {}
+    if words["tensor_plan"] in PLANS:
+        if not any(axis.name not in OTHERS and axis.size > 1 for axis in found):
+            found = [axis for axis in found if axis.name != "tp"] + [Axis("tp", 2)]
+            mesh = Mesh(tuple(found))
+        own = [f"@{axis.name}" for axis in found if axis.name not in OTHERS and axis.size > 1]
+        cut = st.builds(operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own))
+        pins = draw(st.dictionaries(st.text(min_size=1), cut, min_size=1, max_size=3))
     sync = False
     if words["schedule"] == "pipedream":
         counts["microbatches"], sync = 1, draw(st.booleans())
         words["precision"] = draw(st.sampled_from(("fp32", "fp64", "bf16")))
-    return Plan(mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, **counts, **words)
+    return Plan(mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, pins=pins, **counts, **words)
 
 
 @settings(max_examples=200, deadline=None)
@@ -115,6 +125,43 @@ def test_replace_checks_anew() -> None:
 def test_bad_plans_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Plan(**change)  # type: ignore[arg-type]
+
+
+PINNED = {"tensor_plan": "propagate", "mesh": Mesh.of(dp=2, tp=2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tensor_plan": "propogate"}, "tensor_plan: 'propogate' .*Did you mean \"propagate\""),
+        ({"pins": {"a": "0"}}, 'pins: "a" is not legal with tensor_plan = "recipe", which decides itself; legal: none, or'),
+        ({"pins": {"a": "0"}, "tensor_plan": "auto"}, 'pins: "a" is not legal with tensor_plan = "auto"'),
+        ({"pins": {"a": "0"}, "tensor_plan": "table"}, 'tensor_plan: "table" .* without ranks .*; legal: "recipe", or tp of 2'),
+        ({**PINNED, "pins": {}}, 'pins: none are not legal with tensor_plan = "propagate"; legal: one or more'),
+        ({**PINNED, "pins": "a"}, "pins: 'a' is not legal; legal: a mapping"),
+        ({**PINNED, "pins": (("a", "0"), ("b", "0"), ("a", "1"))}, 'pins: "a" is there twice; legal: once'),
+        ({**PINNED, "pins": {"": "0"}}, "pins: pattern: ''"),
+        ({**PINNED, "pins": {"a": 0}}, 'pins: "a" = 0 is not legal; legal: "column"'),
+        ({**PINNED, "pins": {"a": "0/0"}}, "pins: \"a\" = '0/0' is not legal"),
+        ({**PINNED, "pins": {"a": "cloumn"}}, 'Did you mean "column"?'),
+        ({**PINNED, "pins": {"a": "0@dp"}}, 'there is no axis "dp" to shard over; legal: tp'),
+        ({**PINNED, "pins": {"a": "0, 1"}}, "says two things of tp; legal: one"),
+        (
+            {**PINNED, "mesh": Mesh.of(tp_i=2, tp_j=2), "pins": {"a": "0"}},
+            'does not say over which axis; legal: "0@tp_i" or "0@tp_j"',
+        ),
+    ],
+)
+def test_bad_pins_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Plan(**change)  # type: ignore[arg-type]
+
+
+def test_what_pins_say() -> None:
+    assert cuts("a", "column", ["tp"]) == {"tp": Cut("column")}
+    assert cuts("a", "0/3@tp_j, -1@tp_i", ["tp_i", "tp_j"]) == {"tp_j": Cut("", 0, 3), "tp_i": Cut("", -1)}
+    assert cuts("a", "whole", ["tp_i", "tp_j"]) == {"tp_i": Cut("whole"), "tp_j": Cut("whole")}
+    assert cuts("a", "row@tp_j", ["tp_i", "tp_j"]) == {"tp_j": Cut("row")}
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import os
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import APPLIES
-from shardwise.core.plan import check_asynchronous
+from shardwise.core.plan import check_asynchronous, check_pins
 from shardwise.core.timetable import homes, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
 from shardwise.parallel.schedule import AUTO, SCHEDULES, check_schedule
+from shardwise.parallel.tensor import ROLES
 
 from .data import complete_data
 from .draft import Draft
@@ -36,7 +37,7 @@ def complete(draft: Draft, hardware: Hardware) -> None:
     """Fill in the draft's defaults and note all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _train, _checkpoint):
+    for step in (_optimizer, _loss_scale, _train, _checkpoint, _pins):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
@@ -150,6 +151,19 @@ def _train(draft: Draft) -> None:
 def _checkpoint(draft: Draft) -> None:
     if draft.sound("train.steps"):
         draft.default("checkpoint.every", max(1, draft["train.steps"] // 5))
+
+
+def _pins(draft: Draft) -> None:
+    """Do the pins go together with what else is said of tensor parallelism?"""
+    if not draft.sound(*(f"parallel.{key}" for key in ("tp", "tensor", "tensor_plan", "pins"))):
+        return
+    axes = tuple(ROLES[draft["parallel.tensor"]]) if draft["parallel.tp"] > 1 else ()
+    try:
+        check_pins(draft["parallel.tensor_plan"], tuple((draft["parallel.pins"] or {}).items()), axes)
+    except ConfigError as error:
+        key, _, rest = str(error).partition(": ")
+        what, _, legal = rest.partition("; legal: ")
+        draft.refuse(f"parallel.{key}", legal.rstrip("."), what.rstrip("."))
 
 
 def _devices(draft: Draft, hardware: Hardware) -> None:

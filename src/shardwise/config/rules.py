@@ -202,6 +202,20 @@ def table(legal: str) -> Rule:
     return Rule(legal, read)
 
 
+def words(legal: str) -> Rule:
+    """A table of texts."""
+
+    def read(value: Any) -> dict[str, str]:
+        if not isinstance(value, dict) or not value:
+            raise Illegal
+        for name, item in value.items():
+            if not name or not isinstance(item, str):
+                raise Illegal(f"It holds {name!r} = {item!r}")
+        return {str(_plain(name)): str(_plain(item)) for name, item in value.items()}
+
+    return Rule(legal, read)
+
+
 def _plain(value: Any) -> Any:
     """A copy of a value that can be written as TOML and read back the same."""
     if isinstance(value, dict):

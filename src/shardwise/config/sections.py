@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from shardwise.core import optim, plan
 from shardwise.core.optim import OptimizerName, Schedule
-from shardwise.core.plan import Dropout, Gathered, Norm, Offload, Precision, Recompute, Reduced, ReduceDtype, Tensor
+from shardwise.core.plan import Dropout, Gathered, Norm, Offload, Precision, Recompute, Reduced, ReduceDtype, Tensor, TensorPlan
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
 from .rules import (
@@ -33,6 +33,7 @@ from .rules import (
     tables,
     text,
     texts,
+    words,
 )  # fmt: skip
 
 Resume = Literal["auto", "never"]
@@ -115,7 +116,8 @@ class ParallelConfig:
     and go back where that was wrong ("post-validate").  There, and under an asynchronous schedule, the pipeline is empty after every ``window``
     steps, and before evaluations and checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``, as in :class:`shardwise.Plan`;
     without one the launcher measures the units before the first step and looks for the best, of as many stages as that takes.
-    ``tp`` ranks share each layer: parameters, and what is computed with them, are sharded over them by the recipe ``tensor``.
+    ``tp`` ranks share each layer: parameters, and what is computed with them, are sharded over them by the recipe ``tensor``, or on
+    its axes as ``tensor_plan`` says: by a solver ("auto"), or by ``pins``, a table of patterns of names, each with where to cut what it matches.
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
     ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
     ``reduced`` are by default what communicates least of all that fits into the memory.
@@ -131,6 +133,8 @@ class ParallelConfig:
     timetable: tuple[str, ...] | None = key(several(text('a text for each rank, such as "F0.0 F0.1 B0.0 B0.1"')))
     tp: int = key(integer(1), 1)
     tensor: Tensor = key(choice(*plan.CHOICES["tensor"]), "1d")
+    tensor_plan: TensorPlan = key(choice(*plan.CHOICES["tensor_plan"]), "recipe")
+    pins: Mapping[str, str] | None = key(words('a table of patterns, such as "*.q_proj.weight" = "column"'))
     dp: int = key(integer(1))
     dp_replicate: int = key(integer(1), 1)
     zero: int = key(integer(0, most=3), 0)

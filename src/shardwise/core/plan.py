@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
 from shardwise.core.mesh import Axis, Mesh
+from shardwise.core.pins import PLANS, cuts
 from shardwise.core.timetable import read
 
 Recompute = Literal["none", "selective", "full"]
@@ -22,6 +23,8 @@ ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Norm = Literal["barrier", "post-validate"]
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
+TensorPlan = Literal["recipe", "auto", "propagate", "table"]
+Pins = tuple[tuple[str, str], ...]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("none", "selective", "full"),
@@ -41,6 +44,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     ),
     "norm": ("barrier", "post-validate"),
     "tensor": ("1d", "1d-sp", "2d", "2.5d", "3d"),
+    "tensor_plan": ("recipe", "auto", "propagate", "table"),
     "dropout": ("exact", "fast"),
     "offload": ("none", "optimizer", "activations", "all"),
     "gathered": ("use", "forward", "step"),
@@ -48,6 +52,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "reduce": ("auto", "fp64", "fp32", "bf16", "fp16"),
 }
 """The fields of a plan that are one word, with the legal words."""
+
+OTHERS = ("pp", "dp_replicate", "dp")
+"""The axes of a mesh that shard no parameter by its dims."""
 
 LOW_PRECISIONS = ("bf16", "fp16")
 """The precisions that compute with copies of fp32 masters."""
@@ -106,7 +113,8 @@ class Plan:
     their own gradients' norm and go on with the next batch; when the norm of all is there a stage that should have clipped or skipped goes back (Qi et
     al., arXiv 2401.10241, section 4).  There, and under an asynchronous schedule, the pipeline is empty after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule
     "auto" goes by ``timetable``, a text for each rank over ``pp`` (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in
-    the order in which the rank computes them.  ``recompute`` says whether units are run forward again in backward, under
+    the order in which the rank computes them.  ``tensor`` is the recipe of axes that shard parameters; under ``tensor_plan`` "auto" a solver takes its place, under
+    "propagate" and "table" ``pins``, (pattern, where to cut) as in ``core/pins.py``; a mapping may be given.  ``recompute`` says whether units are run forward again in backward, under
     "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
     computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
@@ -139,6 +147,8 @@ class Plan:
     tensor: Tensor = "1d"
     window: int = 32
     timetable: tuple[str, ...] = ()
+    tensor_plan: TensorPlan = "recipe"
+    pins: Pins = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -150,6 +160,7 @@ class Plan:
         for field, legal in CHOICES.items():
             check_choice(field, getattr(self, field), legal)
         self._check_timetable()
+        self._check_pins()
         rules = self.parameters
         if not isinstance(rules, tuple | list) or not rules or not all(isinstance(rule, ParameterRule) for rule in rules):
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
@@ -183,6 +194,18 @@ class Plan:
             )
         read(self.timetable, self.mesh.axis_size("pp"), self.stages_per_rank, self.microbatches)
         object.__setattr__(self, "timetable", tuple(self.timetable))
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The axes that shard parameters by their dims, in the order of the mesh, those of one rank left out."""
+        return tuple(axis.name for axis in self.mesh.axes if axis.name not in OTHERS and axis.size > 1)
+
+    def _check_pins(self) -> None:
+        pins = tuple(self.pins.items()) if isinstance(self.pins, Mapping) else self.pins
+        if not isinstance(pins, tuple | list) or not all(isinstance(pin, tuple | list) and len(pin) == 2 for pin in pins):
+            raise ConfigError(f'pins: {self.pins!r} is not legal; legal: a mapping, such as {{"*.q_proj.weight": "column"}}.')
+        object.__setattr__(self, "pins", tuple((pattern, text) for pattern, text in pins))
+        check_pins(self.tensor_plan, self.pins, self.tensor_axes)
 
     def _check_shards(self) -> None:
         sharded = next((rule for rule in self.parameters if rule.sharded), None)
@@ -257,6 +280,7 @@ class Plan:
         lines += [f"{field} = {_quote(getattr(self, field))}" for field in CHOICES]
         if not self.mesh.axes:
             lines += ["mesh = []"]
+        lines += ["", "[pins]", *(f"{_quote(pattern)} = {_quote(text)}" for pattern, text in self.pins)]
         for axis in self.mesh.axes:
             lines += [
                 "",
@@ -283,6 +307,33 @@ class Plan:
         if "parameters" in values:
             values["parameters"] = tuple(_records("parameters", values["parameters"], ParameterRule))
         return Plan(**values)
+
+
+def check_pins(tensor_plan: str, pins: Sequence[tuple[str, str]], axes: Sequence[str]) -> None:
+    """:class:`ConfigError` where ``pins``, over these axes of tensor parallelism, do not go together with ``tensor_plan``."""
+    own = ", ".join(f'"{name}"' for name in PLANS)
+    given = dict(pins)
+    if tensor_plan not in PLANS:
+        if given:
+            first = next(iter(given))
+            raise ConfigError(
+                f'pins: "{first}" is not legal with tensor_plan = "{tensor_plan}", which decides itself; legal: none, or tensor_plan = {own}.'
+            )
+        return
+    if not axes:
+        raise ConfigError(
+            f'tensor_plan: "{tensor_plan}" is not legal without ranks to shard over; legal: "recipe", or tp of 2 or more.'
+        )
+    if not given:
+        raise ConfigError(
+            f'pins: none are not legal with tensor_plan = "{tensor_plan}"; legal: one or more, such as "*.q_proj.weight" = "column".'
+        )
+    for pattern, text in given.items():
+        check_text("pins: pattern", pattern)
+        cuts(pattern, text, axes)
+    if len(given) < len(pins):
+        twice = next(p for i, (p, _) in enumerate(pins) if any(p == q for q, _ in list(pins)[:i]))
+        raise ConfigError(f'pins: "{twice}" is there twice; legal: once.')
 
 
 def check_asynchronous(

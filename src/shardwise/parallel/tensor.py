@@ -24,12 +24,7 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.mesh import Axis, Mesh
-from shardwise.core.plan import CHOICES, Plan, Tensor
-from shardwise.parallel.data import REPLICAS, SHARDS
-from shardwise.parallel.pipeline import PIPELINE
-
-OTHERS = (PIPELINE, REPLICAS, SHARDS)
-"""The axes of a mesh that shard no parameter by its dims."""
+from shardwise.core.plan import CHOICES, Pins, Plan, Tensor, TensorPlan
 
 
 @dataclass(frozen=True)
@@ -90,17 +85,17 @@ def sides(kind: str, size: int) -> dict[str, int]:
     return dict(zip(ROLES[kind], shape, strict=True))
 
 
-def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d") -> Plan:
-    """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``.
+def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Pins = ()) -> Plan:
+    """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe as ``tensor_plan`` says.
 
     The axes are the innermost: ranks that share the products of a layer are neighbours, for they wait for each other most often.
     """
     own = {axis for roles in ROLES.values() for axis in roles}
     others = tuple(axis for axis in plan.mesh.axes if axis.name not in own)
     inner = tuple(Axis(name, side) for name, side in sides(kind, size).items())
-    return plan.replace(mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind)
+    return plan.replace(mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind, tensor_plan=tensor_plan, pins=pins)
 
 
 def tensor_axes(plan: Plan) -> tuple[str, ...]:
     """The tensor-parallel axes of the plan's mesh, in its order, those of one rank left out."""
-    return tuple(axis.name for axis in plan.mesh.axes if axis.name not in OTHERS and axis.size > 1)
+    return plan.tensor_axes

@@ -136,7 +136,8 @@ class Compiled:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
         mesh = self.plan.mesh
         layouts = {p.name: p.layout for b in self.buckets for p in b.parameters} if self.buckets else None
-        return Tensors({axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)}, self.plan.tensor, layouts)
+        axes = {axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
+        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -167,7 +168,8 @@ class Compiled:
 def _traced_for(plan: Plan) -> tuple[Any, ...]:
     """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
     tensor = [(axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
-    return plan.precision, tensor, plan.tensor, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
+    how = (plan.tensor, plan.tensor_plan, plan.pins)
+    return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
 def _layout(one: Trace) -> list[list[tuple[str, Layout]]]:

@@ -6,7 +6,7 @@ Over the batch axes nothing is to choose: fields come in sharded, and what is sh
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``; ``layouts`` are those of parameters, where they
-    have been chosen before (None: whole)."""
+    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``;
+    ``layouts`` are those of parameters, where they have been chosen before (None: whole)."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     recipe: str = "1d"
     layouts: Mapping[str, Layout | None] | None = None
+    plan: str = "recipe"
+    pins: Sequence[tuple[str, str]] = ()
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
 from shardwise.parallel.tensor import role
 from shardwise.trace import ops
@@ -106,6 +107,8 @@ class Propagation:
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
         found: dict[str, Assignment] = {}
+        if self.tensor.axes and self.tensor.plan != "recipe":
+            raise ConfigError(f'tensor_plan: "{self.tensor.plan}" is not built yet; legal: "recipe".')
         # What rests within others' pieces comes last.
         for axis in sorted(self.tensor.axes, key=lambda a: (one := role(self.tensor.recipe, a)) is not None and one.at_use):
             found[axis] = TensorWalk(self, forms, axis, rows, found).run()

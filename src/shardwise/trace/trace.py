@@ -16,8 +16,8 @@ from shardwise.core.flat import FlatBuffer
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import OTHERS
 from shardwise.parallel.data import SHARDS
-from shardwise.parallel.tensor import OTHERS
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype

@@ -1,0 +1,52 @@
+"""Where users want a tensor cut: ``"column"``, ``"0@tp_i, 1@tp_j"``, ``"whole"``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.core.errors import ConfigError, did_you_mean
+
+PLANS = ("propagate", "table")
+"""The words of ``tensor_plan`` under which layouts follow from pins."""
+
+LEGAL = (
+    '"column" (what a product keeps of a weight), "row" (what it sums over), a dim such as "0" or "-1", "0/3" for each of 3 parts of it, "whole"; '
+    'each with "@axis" on a mesh of several axes, and several with commas, such as "0@tp_i, 1@tp_j"'
+)
+
+_ONE = re.compile(r"(?:(?P<word>column|row|whole)|(?P<dim>-?\d+)(?:/(?P<parts>[1-9]\d*))?)(?:@(?P<axis>\w+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Of a tensor on one axis: ``side`` is "column", "row" or "whole", or "" for dim ``dim``, of which each of ``parts`` equal parts is cut
+    (None: as what it is made of has it)."""
+
+    side: str = ""
+    dim: int = 0
+    parts: int | None = None
+
+
+def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, Cut]:
+    """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says nothing legal."""
+    where = f'pins: "{pattern}" = {text!r}'
+    found: dict[str, Cut] = {}
+    for part in text.split(",") if isinstance(text, str) else [""]:
+        one = _ONE.fullmatch(part.strip())
+        if one is None:
+            raise ConfigError(f"{where} is not legal; legal: {LEGAL}.{did_you_mean(part, ('column', 'row', 'whole'))}")
+        named, word = one["axis"], one["word"] or ""
+        if named is not None and named not in axes:
+            raise ConfigError(
+                f'{where}: there is no axis "{named}" to shard over; legal: {", ".join(axes)}.{did_you_mean(named, axes)}'
+            )
+        if named is None and len(axes) > 1 and word != "whole":
+            legal = " or ".join(f'"{part.strip()}@{axis}"' for axis in axes)
+            raise ConfigError(f"{where} does not say over which axis; legal: {legal}.")
+        for axis in axes if named is None else (named,):
+            if axis in found:
+                raise ConfigError(f"{where} says two things of {axis}; legal: one.")
+            found[axis] = Cut(word) if word else Cut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
+    return found
