@@ -50,6 +50,20 @@ class Rates:
         return max(link.latency for link in links) + sent / min(link.bandwidth for link in links)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``; ``memory`` are the bytes that a rank has for
+    parameters with what belongs to them and for what is kept for backward, None: any number."""
+
+    rates: Rates
+    rows: int
+    memory: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or (self.memory is not None and self.memory < 0):
+            raise ConfigError(f"machine: {self.rows} rows, {self.memory} bytes; legal: 1 row or more, 0 bytes or more")
+
+
 def rates(kind: str, precision: str) -> Rates:
     """What is assumed of a device ``kind`` ("cuda" or "cpu") that computes in ``precision``, where nobody says more.
 

@@ -15,6 +15,7 @@ from shardwise.trace import ops
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import is_tensor
+from shardwise.trace.tensor import place_of
 
 if TYPE_CHECKING:
     from shardwise.trace.price import Prices
@@ -30,7 +31,7 @@ class Choices:
     def __init__(
         self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, prices: Prices, learned: set[fx.Node]
     ) -> None:
-        self.p, self.forms, self.prices, self.parts = p, forms, prices, p.tensor.axes[axis]
+        self.p, self.forms, self.prices, self.axis, self.parts = p, forms, prices, axis, p.tensor.axes[axis]
         self.learned = learned
         self.rows = p.assignments[ops.ROWS]
         self.cuts = Cuts(p, forms, self.parts)
@@ -48,14 +49,24 @@ class Choices:
 
     @property
     def states(self) -> dict[fx.Node, tuple[State, ...]]:
-        """Of parameters: whole, or sharded at one of their places."""
+        """Of parameters: whole, or sharded at one of their places; those that lie somewhere already stay there."""
+        if self.p.tensor.layouts is not None:
+            return {node: (self.resting(node),) for node in self.parameters}
         return {node: ("I", *places) for node, places in self.parameters.items()}
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def seeds(self, node: fx.Node) -> Places:
-        """Even cuts of each dim."""
-        return dict.fromkeys(self.even(node))
+        """Even cuts of each dim; or where it lies already."""
+        if self.p.tensor.layouts is None:
+            return dict.fromkeys(self.even(node))
+        state = self.resting(node)
+        return {state: None} if isinstance(state, Place) else {}
+
+    def resting(self, node: fx.Node) -> State:
+        """The state of a parameter whose layout has been chosen before."""
+        layout = (self.p.tensor.layouts or {}).get(self.p.captured.parameters[node.name])
+        return "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
 
     def even(self, node: fx.Node) -> Iterator[Place]:
         """Each dim of a tensor in equal pieces, or in any where these do not divide it."""
@@ -72,7 +83,7 @@ class Choices:
     def wish(self, node: fx.Node, place: Place) -> None:
         """Let the parameter under ``node`` be sharded so that this may come out at ``place``."""
         parameter = self.under(node)
-        if parameter is None:
+        if parameter is None or self.p.tensor.layouts is not None:
             return
         size = self.p.shape(node)[place.dim]
         for dim, whole in enumerate(self.p.shape(parameter)):

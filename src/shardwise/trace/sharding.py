@@ -22,7 +22,6 @@ from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
-from shardwise.parallel.tensor import role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
 from shardwise.trace.capture import Uncapturable
@@ -30,9 +29,11 @@ from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves
 from shardwise.trace.normalise import eliminate_dead
+from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.tensor import TensorWalk
+from shardwise.trace.solve import solve
+from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -52,7 +53,7 @@ class Sharded:
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
-    parallelism shards, by name.
+    parallelism shards, by name.  ``predicted`` are the seconds of a microbatch by which a solver chose.
     """
 
     graph: fx.Graph
@@ -60,6 +61,7 @@ class Sharded:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    predicted: Seconds | None = None
 
 
 def propagate(
@@ -106,13 +108,7 @@ class Propagation:
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
-        found: dict[str, Assignment] = {}
-        if self.tensor.axes and self.tensor.plan != "recipe":
-            raise ConfigError(f'tensor_plan: "{self.tensor.plan}" is not built yet; legal: "recipe".')
-        # What rests within others' pieces comes last.
-        for axis in sorted(self.tensor.axes, key=lambda a: (one := role(self.tensor.recipe, a)) is not None and one.at_use):
-            found[axis] = TensorWalk(self, forms, axis, rows, found).run()
-        self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
+        self.assignments |= self.assigned(forms, rows)
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -125,6 +121,16 @@ class Propagation:
                 self.graph.output((partial, *(self.whole(u) for u in updates)))
         eliminate_dead(self.graph)
         return self.sharded
+
+    def assigned(self, forms: Mapping[fx.Node, Form | None], rows: Assignment) -> dict[str, Assignment]:
+        """What the ops are on the axes of tensor parallelism."""
+        if self.tensor.axes and self.tensor.plan == "auto":
+            solved = solve(self, forms)
+            self.sharded.predicted = solved.seconds
+            return solved.assignments
+        if self.tensor.axes and self.tensor.plan != "recipe":
+            raise ConfigError(f'tensor_plan: "{self.tensor.plan}" is not built yet; legal: "recipe".')
+        return recipe(self, forms, rows)
 
     def form(self, node: fx.Node) -> Form | None:
         self.current = node

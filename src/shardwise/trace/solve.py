@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from torch import fx
 
+from shardwise.core.rates import Machine, rates
 from shardwise.trace.assign import Assignment
 from shardwise.trace.choices import Choices, learned
 from shardwise.trace.eliminate import Factor, TooWide, least
@@ -293,14 +294,23 @@ class Solver:
         return out
 
 
-def solve(p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices) -> dict[str, Assignment]:
+class Solved(NamedTuple):
+    """What each axis is, and the seconds that this is predicted to take."""
+
+    assignments: dict[str, Assignment]
+    seconds: Seconds
+
+
+def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     """The assignments of all axes under which a microbatch takes least."""
+    machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
+    prices = Prices(p, machine.rates, machine.rows, p.device.type)
     known = learned(p)
     choices = {axis: Choices(p, forms, axis, prices, known) for axis in prices.axes}
     solver = Solver(p, forms, prices, choices)
     problem = solver.build()
-    found = least(problem.sizes, problem.factors)
-    return solver.assignments(found.values)
+    found = solver.assignments(least(problem.sizes, problem.factors).values)
+    return Solved(found, seconds(prices, solver.flow, found))
 
 
 __all__ = ["Flow", "Reader", "Solver", "TooWide", "seconds", "solve"]

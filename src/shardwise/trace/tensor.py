@@ -362,6 +362,15 @@ class TensorWalk(Walk):
         return None
 
 
+def recipe(p: Propagation, forms: Mapping[fx.Node, Form | None], rows: Assignment) -> dict[str, Assignment]:
+    """What the ops are on each axis by the recipe."""
+    found: dict[str, Assignment] = {}
+    # What rests within others' pieces comes last.
+    for axis in sorted(p.tensor.axes, key=lambda a: (one := role(p.tensor.recipe, a)) is not None and one.at_use):
+        found[axis] = TensorWalk(p, forms, axis, rows, found).run()
+    return {axis: found[axis] for axis in p.tensor.axes}
+
+
 def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     """Where ``axis`` shards a tensor of this layout; "I" where it does not."""
     for dim, factors in enumerate(layout.dims):
@@ -374,4 +383,4 @@ def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     return "I"
 
 
-__all__ = ["TensorWalk"]
+__all__ = ["TensorWalk", "place_of", "recipe"]
