@@ -6,12 +6,14 @@ take them.  What follows from batch fields alone has no gradient and is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
 from shardwise.trace import ops
+from shardwise.trace.assign import Assignment
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import is_tensor
@@ -25,18 +27,24 @@ Places = dict[Place, None]
 """A set in the order of insertion."""
 
 
-class Choices:
-    """Of axis ``axis``; ``strategies`` of each op that has a form, ``states`` of each parameter's placeholder."""
+@dataclass
+class Chosen:
+    """Of one axis: the ``strategies`` of each op that has a form, and the ``states`` of each parameter's placeholder; what the axes of the batch do is ``rows``."""
 
-    def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, prices: Prices, learned: set[fx.Node]
-    ) -> None:
-        self.p, self.forms, self.prices, self.axis, self.parts = p, forms, prices, axis, p.tensor.axes[axis]
-        self.learned = learned
-        self.rows = p.assignments[ops.ROWS]
+    rows: Assignment
+    strategies: dict[fx.Node, tuple[Strategy, ...]]
+    states: dict[fx.Node, tuple[State, ...]]
+
+
+class Choices(Chosen):
+    """Of axis ``axis``: all that there is to choose."""
+
+    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, prices: Prices) -> None:
+        self.p, self.forms, self.prices, self.axis, self.parts = p, forms, prices, axis, prices.ranks_of[axis]
+        super().__init__(p.assignments[ops.ROWS], {}, {})
+        self.learned = learned(p)
         self.cuts = Cuts(p, forms, self.parts)
         self.places: dict[tuple[fx.Node, int], Places] = {}
-        self.strategies: dict[fx.Node, tuple[Strategy, ...]] = {}
         self.known: dict[Any, tuple[Strategy, ...]] = {}
         self.parameters = {
             n: self.seeds(n) for n in p.normal.graph.nodes if n.op == "placeholder" and n.name in p.captured.parameters
@@ -46,13 +54,25 @@ class Choices:
             self.walk()
             if sum(map(len, self.parameters.values())) == before:
                 break
+        fixed = p.tensor.layouts is not None
+        self.states = {node: (self.resting(node),) if fixed else ("I", *places) for node, places in self.parameters.items()}
 
-    @property
-    def states(self) -> dict[fx.Node, tuple[State, ...]]:
-        """Of parameters: whole, or sharded at one of their places; those that lie somewhere already stay there."""
-        if self.p.tensor.layouts is not None:
-            return {node: (self.resting(node),) for node in self.parameters}
-        return {node: ("I", *places) for node, places in self.parameters.items()}
+    def only(self, several: Sequence[Assignment]) -> Chosen:
+        """What some assignments say, as far as it is legal, and nothing else; what is held by none is whole."""
+        same: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+        def some(every: tuple[Any, ...], wanted: Iterable[Any]) -> tuple[Any, ...]:
+            found = tuple(dict.fromkeys(one for one in wanted if one in every)) or every[:1]
+            return same.setdefault(found, found)
+
+        return Chosen(
+            self.rows,
+            {
+                n: some(every, (one.strategies[n] for one in several if n in one.strategies))
+                for n, every in self.strategies.items()
+            },
+            {n: some(every, (one.states[n][0] for one in several if n in one.states)) for n, every in self.states.items()},
+        )
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 

@@ -89,11 +89,13 @@ class Prices:
 
     def __init__(self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None) -> None:
         self.p, self.rates, self.rows, self.kind = p, rates, rows, kind
-        self.axes = tuple(p.tensor.axes if axes is None else axes)
-        self.parts = tuple(p.tensor.axes[a] for a in self.axes)
+        self.ranks_of = dict(p.tensor.axes if axes is None else axes)
+        self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
         self.values: dict[fx.Node, Value] = {}
         self.works: dict[Any, Work] = {}
         self.keys: dict[fx.Node, Any] = {}
+        self.known: dict[Any, int] = {}
+        self.ops: dict[Any, float] = {}
         self.path = functools.cache(self._path)
         self.step = functools.cache(self._step)
 
@@ -109,25 +111,34 @@ class Prices:
 
     def sizes(self, tensor: Tensor) -> tuple[int, ...]:
         """For as many rows as are priced; a size that depends on data is the number of rows, too."""
-        return tuple(known(s, self.rows, self.rows) for s in tensor.shape)
+        return tuple(s if isinstance(s, int) else self.size(s.node.expr, s) for s in tensor.shape)
+
+    def size(self, expression: Any, size: Any) -> int:
+        if expression not in self.known:
+            self.known[expression] = known(size, self.rows, self.rows)
+        return self.known[expression]
 
     def piece(self, shape: Sequence[int], states: Sequence[State]) -> tuple[int, ...]:
         """The largest local shape."""
         out = list(shape)
-        for place, parts in self.sharings(states):
+        for axes in self.sharings(states).values():
+            place, parts = states[axes[0]], self.ranks(axes)
+            assert isinstance(place, Place)
             size = shape[place.dim] // (place.pre * place.post)
-            if size:
+            if size == self.parts[axes[0]]:  # equal pieces, and within each the next axes have their own
+                out[place.dim] //= parts
+            elif size:
                 out[place.dim] = out[place.dim] // size * -(-size // parts)
         return tuple(out)
 
-    def sharings(self, states: Sequence[State]) -> Iterator[tuple[Place, int]]:
-        """(place, ranks) of each factor that is sharded."""
-        found: dict[tuple[int, int], tuple[Place, int]] = {}
-        for state, parts in zip(states, self.parts, strict=True):
+    @staticmethod
+    def sharings(states: Sequence[State]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The axes that shard the same factor of a dim, by number, for each that is sharded."""
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for i, state in enumerate(states):
             if isinstance(state, Place):
-                place, before = found.get((state.dim, state.pre), (state, 1))
-                found[state.dim, state.pre] = (place if place.post < state.post else state, before * parts)
-        yield from found.values()
+                found[state.dim, state.pre] = (*found.get((state.dim, state.pre), ()), i)
+        return found
 
     def fits(self, value: Value, states: Sequence[State]) -> bool:
         """Whether a tensor can be sharded so, beside its rows."""
@@ -140,7 +151,7 @@ class Prices:
             places = [(g, s.pre, s.post) for g, s in every if s.dim == dim]
             if len(places) > 1:
                 try:
-                    factored(shape[dim], places, self.p.tensor.axes if len(states) > 1 else {g: 0 for g, _ in states})
+                    factored(shape[dim], places, self.ranks_of if len(states) > 1 else {g: 0 for g, _ in states})
                 except Unfit:
                     return False
         return True
@@ -193,14 +204,22 @@ class Prices:
         whole = self.piece(value.shape, _after(step) if step.name == "gather" else step.states)
         nbytes = math.prod(whole) * value.itemsize
         if step.name in CUTTING:
-            place = step.states[step.groups[0]] if step.name == "gather" else step.after
-            assert isinstance(place, Place)
-            parts, size = self.ranks(step.groups), whole[place.dim] // (place.pre * place.post)
-            nbytes = nbytes // max(size, 1) * -(-size // parts) * parts  # uneven pieces travel padded
+            nbytes = self.padded(value, step, whole, nbytes)
         if there:
             yield Talk(False, there, step.groups, nbytes)
         if back and value.grad:
             yield Talk(True, back, step.groups, nbytes)
+
+    def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
+        """The bytes of a whole with those by which uneven pieces are padded."""
+        sharded = step.states if step.name == "gather" else _after(step)
+        place, parts = sharded[step.groups[0]], self.ranks(step.groups)
+        assert isinstance(place, Place)
+        size, local = (sizes[place.dim] // (place.pre * place.post) for sizes in (value.shape, whole))
+        if size == self.parts[step.groups[0]] or not local:
+            return nbytes
+        outer = self.ranks(i for i in self.sharings(sharded)[place.dim, place.pre] if i not in step.groups)
+        return nbytes // local * -(-size // (outer * parts)) * parts
 
     def ranks(self, groups: Iterable[int]) -> int:
         return math.prod(self.parts[i] for i in groups)
@@ -264,6 +283,12 @@ class Prices:
 
     def op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
         """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
+        key = (self.key(node), tuple(strategies))
+        if key not in self.ops:
+            self.ops[key] = self._op(node, form, strategies)
+        return self.ops[key]
+
+    def _op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
         work = self.work(node)
         flops = nbytes = 1.0
         if form is not None and strategies:
@@ -275,8 +300,7 @@ class Prices:
             nbytes = local / whole if whole else 1.0
             for i in range(len(self.axes)):
                 flops *= min((self.share(shape, states[i], self.parts[i]) for shape, states in sides), default=1.0)
-        computing = sum(self.rates.computing(flops * f, nbytes * b) for f, b in (work.forward, work.backward))
-        return computing
+        return sum(self.rates.computing(flops * f, nbytes * b) for f, b in (work.forward, work.backward))
 
     def share(self, shape: Sequence[int], state: State, parts: int) -> float:
         """The part of a dim that the largest piece is."""
@@ -291,16 +315,19 @@ class Prices:
 
     def exchanges(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
         """What an op communicates by itself."""
-        if form is None or form.exchange is None:
+        if form is None or form.exchange is None or not strategies:
             return
+        shapes = [
+            self.piece(self.sizes(o.meta["val"]), [s.operands[k] for s in strategies]) for k, (o, _) in enumerate(form.operands)
+        ]
+        along: dict[int, list[int]] = {}  # axes that shard the same dim exchange together
         for i, strategy in enumerate(strategies):
-            shapes = [
-                self.piece(self.sizes(o.meta["val"]), [s.operands[k] for s in strategies])
-                for k, (o, _) in enumerate(form.operands)
-            ]
-            for backward, kind, nbytes in form.exchange(strategy, shapes, self.parts[i]):
+            if isinstance(at := strategy.operands[0], Place):
+                along.setdefault(at.dim, []).append(i)
+        for axes in along.values():
+            for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
                 if not backward or self.p.carrying[node]:
-                    yield Talk(backward, kind, (i,), nbytes)
+                    yield Talk(backward, kind, tuple(axes), nbytes)
 
 
 class _Meta(NamedTuple):

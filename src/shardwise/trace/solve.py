@@ -10,19 +10,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
-from shardwise.core.rates import Machine, rates
+from shardwise.core.rates import Link, Machine, rates
+from shardwise.parallel.tensor import role
 from shardwise.trace.assign import Assignment
-from shardwise.trace.choices import Choices, learned
-from shardwise.trace.eliminate import Factor, TooWide, least
-from shardwise.trace.forms import Form, State, Strategy
-from shardwise.trace.price import Prices, Seconds, States, Talk, Value
+from shardwise.trace.choices import Choices, Chosen
+from shardwise.trace.eliminate import Factor, Table, TooWide, least
+from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.ops import ROWS
+from shardwise.trace.price import Prices, Seconds, States, Step, Talk, Value
 from shardwise.trace.schema import is_tensor
+from shardwise.trace.tensor import recipe
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -32,6 +35,13 @@ DIRECT = 1 << 18
 
 Choice = tuple[Any, ...]
 """Of an op a :class:`Strategy` on each axis, of a parameter a state."""
+
+
+Made = tuple[States, frozenset[Step]]
+"""A value's state, and moves of it that have been made."""
+
+Reading = tuple[int, Sequence[tuple[States, ...]]]
+"""The variable of an op, and by its choices the states in which it needs a value."""
 
 
 class Reader(NamedTuple):
@@ -89,6 +99,13 @@ def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seco
     return Seconds(computing, sum(map(prices.seconds, talks)), tuple(talks))
 
 
+class Solved(NamedTuple):
+    """What each axis is, and the seconds that this is predicted to take."""
+
+    assignments: dict[str, Assignment]
+    seconds: Seconds
+
+
 @dataclass
 class Problem:
     """Variables with their choices, and tables over them."""
@@ -106,14 +123,13 @@ class Problem:
 
 
 class Solver:
-    """For the axes of ``prices`` together; ``held`` are the assignments of others, which stay."""
+    """Chooses for the axes of ``prices`` together, of what there is to choose on each."""
 
     def __init__(
         self, p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices, choices: Mapping[str, Choices]
     ) -> None:
         self.p, self.forms, self.prices, self.choices = p, forms, prices, choices
         self.flow = Flow(p, forms)
-        self.learned = learned(p)
         self.problem = Problem()
         self.variables: dict[fx.Node, int] = {}
         self.tables: dict[Any, Any] = {}
@@ -124,7 +140,7 @@ class Solver:
         joint: dict[Any, Sequence[Choice]] = {}
         for node in self.p.normal.graph.nodes:
             axes = [self.choices[axis] for axis in self.prices.axes]
-            if node in axes[0].parameters:
+            if node in axes[0].states:
                 self.add(node, [one.states[node] for one in axes], joint)
             elif node in axes[0].strategies:
                 variable = self.add(node, [one.strategies[node] for one in axes], joint)
@@ -139,7 +155,8 @@ class Solver:
         form = self.forms.get(node)
         key = (node if form is None else self.prices.key(node), tuple(map(id, own)))
         if form is None or key not in joint:
-            joint[key] = tuple(one for one in itertools.product(*own) if len(own) == 1 or self.together(node, form, one))
+            good = tuple(one for one in itertools.product(*own) if len(own) == 1 or self.together(node, form, one))
+            joint[key] = good or ((("I",) if form is None else (form.whole("I"),)) * len(own),)
         self.options[node] = joint[key]
         self.variables[node] = self.problem.variable(joint[key])
         return self.variables[node]
@@ -201,7 +218,7 @@ class Solver:
 
     def moves(
         self, value: Value, first: tuple[int, ...], made: Sequence[States], fixed: Sequence[States],
-        readers: Sequence[tuple[int, Sequence[tuple[States, ...]]]],
+        readers: Sequence[Reading],
     ) -> None:  # fmt: skip
         """One table over maker and readers; where that would be large, a chain of tables over what has been made for the readers so far."""
         variables, needs = [v for v, _ in readers], [n for _, n in readers]
@@ -228,49 +245,67 @@ class Solver:
         return math.inf if steps is None else sum(self.prices.step(value, step) for step in sorted(steps, key=repr))
 
     def chain(
-        self, key: Any, value: Value, first: tuple[int, ...], made: Sequence[States], fixed: Sequence[States],
-        readers: Sequence[tuple[int, Sequence[tuple[States, ...]]]],
-    ) -> None:  # fmt: skip
+        self,
+        key: Any,
+        value: Value,
+        first: tuple[int, ...],
+        made: Sequence[States],
+        fixed: Sequence[States],
+        readers: Sequence[Reading],
+    ) -> None:
         """A variable between each reader and the next: the state of the value, and those of its moves that cost and that are made."""
-        before: list[tuple[States, frozenset[Any]]] = []
-        for states in made:
-            steps = self.prices.steps(value, states, fixed)
-            before.append((states, frozenset() if steps is None else frozenset(s for s in steps if self.prices.step(value, s))))
-        start = [self.moving(value, states, fixed) for states in made]
-        self.problem.factors.append(
-            Factor(first, self.tables.setdefault((key, "start"), np.array(start) if first else np.array(start[0])))
-        )
-        variable = first[0] if first else self.problem.variable(before[:1])
-        for number, (reader, needs) in enumerate(readers):
-            last = number == len(readers) - 1
-            links = [[self.link(value, one, need) for need in needs] for one in before]
-            after = list(dict.fromkeys(found for row in links for found, _ in row if found is not None)) if not last else [None]
-            own = (key, number)
-            if own not in self.tables:
-                table = np.full((len(before), len(needs), len(after)), math.inf)
-                place = {one: i for i, one in enumerate(after)}
-                for i, row in enumerate(links):
-                    for j, (found, cost) in enumerate(row):
-                        if found is not None:
-                            table[i, j, 0 if last else place[found]] = cost
-                self.tables[own] = table[..., 0] if last else table
-            if last:
-                self.problem.factors.append(Factor((variable, reader), self.tables[own]))
-                return
-            following = self.problem.variable(after)
-            self.problem.factors.append(Factor((variable, reader, following), self.tables[own]))
-            variable, before = following, after
+        if key not in self.tables:
+            self.tables[key] = self.links(value, made, fixed, [needs for _, needs in readers])
+        start, links = self.tables[key]
+        self.problem.factors.append(Factor(first, start if first else start[0]))
+        variable = first[0] if first else self.problem.variable(made[:1])
+        for (reader, _), table in zip(readers, links, strict=True):
+            last = table is links[-1]
+            following = () if last else (self.problem.variable(range(table.shape[2])),)
+            self.problem.factors.append(Factor((variable, reader, *following), table))
+            if not last:
+                (variable,) = following
 
-    def link(self, value: Value, before: tuple[States, frozenset[Any]], need: tuple[States, ...]) -> tuple[Any, float]:
-        """What has been made after a reader that needs such states, and the seconds of what comes to it."""
-        states, made = before
-        steps = self.prices.steps(value, states, need)
-        if steps is None:
-            return None, math.inf
-        new = {s: cost for s in steps if s not in made and (cost := self.prices.step(value, s))}
-        return (states, made | new.keys()), sum(new[s] for s in sorted(new, key=repr))
+    def links(
+        self, value: Value, made: Sequence[States], fixed: Sequence[States], needs: Sequence[Sequence[tuple[States, ...]]]
+    ) -> tuple[Table, list[Table]]:
+        """The seconds of what fixed readers need, and for each other reader a table over (before, its choice, after)."""
+        start = np.array([self.moving(value, states, fixed) for states in made])
+        before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
+        tables: list[Table] = []
+        for number, need in enumerate(needs):
+            later = {
+                s for one in needs[number + 1 :] for n in set(one) for states in set(made) for s in self.costly(value, states, n)
+            }
+            distinct, known = list(dict.fromkeys(need)), list(dict.fromkeys(before))
+            after: dict[Made, int] = {}
+            found = []  # (before, need, after, seconds)
+            for i, (states, there) in enumerate(known):
+                for j, goals in enumerate(distinct):
+                    if self.prices.steps(value, states, goals) is not None:
+                        new = self.costly(value, states, goals) - there
+                        k = after.setdefault((states, (there | new) & later), len(after))
+                        found.append((i, j, k, sum(self.prices.step(value, s) for s in sorted(new, key=repr))))
+            table = np.full((len(known), len(distinct), len(after)), math.inf)
+            for i, j, k, cost in found:
+                table[i, j, k] = cost
+            rows, columns = ([own.index(one) for one in every] for own, every in ((known, before), (distinct, need)))
+            table = table[np.ix_(rows, columns)]
+            tables.append(table if number < len(needs) - 1 else table.min(-1))
+            before = list(after)
+        return start, tables
+
+    def costly(self, value: Value, states: States, goals: Sequence[States]) -> frozenset[Step]:
+        steps = self.prices.steps(value, states, goals)
+        return frozenset(s for s in steps or () if self.prices.step(value, s))
 
     # ---- the answer ----------------------------------------------------------------------------------------------------
+
+    def least(self) -> Solved:
+        """That which takes least."""
+        problem = self.build()
+        found = self.assignments(least(problem.sizes, problem.factors).values)
+        return Solved(found, seconds(self.prices, self.flow, found))
 
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
         """Of each axis, for the values of variables."""
@@ -294,23 +329,83 @@ class Solver:
         return out
 
 
-class Solved(NamedTuple):
-    """What each axis is, and the seconds that this is predicted to take."""
-
-    assignments: dict[str, Assignment]
-    seconds: Seconds
-
-
 def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
-    """The assignments of all axes under which a microbatch takes least."""
+    """The assignments of all axes under which a microbatch takes least; of several axes the best that was found."""
     machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
     prices = Prices(p, machine.rates, machine.rows, p.device.type)
-    known = learned(p)
-    choices = {axis: Choices(p, forms, axis, prices, known) for axis in prices.axes}
-    solver = Solver(p, forms, prices, choices)
-    problem = solver.build()
-    found = solver.assignments(least(problem.sizes, problem.factors).values)
-    return Solved(found, seconds(prices, solver.flow, found))
+    choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
+    if len(choices) == 1:
+        return Solver(p, forms, prices, choices).least()
+    return _Several(p, forms, prices, choices).least()
+
+
+class _Several:
+    """Several axes, whose choices together are too many: the axes are solved in turn, from where one axis of as many ranks leads and
+    from what the recipe does; then together, of what was chosen on the way."""
+
+    def __init__(
+        self, p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices, choices: Mapping[str, Choices]
+    ) -> None:
+        self.p, self.forms, self.prices, self.choices = p, forms, prices, choices
+        self.seen: list[dict[str, Assignment]] = []
+
+    def least(self) -> Solved:
+        starts = [self.solved({axis: one.only([start[axis]]) for axis, one in self.choices.items()}) for start in self.starts()]
+        best = self.descended(min(starts, key=lambda one: one.seconds.total))
+        try:
+            joint = self.solved({axis: one.only([seen[axis] for seen in self.seen]) for axis, one in self.choices.items()})
+        except TooWide:
+            return best
+        return self.descended(joint) if joint.seconds.total < best.seconds.total else best
+
+    def solved(self, chosen: Mapping[str, Chosen]) -> Solved:
+        found = Solver(self.p, self.forms, self.prices, chosen).least()
+        self.seen.append(found.assignments)
+        return found
+
+    def starts(self) -> Iterator[Mapping[str, Assignment]]:
+        """What the recipe of the mesh does, and what is best on one axis of all ranks, over the slowest link."""
+        if all(role(self.p.tensor.recipe, axis) is not None for axis in self.choices):
+            yield recipe(self.p, self.forms, self.p.assignments[ROWS])
+        if self.p.tensor.layouts is not None:
+            return
+        own, name = self.prices.rates, "*".join(self.choices)
+        links = [own.links.get(axis, own.link) for axis in self.choices]
+        slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        one = Prices(
+            self.p, replace(own, link=slow, links={}), self.prices.rows, self.prices.kind, {name: math.prod(self.prices.parts)}
+        )
+        found = Solver(self.p, self.forms, one, {name: Choices(self.p, self.forms, name, one)}).least().assignments[name]
+        yield {axis: self.shared(found, axis) for axis in self.choices}
+
+    def shared(self, found: Assignment, axis: str) -> Assignment:
+        """What each of several axes does where they do together what one axis did: equal pieces of equal pieces."""
+        parts, every = self.prices.ranks_of[axis], math.prod(self.prices.parts)
+
+        def own(state: State, shape: Sequence[int]) -> State:
+            if not isinstance(state, Place) or shape[state.dim] != state.pre * state.post * every:
+                return state
+            return state._replace(post=shape[state.dim] // (state.pre * parts))
+
+        out = Assignment({n: tuple(map(own, states, self.p.shapes(n))) for n, states in found.states.items()})
+        for node, strategy in found.strategies.items():
+            form = self.forms[node]
+            assert form is not None
+            operands = tuple(own(s, self.p.shape(o)) for s, (o, _) in zip(strategy.operands, form.operands, strict=True))
+            out.strategies[node] = Strategy(operands, out.states[node])
+        return out
+
+    def descended(self, best: Solved) -> Solved:
+        """Each axis solved in turn, the others held, until none finds anything better."""
+        since = 0
+        for axis in itertools.cycle(self.choices):
+            found = self.solved({a: one if a == axis else one.only([best.assignments[a]]) for a, one in self.choices.items()})
+            since += 1
+            if found.seconds.total < best.seconds.total * (1 - 1e-9):
+                best, since = found, 1
+            if since >= len(self.choices):
+                break
+        return best
 
 
 __all__ = ["Flow", "Reader", "Solver", "TooWide", "seconds", "solve"]
