@@ -192,7 +192,8 @@ class Places:
                 f"pins: {pin.text}: dim {dim} of {self.names[node]} is {size}, which has no {parts} equal parts with a piece for each of "
                 f'{self.walk.parts} ranks; legal: "whole", or a dim with them.'
             )
-        return self.walk.cuts.even(size, dim, parts)
+        found: Place = self.walk.cuts.even(size, dim, parts)
+        return found
 
     # ---- results of modules ----------------------------------------------------------------------------------------
 

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
-from shardwise.core.mesh import Mesh, sub_axes
+from shardwise.core.mesh import Mesh
 from shardwise.core.pins import PLANS
-from shardwise.parallel.tensor import role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
 from shardwise.trace.capture import Uncapturable
@@ -35,9 +33,11 @@ from shardwise.trace.naming import module_path
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.pinned import PinnedWalk
 from shardwise.trace.pins import read_pins
+from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.tensor import TensorWalk
+from shardwise.trace.solve import solve
+from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -58,7 +58,7 @@ class Sharded:
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
-    ``tensor`` are its axes, or sub-axes of these, with their sizes.
+    ``tensor`` are its axes, or sub-axes of these, with their sizes.  ``predicted`` are the seconds of a microbatch by which a solver chose.
     """
 
     graph: fx.Graph
@@ -69,6 +69,7 @@ class Sharded:
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     conflicts: dict[str, None] = field(default_factory=dict)
     tensor: Mapping[str, int] = field(default_factory=dict)
+    predicted: Seconds | None = None
 
 
 def propagate(
@@ -136,28 +137,18 @@ class Propagation:
 
     def assigned(
         self, forms: Mapping[fx.Node, Form | None], rows: Assignment
-    ) -> tuple[dict[str, Assignment], dict[str, int] | None]:  # fmt: skip
-        """What is done over each axis of tensor parallelism, and the axes with one as two sub-axes, if there are few heads for its ranks."""
-        found: dict[str, Assignment] = {}
-        if self.tensor.plan == "auto" and self.tensor.axes:
-            raise ConfigError('tensor_plan: "auto" is not built yet; legal: "recipe", "propagate", "table".')
-        if self.tensor.plan in PLANS:
-            pins = read_pins(self)
+    ) -> tuple[Mapping[str, Assignment], Mapping[str, int] | None]:  # fmt: skip
+        """What the ops are on each axis of tensor parallelism; and the axes to take instead, if one has to be two sub-axes."""
+        if self.tensor.axes and self.tensor.plan == "auto":
+            solved = solve(self, forms)
+            self.sharded.predicted = solved.seconds
+            return solved.assignments, None
+        if self.tensor.axes and self.tensor.plan in PLANS:
+            pins, found = read_pins(self), dict[str, Assignment]()
             for axis in self.tensor.axes:
                 found[axis] = PinnedWalk(self, forms, axis, rows, found, pins).run()
             return found, None
-        roles = {axis: role(self.tensor.recipe, axis) for axis in self.tensor.axes}
-        # What rests within others' pieces comes last.
-        for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
-            walk = TensorWalk(self, forms, axis, rows, found, known)
-            found[axis] = walk.run()
-            if walk.few > 1:
-                inner = walk.parts // walk.few
-                both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
-                return found, {
-                    name: n for a, size in self.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()
-                }
-        return found, None
+        return recipe(self, forms, rows)
 
     def form(self, node: fx.Node) -> Form | None:
         self.current = node

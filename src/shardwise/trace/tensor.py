@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from torch import fx
 
 from shardwise.core.layout import Layout
-from shardwise.core.mesh import axis_of
-from shardwise.parallel.tensor import Role
+from shardwise.core.mesh import axis_of, sub_axes
+from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.cuts import Cuts
@@ -379,6 +379,23 @@ class TensorWalk(Walk):
         return None
 
 
+def recipe(
+    p: Propagation, forms: Mapping[fx.Node, Form | None], rows: Assignment
+) -> tuple[dict[str, Assignment], dict[str, int] | None]:  # fmt: skip
+    """What the ops are on each axis by the recipe, and the axes with one as two sub-axes, if there are few heads for its ranks."""
+    found: dict[str, Assignment] = {}
+    roles = {axis: role(p.tensor.recipe, axis) for axis in p.tensor.axes}
+    # What rests within others' pieces comes last.
+    for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
+        walk = TensorWalk(p, forms, axis, rows, found, known)
+        found[axis] = walk.run()
+        if walk.few > 1:
+            inner = walk.parts // walk.few
+            both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
+            return found, {name: n for a, size in p.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()}
+    return found, None
+
+
 def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     """Where ``axis`` shards a tensor of this layout; "I" where it does not."""
     for dim, factors in enumerate(layout.dims):
@@ -392,4 +409,4 @@ def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     return "I"
 
 
-__all__ = ["TensorWalk"]
+__all__ = ["TensorWalk", "place_of", "recipe"]
