@@ -58,7 +58,7 @@ class PinnedWalk(TensorWalk):
 
     def pin(self) -> None:
         """The facts that users state; what is cut along what a product sums over may wait for how its input comes."""
-        places = Places(self, self.pins.names)
+        places = Places(self)
         if self.p.tensor.layouts is None:
             if self.p.tensor.plan == "table":
                 check_table(self.p, self.pins, places)
@@ -126,7 +126,7 @@ class Following:
     @staticmethod
     def why(fact: Fact | None) -> str:
         if fact is None:
-            return "nothing follows for it"
+            return "whole, for nothing follows"
         return f"{fact.op}, from {fact.pin}" if fact.op else fact.pin
 
     # ---- what is to be looked at ---------------------------------------------------------------------------------------

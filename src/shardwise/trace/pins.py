@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Pin:
-    """What is said of one tensor on one axis: ``text``, as the user wrote it, is ``"pattern" = "where"``."""
+    """What is said on one axis of the tensor called ``name``: ``text``, as the user wrote it, is ``"pattern" = "where"``."""
 
     text: str
     cut: Cut
+    name: str
 
 
 @dataclass(frozen=True)
 class Pins:
-    """By node, and by axis, what is said; ``names`` are those of the nodes, for messages."""
+    """By node, and by axis, what is said of parameters and of results of modules."""
 
     parameters: Mapping[fx.Node, Mapping[str, Pin]]
     results: Mapping[fx.Node, Mapping[str, Pin]]
-    names: Mapping[fx.Node, str]
 
 
 def read_pins(p: Propagation) -> Pins:
@@ -53,12 +53,11 @@ def read_pins(p: Propagation) -> Pins:
             )
         for node, name in nodes.items():
             for axis, cut in wanted.items():
-                new = Pin(f'"{pattern}" = "{text}"', cut)
+                new = Pin(f'"{pattern}" = "{text}"', cut, name)
                 known = found[0 if matched else 1].setdefault(node, {}).setdefault(axis, new)
                 if known.cut != cut:
                     raise ConfigError(f"pins: {known.text} and {new.text} disagree on {name}; legal: one of them.")
-    names = {node: name for name, node in parameters.items()} | {n: path for path, several in results.items() for n in several}
-    return Pins(*found, names)
+    return Pins(*found)
 
 
 def used_parameters(p: Propagation) -> dict[str, fx.Node]:
@@ -88,8 +87,8 @@ def _calls(node: fx.Node) -> dict[str, str]:
 class Places:
     """Where the pins of one walk cut."""
 
-    def __init__(self, walk: PinnedWalk, names: Mapping[fx.Node, str]) -> None:
-        self.walk, self.p, self.names = walk, walk.p, names
+    def __init__(self, walk: PinnedWalk) -> None:
+        self.walk, self.p = walk, walk.p
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
@@ -109,7 +108,7 @@ class Places:
         found = next(self.sides(node, cut.side), None)
         if found is None:
             raise ConfigError(
-                f"pins: {pin.text}: {self.names[node]} of {list(shape)} has no such pieces for {self.walk.parts} ranks; "
+                f"pins: {pin.text}: {pin.name} of {list(shape)} has no such pieces for {self.walk.parts} ranks; "
                 f"legal: {', '.join(self.legal(node))}."
             )
         return self.beside(node, found, pin), cut.side == "row"
@@ -167,7 +166,7 @@ class Places:
             size, inner = self.p.shape(node)[place.dim], self.walk.within(node, place.dim)
             if inner is None or size % (inner * self.walk.parts):
                 raise ConfigError(
-                    f"pins: {pin.text}: dim {place.dim} of {self.names[node]} is {size}, which cannot be cut over "
+                    f"pins: {pin.text}: dim {place.dim} of {pin.name} is {size}, which cannot be cut over "
                     f"{self.walk.axis} within the pieces of other axes; legal: another dim, or one axis."
                 )
             return Place(place.dim, inner, size // (inner * self.walk.parts))
@@ -178,7 +177,7 @@ class Places:
         rank = len(self.p.shape(node))
         if not -rank <= pin.cut.dim < rank:
             raise ConfigError(
-                f"pins: {pin.text}: {self.names[node]} of {list(self.p.shape(node))} has no dim {pin.cut.dim}; legal: "
+                f"pins: {pin.text}: {pin.name} of {list(self.p.shape(node))} has no dim {pin.cut.dim}; legal: "
                 + (f'{", ".join(map(str, range(rank)))} and "whole".' if rank else '"whole".')
             )
         return pin.cut.dim % rank
@@ -189,7 +188,7 @@ class Places:
         size = self.p.shape(node)[dim]
         if size % parts or size // parts < self.walk.parts:
             raise ConfigError(
-                f"pins: {pin.text}: dim {dim} of {self.names[node]} is {size}, which has no {parts} equal parts with a piece for each of "
+                f"pins: {pin.text}: dim {dim} of {pin.name} is {size}, which has no {parts} equal parts with a piece for each of "
                 f'{self.walk.parts} ranks; legal: "whole", or a dim with them.'
             )
         found: Place = self.walk.cuts.even(size, dim, parts)
@@ -203,7 +202,7 @@ class Places:
             return None
         if pin.cut.side:
             raise ConfigError(
-                f'pins: {pin.text} is of a parameter, and {self.names[node]} is a module; legal: a dim of its result, such as "1", or "whole".'
+                f'pins: {pin.text} is of a parameter, and {pin.name} is a module; legal: a dim of its result, such as "1", or "whole".'
             )
         dim = self.dim(node, pin)
         if isinstance(self.p.expressions(node)[dim], int):
@@ -215,7 +214,7 @@ class Places:
         others = {g: one.states[node][0] for g, one in ((ROWS, self.walk.rows), *self.walk.before.items())}
         if place is None or not self.p.fits(self.p.shape(node), {**others, self.walk.axis: place}):
             raise ConfigError(
-                f"pins: {pin.text}: dim {dim} of what {self.names[node]} returns, {list(self.p.shape(node))}, cannot be cut into pieces for "
+                f"pins: {pin.text}: dim {dim} of what {pin.name} returns, {list(self.p.shape(node))}, cannot be cut into pieces for "
                 f'{self.walk.parts} ranks over {self.walk.axis}; legal: "whole", or another dim.'
             )
         return place
