@@ -212,6 +212,8 @@ def hugging(name: str) -> Model:
         build, config = t.LlamaForCausalLM, t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0)
     elif kind == "gpt2":
         build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+    elif kind == "opt":
+        build, config = t.OPTForCausalLM, t.OPTConfig(**text, ffn_dim=24, word_embed_proj_dim=16)
     elif kind == "bert":
         build, config = t.BertForMaskedLM, t.BertConfig(**text)
     elif kind == "mixtral":
@@ -236,7 +238,7 @@ def hugging(name: str) -> Model:
 
 OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger")
 TRANSFORMERS = (
-    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
+    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
     "qwen3", "qwen3 padded", "vit", "resnet",
 )  # fmt: skip
 
