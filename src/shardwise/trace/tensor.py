@@ -59,7 +59,7 @@ class TensorWalk(Walk):
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
-        self.cuts = {n: Cuts(p, forms, n) for n in range(1, self.parts + 1) if self.parts % n == 0}
+        self.cuts = Cuts(p, forms, self.parts)
 
     def run(self) -> Assignment:
         super().run()
@@ -325,10 +325,9 @@ class TensorWalk(Walk):
         Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut among as many of
         the ranks as can have whole ones: those of the major sub-axis; over the other all have the same.
         """
-        cuts = self.cuts[self.parts]
-        found = cuts.split(form, weight, dim, result)
+        found = self.cuts.split(form, weight, dim, result)
         lost, place = found or (1, None)
-        if not lost or self.role.stream not in ("whole", "sequence") or not cuts.multiplied(form.node):
+        if not lost or self.role.stream not in ("whole", "sequence") or not self.cuts.multiplied(form.node):
             return place
         number, heads = self.fewer(form, weight, dim, result)
         if number == 1 or (self.divided and not self.outer and number == self.major):
@@ -339,8 +338,8 @@ class TensorWalk(Walk):
 
     def fewer(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place | None]:
         """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and how."""
-        for number in sorted(self.cuts, reverse=True)[1:-1]:
-            found = self.cuts[number].split(form, weight, dim, result)
+        for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
+            found = Cuts(self.p, self.forms, number).split(form, weight, dim, result)
             whole = self.p.shape(form.operands[weight][0])[dim]
             if found is not None and not found[0] and whole // (found[1].pre * found[1].post) % number == 0:
                 return number, found[1]
@@ -356,10 +355,10 @@ class TensorWalk(Walk):
             row = next(d for d, label in enumerate(labels) if form.sums(label))
             if self.role.turned or self.role.stream == "width":
                 wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
-                return (i, self.cuts[self.parts].even(shape[wide[-1]], wide[-1])) if wide else None
+                return (i, self.cuts.even(shape[wide[-1]], wide[-1])) if wide else None
             looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
             if looked and shape[row] >= TABLE * self.parts:
-                return i, self.cuts[self.parts].even(shape[row], row)
+                return i, self.cuts.even(shape[row], row)
         return None
 
     def in_stream(self, form: Form, position: int) -> Strategy | None:
@@ -375,7 +374,7 @@ class TensorWalk(Walk):
         at = rows.dim if isinstance(rows, Place) else -1
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
-                return self.shards(form, position, self.cuts[self.parts].even(shape[dim], dim))
+                return self.shards(form, position, self.cuts.even(shape[dim], dim))
         return None
 
 
