@@ -119,6 +119,24 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     assert block == (8 * 1024 * whole + norms) * (2 - 1) / 2, "four all-reduces, or their halves"
 
 
+def test_show_tells_what_follows_from_pins() -> None:
+    pins = 'parallel.pins={"*.qkv.weight" = "column", "*.mlp.up" = "2", "*.mlp" = "1"}'
+    given = [*TINY, "model.heads=4", "parallel.tp=2", "parallel.dp=1", "parallel.tensor_plan=propagate", pins]
+    shown = call("show", *given)
+    assert shown.exit_code == 0, shown.output
+    text = "\n".join(" ".join(line.split()) for line in shown.stdout.split("all ranks:")[0].splitlines())
+    assert "\ntensor propagate\n" in text and "\nblocks.*.mlp.up.weight 2:tp*32x16 " in text
+    assert '\nblocks.*.mlp.proj.weight linear blocks.*.mlp.proj, from "*.mlp.up" = "2"\n' in text
+    assert "\nnorm.weight whole, for nothing follows\n" in text
+    assert "\nlinear mlp.proj reduce_scatter all_gather " in text  # the op that makes what the module returns
+    assert 'note: pins: linear blocks.*.attention.qkv: "*.mlp" = "1" wants a value in pieces of dim 1, and "*.qkv.weight"' in text
+    found = json.loads(call("show", *given, "--json").stdout)
+    decided = {one["name"]: one["decided"] for one in found["parameters"]}
+    assert decided["blocks.1.attention.qkv.weight"] == {"tp": '"*.qkv.weight" = "column"'}
+    assert decided["blocks.1.attention.proj.weight"] == {"tp": 'linear blocks.*.attention.proj, from "*.qkv.weight" = "column"'}
+    assert any(c["path"] == "blocks.1.mlp.proj" and c["forward"][0]["kind"] == "reduce_scatter" for c in found["collectives"])
+
+
 def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

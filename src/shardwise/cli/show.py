@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,6 +14,7 @@ import torch
 
 from shardwise.config import Config
 from shardwise.core.layout import Layout
+from shardwise.core.pins import starred
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.launch.subject import load_anywhere, settled, subject
@@ -90,6 +90,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
                 "bucket": b.index,
                 "units": b.units,
                 **_rule(plan, p.name),
+                **({"decided": trace.decided[p.name]} if p.name in trace.decided else {}),
             }
             for b in trace.buckets
             for p in b.parameters
@@ -119,11 +120,11 @@ def _show(
     each = f"{config.data.batch_size} a step, {config.data.batch_size // plan.microbatches} a microbatch"
     values = {
         "mesh": mesh, "rows": f"{each}, {config.data.batch_size // plan.microbatches // plan.mesh.axis_size(batch_axes(plan))} a rank",
-        "tensor": plan.tensor if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
+        "tensor": _tensor(plan) if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout,
     }  # fmt: skip
     show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(plan, trace, costs, cut))
-    show(console, *_collective_table(plan, trace, rows))
+    show(console, *_decided_table(trace), *_collective_table(plan, trace, rows))
     for note in [*trace.notes, *trace.everywhere]:
         print(f"note: {note}")
     for operations in sorted({name for one in costs for name in one.unknown}):
@@ -147,7 +148,7 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
     found: dict[tuple[str, ...], list[int]] = {}
     for bucket in trace.buckets:
         for p in bucket.parameters:
-            name = _starred(p.name)
+            name = starred(p.name)
             shape = str(p.placed)[1:-1].replace(", ", "x")
             key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
             found.setdefault(key, []).append(bucket.index)
@@ -155,6 +156,21 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
     columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
     pieces = ", :axis over axis" if tensor_axes(plan) else ""
     return grid(f"parameters (R replicated, P partial sum, S sharded over dp{pieces})", columns, rows)
+
+
+def _tensor(plan: Plan) -> str:
+    """``1d``, or ``propagate`` where pins say what is sharded."""
+    return plan.tensor if plan.tensor_plan == "recipe" else plan.tensor_plan
+
+
+def _decided_table(trace: Trace) -> list[Any]:
+    """Which pin or op made parameters lie as they do; no table where a recipe did."""
+    rows = dict.fromkeys((starred(name), axis, why) for name, by in trace.decided.items() for axis, why in by.items())
+    if not rows:
+        return []
+    several = len({axis for _, axis, _ in rows}) > 1
+    columns = ("parameter", *(("over",) if several else ()), "sharded, or not, by")
+    return [grid("what decided", columns, [(name, *([axis] if several else []), why) for name, axis, why in rows])]
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -168,7 +184,7 @@ def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
     for unit in trace.units:
         counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, plan, rows))
         if counts:
-            found.setdefault((_starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
+            found.setdefault((starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
     if not found:
         return []
     over = {_over(one) for _, own in found for _, one, _ in own}
@@ -196,10 +212,6 @@ def _over(one: UnitTraffic) -> str:
 
 def _kinds(several: Sequence[Traffic]) -> str:
     return ", ".join(t.kind for t in several)
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _runs(units: Sequence[int]) -> str:

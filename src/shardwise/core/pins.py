@@ -50,3 +50,8 @@ def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, Cut]:
                 raise ConfigError(f"{where} says two things of {axis}; legal: one.")
             found[axis] = Cut(word) if word else Cut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
     return found
+
+
+def starred(name: str) -> str:
+    """The pattern of a name and of those that differ only in the numbers of blocks."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -260,7 +260,7 @@ def headline(forecast: Forecast) -> str:
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
     words = [f"{plan.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
-    words += [f"{plan.tensor} over {dp.tp} ranks"] if dp.tp > 1 else []
+    words += [f"{plan.tensor if plan.tensor_plan == 'recipe' else plan.tensor_plan} over {dp.tp} ranks"] if dp.tp > 1 else []
     words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
     words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
     words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []

@@ -38,10 +38,12 @@ class Tensors:
 
 @dataclass
 class Assignment:
-    """Of one group: the states of each node's results, and the strategy of each op that has a form."""
+    """Of one group: the states of each node's results, and the strategy of each op that has a form; ``held``: what the result of an op
+    is moved to where it is made, because a user says so."""
 
     states: dict[fx.Node, tuple[State, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
+    held: dict[fx.Node, State] = field(default_factory=dict)
 
 
 class Walk:

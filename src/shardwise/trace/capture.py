@@ -96,8 +96,8 @@ def _accepted(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tens
 class Captured:
     """A flat graph and what its placeholders are.
 
-    ``names`` maps placeholder nodes to the module's own names; tied parameters and shared buffers appear once, under the
-    first of their names.  ``rows`` is None if the batch dim is symbolic, else the only number of rows that the graph takes.
+    Tied parameters and shared buffers appear once, under the first of their names; ``names`` has all names of parameters, each with
+    that first one.  ``rows`` is None if the batch dim is symbolic, else the only number of rows that the graph takes.
     """
 
     graph: fx.Graph
@@ -112,6 +112,7 @@ class Captured:
     values: dict[str, Tensor] = field(default_factory=dict)  # of buffers and constants, by placeholder
     notes: list[str] = field(default_factory=list)
     precision: str = "fp32"
+    names: dict[str, str] = field(default_factory=dict)
 
     def value(self, name: str) -> Tensor:
         """What the placeholder of a buffer or constant held at capture."""
@@ -232,6 +233,7 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
             k: program.state_dict[v] if v in program.state_dict else program.constants[v]
             for k, v in signature.inputs_to_buffers.items()
         },
+        names={k.removeprefix("module."): canonical[k] for k, _ in wrapped.named_parameters(remove_duplicate=False)},
     )
 
 

@@ -30,17 +30,18 @@ class Cuts:
 
     def split(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
         """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces."""
-        node, size = form.node, self.p.shape(form.operands[weight][0])[dim]
+        place = self.best(form.node, result, self.p.shape(form.operands[weight][0])[dim])
+        return None if place is None else place._replace(dim=dim)
+
+    def best(self, node: fx.Node, dim: int, size: int) -> Place | None:
+        """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces."""
         found = []
-        for order, (pre, post) in enumerate(self.made_of(node, result)):
+        for order, (pre, post) in enumerate(self.made_of(node, dim)):
             if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
-                place = self.even(size, result, pre, post)
+                place = self.even(size, dim, pre, post)
                 uneven = size // (place.pre * place.post) % self.parts != 0
                 found.append((self.gathered(node, place), uneven, order, place))
-        if not found:
-            return None
-        place = min(found, key=lambda one: one[:3])[3]
-        return Place(dim, place.pre, place.post)
+        return min(found, key=lambda one: one[:3])[3] if found else None
 
     def made_of(self, node: fx.Node, dim: int) -> list[tuple[int, int]]:
         """The (pre, post) of the factors of a dim that views and splits after it show, the dim itself first."""

@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
+from shardwise.core.pins import PLANS
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves
+from shardwise.trace.naming import module_path
 from shardwise.trace.normalise import eliminate_dead
+from shardwise.trace.pinned import PinnedWalk
+from shardwise.trace.pins import read_pins
 from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
@@ -53,7 +56,8 @@ class Sharded:
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
-    parallelism shards, by name.  ``predicted`` are the seconds of a microbatch by which a solver chose.
+    parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
+    ``predicted`` are the seconds of a microbatch by which a solver chose.
     """
 
     graph: fx.Graph
@@ -61,6 +65,8 @@ class Sharded:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    decided: dict[str, dict[str, str]] = field(default_factory=dict)
+    conflicts: dict[str, None] = field(default_factory=dict)
     predicted: Seconds | None = None
 
 
@@ -114,7 +120,7 @@ class Propagation:
         for node in nodes:
             self.current = node
             if node.op == "call_function":
-                self.value[node] = self.step(node, forms.get(node))
+                self.value[node] = self.held(node, self.step(node, forms.get(node)))
             elif node.op == "output":
                 loss, *updates = node.args[0]
                 partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
@@ -123,13 +129,17 @@ class Propagation:
         return self.sharded
 
     def assigned(self, forms: Mapping[fx.Node, Form | None], rows: Assignment) -> dict[str, Assignment]:
-        """What the ops are on the axes of tensor parallelism."""
-        if self.tensor.axes and self.tensor.plan == "auto":
+        """What is done over each axis of tensor parallelism."""
+        found: dict[str, Assignment] = {}
+        if self.tensor.plan == "auto" and self.tensor.axes:
             solved = solve(self, forms)
             self.sharded.predicted = solved.seconds
             return solved.assignments
-        if self.tensor.axes and self.tensor.plan != "recipe":
-            raise ConfigError(f'tensor_plan: "{self.tensor.plan}" is not built yet; legal: "recipe".')
+        if self.tensor.plan in PLANS:
+            pins = read_pins(self)
+            for axis in self.tensor.axes:
+                found[axis] = PinnedWalk(self, forms, axis, rows, found, pins).run()
+            return found
         return recipe(self, forms, rows)
 
     def form(self, node: fx.Node) -> Form | None:
@@ -161,6 +171,11 @@ class Propagation:
         if not is_tensor(node):
             return self.number(node)
         return self.replicate(node) if form is None else self.local(node, form)
+
+    def held(self, node: fx.Node, value: Any) -> Any:
+        """The value of a node, moved to where users want it to be."""
+        goals = {group: one.held[node] for group, one in self.assignments.items() if node in one.held}
+        return self.convert(value, goals) if goals else value
 
     def local(self, node: fx.Node, form: Form) -> fx.Node:
         """Emit an op by its strategies."""
@@ -390,14 +405,3 @@ def _is_factory(target: Any) -> bool:
         and any(a.name == "device" for a in described.arguments)
         and not any(isinstance(a.type, torch.TensorType) for a in described.arguments)
     )
-
-
-def module_path(node: fx.Node | None) -> str:
-    """The path of the module that a captured op came from, in the user's model."""
-    if node is None:
-        return ""
-    if "path" in node.meta:
-        return str(node.meta["path"])
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return str(path).removeprefix("module").removeprefix(".")

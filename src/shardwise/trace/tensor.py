@@ -37,14 +37,17 @@ TABLE = 8
 
 
 class TensorWalk(Walk):
-    """The walk for one axis, over which there are ``parts`` ranks; ``before`` are the assignments of those before it."""
+    """The walk for one axis, over which there are ``parts`` ranks; ``before`` are the assignments of those before it.
+
+    ``known`` is what the axis does; none: all compute the same over it.
+    """
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment]
-    ) -> None:
+        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment],
+        known: Role | None,
+    ) -> None:  # fmt: skip
         super().__init__(p, forms)
         self.axis, self.parts, self.rows, self.before = axis, p.tensor.axes[axis], rows, before
-        known = role(p.tensor.recipe, axis)
         self.role, self.inert = known or Role(), known is None
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
@@ -248,6 +251,10 @@ class TensorWalk(Walk):
         labels = form.operands[table][1]
         return not self.product(form, table) and len(form.operands) > 1 and any(self.summed(form, label) for label in labels)
 
+    def contracts(self, form: Form) -> bool:
+        """Whether an op of several operands sums over a label: a product, or a lookup."""
+        return len(form.operands) > 1 and any(self.summed(form, label) for _, labels in form.operands for label in labels)
+
     def learned(self, node: fx.Node) -> bool:
         """Whether a value follows from parameters alone."""
         while node.op == "call_function" and len(node.all_input_nodes) == 1:
@@ -365,10 +372,11 @@ class TensorWalk(Walk):
 def recipe(p: Propagation, forms: Mapping[fx.Node, Form | None], rows: Assignment) -> dict[str, Assignment]:
     """What the ops are on each axis by the recipe."""
     found: dict[str, Assignment] = {}
+    roles = {axis: role(p.tensor.recipe, axis) for axis in p.tensor.axes}
     # What rests within others' pieces comes last.
-    for axis in sorted(p.tensor.axes, key=lambda a: (one := role(p.tensor.recipe, a)) is not None and one.at_use):
-        found[axis] = TensorWalk(p, forms, axis, rows, found).run()
-    return {axis: found[axis] for axis in p.tensor.axes}
+    for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
+        found[axis] = TensorWalk(p, forms, axis, rows, found, known).run()
+    return {axis: found[axis] for axis in roles}
 
 
 def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:

@@ -135,7 +135,8 @@ class Trace:
 
     ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.  ``opaque`` is None, or
     why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.  ``tensor`` are the axes of
-    tensor parallelism that its graphs are for, each with its number of ranks.
+    tensor parallelism that its graphs are for, each with its number of ranks; ``decided`` says of parameters, by axis, which pin or op made them
+    lie as they do, where users pin some.
     """
 
     units: list[Unit]
@@ -152,6 +153,7 @@ class Trace:
     ones: tuple[str, ...] = ()
     beside: Beside = Beside()
     tensor: Mapping[str, int] = field(default_factory=dict)
+    decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -223,8 +225,8 @@ def trace(
     buckets = _buckets(units, module, precision, learning, group, sharded.layouts)
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
-        captured.notes, sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
-        dict(tensor.axes) if tensor is not None else {},
+        [*captured.notes, *sharded.conflicts], sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
+        dict(tensor.axes) if tensor is not None else {}, sharded.decided,
     )  # fmt: skip
 
 
