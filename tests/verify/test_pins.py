@@ -46,7 +46,7 @@ def oracle(module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choic
 
 
 def planned(pins: Mapping[str, str], tp: int = 2, how: Any = "propagate", kind: Any = "1d", plan: Plan | None = None) -> Plan:
-    return tensor_parallel(plan or Plan(precision="fp64", mesh=Mesh(())), tp, kind, how, tuple(pins.items()))
+    return tensor_parallel(plan or Plan(precision="fp64", mesh=Mesh(())), tp, kind, how, pins)
 
 
 @functools.cache

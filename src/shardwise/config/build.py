@@ -164,7 +164,7 @@ def build_plan(config: Config) -> Plan:
         norm=parallel.norm,
         window=parallel.window,
     )
-    plan = tensor_parallel(plan, parallel.tp, parallel.tensor, parallel.tensor_plan, tuple((parallel.pins or {}).items()))
+    plan = tensor_parallel(plan, parallel.tp, parallel.tensor, parallel.tensor_plan, parallel.pins or {})
     plan = data_parallel(plan, parallel.dp, parallel.zero, parallel.dp_replicate)
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:

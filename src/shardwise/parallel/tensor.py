@@ -85,7 +85,9 @@ def sides(kind: str, size: int) -> dict[str, int]:
     return dict(zip(ROLES[kind], shape, strict=True))
 
 
-def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Pins = ()) -> Plan:
+def tensor_parallel(
+    plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Mapping[str, str] | Pins = ()
+) -> Plan:
     """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe as ``tensor_plan`` says.
 
     The axes are the innermost: ranks that share the products of a layer are neighbours, for they wait for each other most often.
