@@ -10,6 +10,7 @@ its own, on which parameters are what ``tensor`` makes them.  All values keep th
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -35,7 +36,7 @@ from shardwise.trace.pins import read_pins
 from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.solve import solve
+from shardwise.trace.solve import predicted, solve
 from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
 
@@ -57,7 +58,7 @@ class Sharded:
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
-    ``predicted`` are the seconds of a microbatch by which a solver chose.
+    ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
     """
 
     graph: fx.Graph
@@ -67,7 +68,7 @@ class Sharded:
     layouts: dict[str, Layout] = field(default_factory=dict)
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     conflicts: dict[str, None] = field(default_factory=dict)
-    predicted: Seconds | None = None
+    predicted: Callable[[], Seconds] | None = None
 
 
 def propagate(
@@ -115,6 +116,7 @@ class Propagation:
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
         self.assignments |= self.assigned(forms, rows)
+        self.sharded.predicted = functools.cache(lambda: predicted(self, forms))
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -132,9 +134,7 @@ class Propagation:
         """What is done over each axis of tensor parallelism."""
         found: dict[str, Assignment] = {}
         if self.tensor.plan == "auto" and self.tensor.axes:
-            solved = solve(self, forms)
-            self.sharded.predicted = solved.seconds
-            return solved.assignments
+            return solve(self, forms).assignments
         if self.tensor.plan in PLANS:
             pins = read_pins(self)
             for axis in self.tensor.axes:

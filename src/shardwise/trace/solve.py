@@ -340,12 +340,22 @@ class Solver:
 
 def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     """The assignments of all axes under which a microbatch takes least; of several axes the best that was found."""
-    machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
-    prices = Prices(p, machine.rates, machine.rows, p.device.type)
+    prices = priced(p)
     choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
     if len(choices) == 1:
         return Solver(p, forms, prices, choices).least()
     return _Several(p, forms, prices, choices).least()
+
+
+def priced(p: Propagation) -> Prices:
+    """By the machine that the plan is for, else by one row on a device of the kind."""
+    machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
+    return Prices(p, machine.rates, machine.rows, p.device.type)
+
+
+def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:
+    """Of a microbatch under the assignments that were made, by whomever."""
+    return seconds(priced(p), Flow(p, forms), p.assignments)
 
 
 class _Several:
@@ -424,4 +434,4 @@ class _Several:
         return best
 
 
-__all__ = ["Flow", "Reader", "Solver", "TooWide", "seconds", "solve"]
+__all__ = ["Flow", "Reader", "Solver", "TooWide", "predicted", "seconds", "solve"]
