@@ -98,6 +98,12 @@ def test_every_combination_is_predicted(case: Case) -> None:
         ("own gpt", planned({"tp_i": 2, "tp_j": 2}, "2d", 2, 3)),
         ("own llama", planned({"tp_d": 2, "tp_i": 2, "tp_j": 2}, "2.5d", recompute="full")),
         ("own gpt", planned({"tp_i": 2, "tp_j": 2, "tp_l": 2}, "3d", microbatches=2)),
+        (
+            "own gpt",
+            planned(2, "1d", 2, 1, 2, recompute="full").replace(
+                tensor_plan="propagate", pins={"*.qkv.weight": "column", "*.mlp": "1", "wte.weight": "column"}
+            ),
+        ),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )

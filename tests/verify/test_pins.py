@@ -255,7 +255,7 @@ def test_what_a_table_leaves_out_is_listed_with_what_is_legal() -> None:
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"*.qvk.weight": "column"}, 'pins: "*.qvk.weight" matches no parameter and no module with a result; legal: patterns of such names.'),
+        ({"*.qvk.weight": "column"}, 'pins: "*.qvk.weight" matches no parameter that is read and no module with a result; legal: patterns of such names.'),
         ({"blocks.0.atention": "1"}, 'Did you mean "blocks.0.attention"?'),
         (
             {"*.qkv.weight": "column", "blocks.0.attention.*": "whole"},

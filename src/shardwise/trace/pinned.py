@@ -217,6 +217,9 @@ class Following:
             if size < self.walk.parts:
                 return
             place = self.walk.cuts.even(size, place.dim, place.pre, place.post)
+        others = [one.states[node][0] for one in (self.walk.rows, *self.walk.before.values())]
+        if not self.walk.fits(self.walk.p.shape(node), place, others):
+            return
         known, waits = self.facts.get(node), self.walk.later.get(node)
         if known is None and waits is not None and waits.place is not None and waits.place.dim == place.dim:
             self.facts[node] = Fact(place, waits.pin)

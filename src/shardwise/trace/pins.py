@@ -47,7 +47,7 @@ def read_pins(p: Propagation) -> Pins:
         nodes = matched or {node: path for path, several in results.items() if fnmatchcase(path, pattern) for node in several}
         if not nodes and p.tensor.layouts is None:
             raise ConfigError(
-                f'pins: "{pattern}" matches no parameter and no module with a result; legal: patterns of such names.'
+                f'pins: "{pattern}" matches no parameter that is read and no module with a result; legal: patterns of such names.'
                 + did_you_mean(pattern, (*aliases, *results))
             )
         for node, name in nodes.items():
