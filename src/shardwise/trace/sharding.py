@@ -10,6 +10,7 @@ its own, on which parameters are what ``tensor`` makes them.  All values keep th
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -36,7 +37,7 @@ from shardwise.trace.pins import read_pins
 from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.solve import solve
+from shardwise.trace.solve import predicted, solve
 from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
 
@@ -58,7 +59,7 @@ class Sharded:
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
-    ``tensor`` are its axes, or sub-axes of these, with their sizes.  ``predicted`` are the seconds of a microbatch by which a solver chose.
+    ``tensor`` are its axes, or sub-axes of these, with their sizes.  ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
     """
 
     graph: fx.Graph
@@ -69,7 +70,7 @@ class Sharded:
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     conflicts: dict[str, None] = field(default_factory=dict)
     tensor: Mapping[str, int] = field(default_factory=dict)
-    predicted: Seconds | None = None
+    predicted: Callable[[], Seconds] | None = None
 
 
 def propagate(
@@ -122,6 +123,7 @@ class Propagation:
             found, _ = self.assigned(forms, rows)
         self.groups, self.sharded.tensor = (ROWS, *self.tensor.axes), self.tensor.axes
         self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
+        self.sharded.predicted = functools.cache(lambda: predicted(self, forms))
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -138,11 +140,9 @@ class Propagation:
     def assigned(
         self, forms: Mapping[fx.Node, Form | None], rows: Assignment
     ) -> tuple[Mapping[str, Assignment], Mapping[str, int] | None]:  # fmt: skip
-        """What the ops are on each axis of tensor parallelism; and the axes to take instead, if one has to be two sub-axes."""
+        """What is done over each axis of tensor parallelism; and the axes to take instead, if one has to be two sub-axes."""
         if self.tensor.axes and self.tensor.plan == "auto":
-            solved = solve(self, forms)
-            self.sharded.predicted = solved.seconds
-            return solved.assignments, None
+            return solve(self, forms).assignments, None
         if self.tensor.axes and self.tensor.plan in PLANS:
             pins, found = read_pins(self), dict[str, Assignment]()
             for axis in self.tensor.axes:

@@ -25,6 +25,7 @@ from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.ops import ROWS
 from shardwise.trace.price import Prices, Seconds, States, Step, Talk, Value
 from shardwise.trace.schema import is_tensor
+from shardwise.trace.sizes import Unfit
 from shardwise.trace.tensor import recipe
 
 if TYPE_CHECKING:
@@ -126,9 +127,14 @@ class Solver:
     """Chooses for the axes of ``prices`` together, of what there is to choose on each."""
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices, choices: Mapping[str, Choices]
+        self,
+        p: Propagation,
+        forms: Mapping[fx.Node, Form | None],
+        prices: Prices,
+        choices: Mapping[str, Chosen],
+        direct: int = DIRECT,
     ) -> None:
-        self.p, self.forms, self.prices, self.choices = p, forms, prices, choices
+        self.p, self.forms, self.prices, self.choices, self.direct = p, forms, prices, choices, direct
         self.flow = Flow(p, forms)
         self.problem = Problem()
         self.variables: dict[fx.Node, int] = {}
@@ -225,7 +231,7 @@ class Solver:
         states = list(dict.fromkeys(made))
         distinct = [list(dict.fromkeys(n)) for n in needs]
         key = (value, tuple(made), tuple(fixed), tuple(map(tuple, needs)), len(first))
-        if len(made) * math.prod(map(len, needs)) <= DIRECT or len(needs) < 2:
+        if len(made) * math.prod(map(len, needs)) <= self.direct or len(needs) < 2:
             if key not in self.tables:
                 core = np.array(
                     [
@@ -304,7 +310,10 @@ class Solver:
     def least(self) -> Solved:
         """That which takes least."""
         problem = self.build()
-        found = self.assignments(least(problem.sizes, problem.factors).values)
+        best = least(problem.sizes, problem.factors)
+        if math.isinf(best.total):
+            raise Unfit("of what there is to choose on several axes nothing goes together")
+        found = self.assignments(best.values)
         return Solved(found, seconds(self.prices, self.flow, found))
 
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
@@ -331,17 +340,27 @@ class Solver:
 
 def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     """The assignments of all axes under which a microbatch takes least; of several axes the best that was found."""
-    machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
-    prices = Prices(p, machine.rates, machine.rows, p.device.type)
+    prices = priced(p)
     choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
     if len(choices) == 1:
         return Solver(p, forms, prices, choices).least()
     return _Several(p, forms, prices, choices).least()
 
 
+def priced(p: Propagation) -> Prices:
+    """By the machine that the plan is for, else by one row on a device of the kind."""
+    machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
+    return Prices(p, machine.rates, machine.rows, p.device.type)
+
+
+def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:
+    """Of a microbatch under the assignments that were made, by whomever."""
+    return seconds(priced(p), Flow(p, forms), p.assignments)
+
+
 class _Several:
-    """Several axes, whose choices together are too many: the axes are solved in turn, from where one axis of as many ranks leads and
-    from what the recipe does; then together, of what was chosen on the way."""
+    """Several axes, whose choices together are too many: the axes are solved in turn, from the best of a few plans; then together, of what
+    was chosen on the way."""
 
     def __init__(
         self, p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices, choices: Mapping[str, Choices]
@@ -350,13 +369,19 @@ class _Several:
         self.seen: list[dict[str, Assignment]] = []
 
     def least(self) -> Solved:
-        starts = [self.solved({axis: one.only([start[axis]]) for axis, one in self.choices.items()}) for start in self.starts()]
+        starts = [found for start in self.starts() if (found := self.tried([start])) is not None]
         best = self.descended(min(starts, key=lambda one: one.seconds.total))
-        try:
-            joint = self.solved({axis: one.only([seen[axis] for seen in self.seen]) for axis, one in self.choices.items()})
-        except TooWide:
+        joint = self.tried(self.seen)
+        if joint is None:
             return best
         return self.descended(joint) if joint.seconds.total < best.seconds.total else best
+
+    def tried(self, several: Sequence[Mapping[str, Assignment]]) -> Solved | None:
+        """The best of what several plans choose; None where that does not go together, or is too much."""
+        try:
+            return self.solved({axis: one.only([plan[axis] for plan in several]) for axis, one in self.choices.items()})
+        except (TooWide, Unfit):
+            return None
 
     def solved(self, chosen: Mapping[str, Chosen]) -> Solved:
         found = Solver(self.p, self.forms, self.prices, chosen).least()
@@ -364,7 +389,8 @@ class _Several:
         return found
 
     def starts(self) -> Iterator[Mapping[str, Assignment]]:
-        """What the recipe of the mesh does, and what is best on one axis of all ranks, over the slowest link."""
+        """Everything whole, what the recipe of the mesh does, and what is best on one axis of all ranks, over the slowest link."""
+        yield {axis: Assignment() for axis in self.choices}
         if all(role(self.p.tensor.recipe, axis) is not None for axis in self.choices):
             yield recipe(self.p, self.forms, self.p.assignments[ROWS])[0]
         if self.p.tensor.layouts is not None:
@@ -408,4 +434,4 @@ class _Several:
         return best
 
 
-__all__ = ["Flow", "Reader", "Solver", "TooWide", "seconds", "solve"]
+__all__ = ["Flow", "Reader", "Solver", "TooWide", "predicted", "seconds", "solve"]
