@@ -115,8 +115,9 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
             (("forward", forward), ("backward", backward))}  # fmt: skip
     assert one == {"unit": 2, "op": "aten.linear.default", "path": "blocks.1.mlp.up", **each, "sent_bytes": 1024 * whole}
     block = sum(c["sent_bytes"] for c in found["collectives"] if c["unit"] == 1)
-    norms = 2 * 4 * 16 * 4 if tensor == "1d-sp" else 0  # their gradients, of a part of the sequence each
-    assert block == (8 * 1024 * whole + norms) * (2 - 1) / 2, "four all-reduces, or their halves"
+    assert block == 8 * 1024 * whole * (2 - 1) / 2, "four all-reduces, or their halves"
+    summed = {one["name"]: one["summed"] for one in found["parameters"]}
+    assert summed["blocks.1.norm1.weight"] == ([] if tensor == "1d" else ["tp"]) and summed["blocks.1.mlp.up.weight"] == []
 
 
 def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:

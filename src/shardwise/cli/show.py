@@ -87,6 +87,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
                 "name": p.name,
                 "shape": p.shape,
                 "layout": _plain_layout(p.placed),
+                "summed": p.summed,
                 "bucket": b.index,
                 "units": b.units,
                 **_rule(plan, p.name),

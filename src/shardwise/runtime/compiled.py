@@ -135,8 +135,12 @@ class Compiled:
     def _tensors(self) -> Tensors:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
         mesh = self.plan.mesh
-        layouts = {p.name: p.layout for b in self.buckets for p in b.parameters} if self.buckets else None
-        return Tensors({axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)}, self.plan.tensor, layouts)
+        axes, known = (
+            {axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)},
+            [p for b in self.buckets for p in b.parameters],
+        )
+        layouts = {p.name: p.layout for p in known} if known else None
+        return Tensors(axes, self.plan.tensor, layouts, {p.name: p.summed for p in known})
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -155,12 +159,15 @@ class Compiled:
         return self._programs[key]
 
     def _check_placed(self, one: Trace) -> None:
-        """:class:`ShardwiseError` where a trace takes parameters to lie otherwise than the buckets, which all traces share, have them."""
-        here = {p.name: p.placed for b in self.buckets for p in b.parameters}
-        for parameter in (p for b in one.buckets for p in b.parameters):
-            if here.get(parameter.name, parameter.placed) != parameter.placed:
+        """:class:`ShardwiseError` where a trace takes parameters to lie, or their gradients to be partial sums, otherwise than the buckets,
+        which all traces share."""
+        here = {p.name: p for b in self.buckets for p in b.parameters}
+        for other in (p for b in one.buckets for p in b.parameters):
+            own = here.get(other.name, other)
+            if (own.placed, own.summed) != (other.placed, other.summed):
                 raise ShardwiseError(
-                    f"parameter {parameter.name} lies as {here[parameter.name]} in training, and as {parameter.placed} in another trace"
+                    f"parameter {other.name} lies as {own.placed} in training, summed over {own.summed}, and as {other.placed} in another "
+                    f"trace, summed over {other.summed}"
                 )
 
 
@@ -170,8 +177,8 @@ def _traced_for(plan: Plan) -> tuple[Any, ...]:
     return plan.precision, tensor, plan.tensor, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
-def _layout(one: Trace) -> list[list[tuple[str, Layout]]]:
-    return [[(p.name, p.placed) for p in b.parameters] for b in one.buckets]
+def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:
+    return [[(p.name, p.placed, p.summed) for p in b.parameters] for b in one.buckets]
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:

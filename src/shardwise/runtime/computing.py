@@ -82,7 +82,7 @@ class Computing:
         batch.version = self.gathered.version = one.version
         env = batch.env(number)
         env.ordinal = unit.ordinal
-        again = one.op is Op.RECOMPUTE
+        env.again = again = one.op is Op.RECOMPUTE
         keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
         env.tape = self.tapes.pop((unit.index, m), None)
         if record:

@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Tensors:
     """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``; ``layouts`` are those of parameters, where they
-    have been chosen before (None: whole)."""
+    have been chosen before (None: whole), and ``summed`` the axes over which their gradients are partial sums."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     recipe: str = "1d"
     layouts: Mapping[str, Layout | None] | None = None
+    summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.trace import ops
+from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Place, State
 
 if TYPE_CHECKING:
@@ -54,11 +55,21 @@ class Moves:
             steps = {g: step for g in goals if (step := _step(states[g], goals[g], grad)) is not None}
             if not steps:
                 return value
-            # Slices first: what is gathered after them is smaller.
-            first = min(steps.values(), key=lambda step: _ORDER.index(step[0]))
+            # Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed behind a gather.
+            order = sorted(steps.values(), key=lambda step: _ORDER.index(step[0]))
+            first = next((step for step in order if self._fits(value, steps, step)), order[0])
             alike = [g for g, step in steps.items() if step == first]
             groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
             value = self._move(value, groups, *first)
+
+    def _fits(self, value: fx.Node, steps: Mapping[str, _Step], step: _Step) -> bool:
+        """Whether what the groups make of a value, some of them by ``step``, goes together."""
+        after = {g: step[1] for g, one in steps.items() if one == step}
+        try:
+            self.p.layout_of(value.meta["layout"].shape, {**value.meta["states"], **after})
+        except Uncapturable:
+            return False
+        return True
 
     def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
         key = (value, name, groups, after, rest)
@@ -85,7 +96,7 @@ class Moves:
 
 
 _CUTTING = ("gather", "shard", "shard_leaf", "scatter")
-_ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "gather", "partial", "replicate")
+_ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
 
 
 def _step(state: State, goal: State, grad: bool) -> _Step | None:

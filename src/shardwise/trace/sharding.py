@@ -51,7 +51,7 @@ class Sharded:
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
-    parallelism shards, by name.
+    parallelism shards, by name, and ``summed`` the axes of tensor parallelism over which gradients of parameters are partial sums.
     """
 
     graph: fx.Graph
@@ -59,6 +59,7 @@ class Sharded:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def propagate(
@@ -138,6 +139,8 @@ class Propagation:
         layout = self.layout_of(self.shape(node), born)
         if parameter is not None and layout.axes_used:
             self.sharded.layouts[parameter] = layout
+        if parameter is not None:
+            self.sharded.summed[parameter] = tuple(sorted(g for g, s in states.items() if s == "R" and g != ROWS))
         grad = parameter is not None and bool(self.captured.trainable.get(parameter, True))
         self.annotate(new, layout, born, grad)
         self.value[node] = self.convert(new, states)
