@@ -120,6 +120,15 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     assert summed["blocks.1.norm1.weight"] == ([] if tensor == "1d" else ["tp"]) and summed["blocks.1.mlp.up.weight"] == []
 
 
+@pytest.mark.parametrize(("kind", "tp", "rows"), [("1d-sp", 2, 6), ("2d", 4, 3), ("2.5d", 8, 2), ("3d", 8, 2)])
+def test_show_says_how_many_rows_a_rank_has(kind: str, tp: int, rows: int) -> None:
+    """Of 6 of a microbatch: shared out over no axis, over 2, or over 4, where two ranks have two and two have one."""
+    shown = call(
+        "show", *TINY, "model.heads=4", f"parallel.tp={tp}", "parallel.dp=1", f"parallel.tensor={kind}", "parallel.microbatches=2"
+    )
+    assert f"12 a step, 6 a microbatch, {rows} a rank" in shown.stdout, shown.output
+
+
 def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

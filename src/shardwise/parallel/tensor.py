@@ -108,3 +108,10 @@ def tensor_parallel(plan: Plan, size: int, kind: Tensor = "1d") -> Plan:
 def tensor_axes(plan: Plan) -> tuple[str, ...]:
     """The tensor-parallel axes of the plan's mesh, in its order, those of one rank left out."""
     return tuple(axis.name for axis in plan.mesh.axes if axis.name not in OTHERS and axis.size > 1)
+
+
+def row_parts(plan: Plan) -> int:
+    """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes take turns."""
+    found = [(role(plan.tensor, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
+    turns = [size for one, size in found if one.stream == "rows"]
+    return math.prod(size for one, size in found if one.rows) * max(turns, default=1)
