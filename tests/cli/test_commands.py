@@ -115,8 +115,18 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
             (("forward", forward), ("backward", backward))}  # fmt: skip
     assert one == {"unit": 2, "op": "aten.linear.default", "path": "blocks.1.mlp.up", **each, "sent_bytes": 1024 * whole}
     block = sum(c["sent_bytes"] for c in found["collectives"] if c["unit"] == 1)
-    norms = 2 * 4 * 16 * 4 if tensor == "1d-sp" else 0  # their gradients, of a part of the sequence each
-    assert block == (8 * 1024 * whole + norms) * (2 - 1) / 2, "four all-reduces, or their halves"
+    assert block == 8 * 1024 * whole * (2 - 1) / 2, "four all-reduces, or their halves"
+    summed = {one["name"]: one["summed"] for one in found["parameters"]}
+    assert summed["blocks.1.norm1.weight"] == ([] if tensor == "1d" else ["tp"]) and summed["blocks.1.mlp.up.weight"] == []
+
+
+@pytest.mark.parametrize(("kind", "tp", "rows"), [("1d-sp", 2, 6), ("2d", 4, 3), ("2.5d", 8, 2), ("3d", 8, 2)])
+def test_show_says_how_many_rows_a_rank_has(kind: str, tp: int, rows: int) -> None:
+    """Of 6 of a microbatch: shared out over no axis, over 2, or over 4, where two ranks have two and two have one."""
+    shown = call(
+        "show", *TINY, "model.heads=4", f"parallel.tp={tp}", "parallel.dp=1", f"parallel.tensor={kind}", "parallel.microbatches=2"
+    )
+    assert f"12 a step, 6 a microbatch, {rows} a rank" in shown.stdout, shown.output
 
 
 def test_show_tells_what_follows_from_pins() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,3 +109,24 @@ def test_a_search_asks_for_few_of_all_plans() -> None:
     peak = falling(dict.fromkeys(SHRINKS, 100.0))
     nearest(NOW, 300, lambda changes: calls.append(changes) or peak(changes))
     assert len(calls) < len(every(SHRINKS)) / 3
+
+
+def test_layers_are_shared_before_numbers_change_or_devices_are_added() -> None:
+    """By ranks that there are, as long as they fit onto a host; and not where the model cannot be sharded."""
+    asked: list[Changes] = []
+
+    def peak(changes: Changes) -> int:
+        asked.append(changes)
+        half = 0.5 if changes.get("parallel.precision") == "bf16" else 1
+        return int(10**6 * half / changes.get("parallel.tp", 1))
+
+    now = Choices(batch_size=32, dp=16, zero=3, recompute="full", kind="cpu", tp=1)
+    found = nearest(now, 3 * 10**5, peak)
+    assert found.changes == {"parallel.dp": 4, "parallel.tp": 4}
+    found = nearest(now, 10**5, peak)
+    assert found.changes == {"parallel.dp": 2, "parallel.tp": 8, "parallel.precision": "bf16"}
+    assert max(one.get("parallel.tp", 1) for one in asked) == 8
+    assert {one.get("parallel.dp", 16) * one.get("parallel.tp", 1) for one in asked} == {16}
+    asked.clear()
+    assert nearest(replace(now, tp=None), 10**5, peak).changes is None
+    assert not any("parallel.tp" in one for one in asked)

@@ -147,6 +147,18 @@ def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
     assert again.fits and again.worst.peak_bytes == fit.least
 
 
+def test_layers_are_shared_where_all_else_is_not_enough() -> None:
+    """And what is proposed was predicted of a trace of its own."""
+    given = config(
+        "parallel.dp=4", "parallel.zero=3", "parallel.recompute=full", "parallel.microbatches=4", "parallel.gathered=use",
+        "parallel.reduced=microbatch",
+    )  # fmt: skip
+    needed = bare(given, kind="cpu").worst.peak_bytes
+    fit = bare(given, needed - 1, "cpu").nearest()
+    assert fit.changes == {"parallel.dp": 2, "parallel.tp": 2} and fit.peak < needed
+    assert bare(changed(given, fit.changes), kind="cpu").worst.peak_bytes == fit.peak
+
+
 def test_gib_are_rounded_upwards() -> None:
     for nbytes in (1, 1000, 123_456_789, GIB, 79 * GIB + 1, 12345 * GIB + 1):
         shown = float(gib_at_least(nbytes))

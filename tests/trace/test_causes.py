@@ -41,12 +41,8 @@ BLOCK: dict[str, list[tuple[str, str, str, str]]] = {
         ("aten.dropout.default", "drop", "all_reduce", ""),
     ],
     "1d-sp": [
-        ("aten.layer_norm.default", "norm1", "", "all_reduce"),
-        ("aten.layer_norm.default", "norm1", "", "all_reduce"),
         ("aten.linear.default", "attention.qkv", "all_gather", "reduce_scatter"),
         ("aten.dropout.default", "drop", "reduce_scatter", "all_gather"),
-        ("aten.layer_norm.default", "norm2", "", "all_reduce"),
-        ("aten.layer_norm.default", "norm2", "", "all_reduce"),
         ("aten.linear.default", "mlp.up", "all_gather", "reduce_scatter"),
         ("aten.dropout.default", "drop", "reduce_scatter", "all_gather"),
     ],

@@ -21,7 +21,7 @@ from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.tensor import tensor_axes
+from shardwise.parallel.tensor import row_parts, tensor_axes
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
@@ -87,6 +87,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
                 "name": p.name,
                 "shape": p.shape,
                 "layout": _plain_layout(p.placed),
+                "summed": p.summed,
                 "bucket": b.index,
                 "units": b.units,
                 **_rule(plan, p.name),
@@ -117,9 +118,10 @@ def _show(
 ) -> None:
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
-    each = f"{config.data.batch_size} a step, {config.data.batch_size // plan.microbatches} a microbatch"
+    each = config.data.batch_size // plan.microbatches
+    most = -(-each // (plan.mesh.axis_size(batch_axes(plan)) * row_parts(plan)))  # of uneven shares
     values = {
-        "mesh": mesh, "rows": f"{each}, {config.data.batch_size // plan.microbatches // plan.mesh.axis_size(batch_axes(plan))} a rank",
+        "mesh": mesh, "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
         "tensor": _tensor(plan) if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout,
     }  # fmt: skip

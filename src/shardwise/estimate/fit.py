@@ -24,11 +24,14 @@ GATHERED = {"step": 0, "forward": 5, "use": 10}
 REDUCED = {"step": 0, "microbatch": 5}
 OFFLOAD = {"none": 0, "optimizer": 100}
 DOUBLED = 8  # of microbatches: smaller products
+HOST = 8
+"""Ranks that share layers at most: they wait for each other in every layer, and have to be on one host."""
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What can be changed, as it is now; ``gathered`` and ``reduced`` are None where they follow from the budget."""
+    """What can be changed, as it is now; ``gathered`` and ``reduced`` are None where they follow from the budget, ``tp`` where layers
+    cannot be shared."""
 
     batch_size: int
     dp: int
@@ -41,6 +44,7 @@ class Choices:
     offload: str = "none"
     precision: str = "fp32"
     kind: str = "cuda"
+    tp: int | None = None
 
 
 class Rung(NamedTuple):
@@ -87,15 +91,23 @@ def nearest(now: Choices, budget: int, peak: Peak) -> Fit:
 
 
 def _tiers(now: Choices) -> Iterator[tuple[dict[str, Any], Choices]]:
-    """On the devices there are; then with half the precision; then on twice as many devices, and so on as long as there are rows."""
+    """On the devices there are, then with layers shared by some of them; then both with half the precision; then all of this on twice as
+    many devices, and so on as long as there are rows."""
     dp = now.dp
     while dp == now.dp or now.batch_size % (dp * now.microbatches) == 0:
-        grown = replace(now, dp=dp)
-        changes = {} if dp == now.dp else {"parallel.dp": dp}
-        yield changes, grown
-        if now.precision == "fp32":
-            yield {**changes, "parallel.precision": "bf16"}, replace(grown, precision="bf16")
+        for precision in dict.fromkeys((now.precision, "bf16" if now.precision == "fp32" else now.precision)):
+            for one in _shared(replace(now, dp=dp, precision=precision)):
+                after = {"parallel.dp": one.dp, "parallel.tp": one.tp, "parallel.precision": one.precision}
+                before = {"parallel.dp": now.dp, "parallel.tp": now.tp, "parallel.precision": now.precision}
+                yield {key: value for key, value in after.items() if value != before[key]}, one
         dp *= 2
+
+
+def _shared(now: Choices) -> Iterator[Choices]:
+    """The same; then with twice as many ranks to a layer and half as many shares of the rows, and so on."""
+    yield now
+    if now.tp is not None and now.dp % 2 == 0 and 2 * now.tp <= HOST:
+        yield from _shared(replace(now, dp=now.dp // 2, tp=2 * now.tp))
 
 
 def _ladders(now: Choices) -> dict[str, list[Rung]]:

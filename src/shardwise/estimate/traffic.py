@@ -84,8 +84,10 @@ class _Subject:
         match one.op:
             case Op.COUNT:
                 return [*self.counted(), Traffic("all_reduce", one.axes, COUNTER * len(self.traces))]
-            case Op.FORWARD | Op.RECOMPUTE:
+            case Op.FORWARD:
                 return self.unit(one).forward
+            case Op.RECOMPUTE:
+                return self.unit(one).again
             case Op.BACKWARD | Op.BACKWARD_INPUT:
                 return self.unit(one).backward
             case Op.GATHER:

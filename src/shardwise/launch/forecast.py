@@ -47,7 +47,7 @@ class Forecast:
     budget: int
     note: str | None = None
     common: bool = False  # ranks have memory in common
-    _compiled: dict[str, Compiled] = field(default_factory=dict)  # by precision
+    _compiled: dict[Any, Compiled] = field(default_factory=dict)  # by what a trace depends on
     _known: dict[tuple[Plan, int | None], Prediction] = field(default_factory=dict)
     _profiles: dict[Any, Profile] = field(default_factory=dict)  # most plans differ in nothing that units see
 
@@ -118,7 +118,7 @@ class Forecast:
         now = Choices(
             batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate, zero=parallel.zero,
             gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
-            precision=parallel.precision, kind=self.device.kind,
+            precision=parallel.precision, kind=self.device.kind, tp=parallel.tp if self.compiled.general.opaque is None else None,
         )  # fmt: skip
         return nearest(now, self.budget, self._peak)
 
@@ -182,12 +182,16 @@ class Forecast:
             return sys.maxsize
 
     def _traced(self, plan: Plan) -> Compiled:
-        """The model traced as ``plan`` needs it: of all that can change here only the precision matters."""
-        self._compiled.setdefault(self.plan.precision, self.compiled)
-        if plan.precision not in self._compiled:
+        """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism matter."""
+
+        def key(plan: Plan) -> tuple[Any, ...]:
+            return plan.precision, *(plan.mesh.axis_size(axis) for axis in plan.tensor_axes)
+
+        self._compiled.setdefault(key(self.plan), self.compiled)
+        if key(plan) not in self._compiled:
             with uncollected():
-                self._compiled[plan.precision] = self.compiled.under(plan)
-        return self._compiled[plan.precision]
+                self._compiled[key(plan)] = self.compiled.under(plan)
+        return self._compiled[key(plan)]
 
     def _trace(self, plan: Plan) -> Trace:
         """Of a microbatch of a whole batch."""

@@ -61,7 +61,7 @@ class Reductions:
 
     def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
         rule = placement(self.plan, bucket.parameters[0].name)
-        each, once = reductions(self.plan, rule, bucket.numel)
+        each, once = reductions(self.plan, rule, bucket.numel, bucket.summed)
         depth, end = max(1, self.plan.prefetch), self.ends[number]
         if number and (free := self.ends[number - 1]) >= writers[0]:
             ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]

@@ -21,6 +21,7 @@ microbatches stays a partial sum over ``dp_replicate`` until the last of them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.core.errors import ConfigError
@@ -80,9 +81,14 @@ def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, 
     return layout.shard(parts, index) if sharded else FlatShard(0, layout.numel)
 
 
-def reductions(plan: Plan, rule: ParameterRule, numel: int) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
-    """What happens to a flat gradient after the backward of each microbatch, and what once a step, after the last."""
-    axes = tuple(a for a in batch_axes(plan) if plan.mesh.axis_size(a) > 1)
+def reductions(
+    plan: Plan, rule: ParameterRule, numel: int, summed: Sequence[str] = ()
+) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    """What happens to a flat gradient after the backward of each microbatch, and what once a step, after the last.
+
+    Over the axes ``summed`` it is a partial sum besides, until the last.
+    """
+    axes = tuple(a for a in (*batch_axes(plan), *summed) if plan.mesh.axis_size(a) > 1)
     raw = Layout(((Factor(numel),),), frozenset(axes))
     sharded = Layout.sharded((numel,), {0: shard_axes(plan)})
     kept = raw if rule.grad == "P" else Layout(sharded.dims, frozenset(axes) - {SHARDS})

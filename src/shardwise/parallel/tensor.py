@@ -12,6 +12,10 @@ trace; data parallelism and ZeRO work on these local pieces as on whole paramete
     3d                     b:(i,l) k:j    k:(j,i) n:l    b:(i,j) n:l
     =====================  =============  =============  ====================
 
+A ring over n ranks sends (n-1)/n of what it gathers or scatters.  Because of a product of x, w and y elements a rank sends, forward and
+backward: by 1d 2x(t-1)/t by columns, 2y(t-1)/t by rows (of a transformer layer 8bsh(t-1)/t in all), by 2d 2(x+w)(q-1)/q², by 2.5d
+2(x/d+w)(q-1)/q², by 3d 2(x+w+y)(q-1)/q³.
+
 1d after Shoeybi et al. (arXiv 1909.08053, section 3), 1d-sp after Korthikanti et al. (arXiv 2205.05198, section 4.2.2), 2d after Xu and You
 (Optimus, arXiv 2104.05343), 2.5d after Wang et al. (Tesseract, arXiv 2105.14500), 3d after Bian et al. (arXiv 2105.14450).
 """
@@ -102,3 +106,10 @@ def tensor_parallel(
 def tensor_axes(plan: Plan) -> tuple[str, ...]:
     """The tensor-parallel axes of the plan's mesh, in its order, those of one rank left out."""
     return plan.tensor_axes
+
+
+def row_parts(plan: Plan) -> int:
+    """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes take turns."""
+    found = [(role(plan.tensor, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
+    turns = [size for one, size in found if one.stream == "rows"]
+    return math.prod(size for one, size in found if one.rows) * max(turns, default=1)

@@ -138,7 +138,8 @@ class Compiled:
 
     def _tensors(self) -> Tensors:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
-        layouts = {p.name: p.layout for b in self.buckets for p in b.parameters} if self.buckets else None
+        known = [p for b in self.buckets for p in b.parameters]
+        layouts = {p.name: p.layout for p in known} if known else None
         axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
         machine = None
         if self.plan.tensor_plan == "auto":
@@ -146,7 +147,8 @@ class Compiled:
             ranks = self.plan.mesh.axis_size((SHARDS, REPLICAS))
             rows = -(-whole // (self.plan.microbatches * ranks))
             machine = Machine(self.rates or rates(self.device.type, self.plan.precision), max(rows, 1))
-        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine)
+        summed = {p.name: p.summed for p in known}
+        return Tensors(axes, self.plan.tensor, layouts, summed, self.plan.tensor_plan, self.plan.pins, machine)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -165,12 +167,15 @@ class Compiled:
         return self._programs[key]
 
     def _check_placed(self, one: Trace) -> None:
-        """:class:`ShardwiseError` where a trace takes parameters to lie otherwise than the buckets, which all traces share, have them."""
-        here = {p.name: p.placed for b in self.buckets for p in b.parameters}
-        for parameter in (p for b in one.buckets for p in b.parameters):
-            if here.get(parameter.name, parameter.placed) != parameter.placed:
+        """:class:`ShardwiseError` where a trace takes parameters to lie, or their gradients to be partial sums, otherwise than the buckets,
+        which all traces share."""
+        here = {p.name: p for b in self.buckets for p in b.parameters}
+        for other in (p for b in one.buckets for p in b.parameters):
+            own = here.get(other.name, other)
+            if (own.placed, own.summed) != (other.placed, other.summed):
                 raise ShardwiseError(
-                    f"parameter {parameter.name} lies as {here[parameter.name]} in training, and as {parameter.placed} in another trace"
+                    f"parameter {other.name} lies as {own.placed} in training, summed over {own.summed}, and as {other.placed} in another "
+                    f"trace, summed over {other.summed}"
                 )
 
 
@@ -183,8 +188,8 @@ def _traced_for(plan: Plan) -> tuple[Any, ...]:
     return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 
-def _layout(one: Trace) -> list[list[tuple[str, Layout]]]:
-    return [[(p.name, p.placed) for p in b.parameters] for b in one.buckets]
+def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:
+    return [[(p.name, p.placed, p.summed) for p in b.parameters] for b in one.buckets]
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> str:

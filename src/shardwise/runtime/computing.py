@@ -85,7 +85,7 @@ class Computing(Multiplier):
         batch.version = self.gathered.version = one.version
         env = batch.env(number)
         env.ordinal, env.meanwhile = unit.ordinal, self.flush
-        again = one.op is Op.RECOMPUTE
+        env.again = again = one.op is Op.RECOMPUTE
         keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
         env.tape = self.tapes.pop((unit.index, m), None)
         if record:

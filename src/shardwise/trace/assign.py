@@ -25,12 +25,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``;
-    ``layouts`` are those of parameters, where they have been chosen before (None: whole).  Plan "auto" is that which is fastest on ``machine``."""
+    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``.
+
+    ``layouts`` are those of parameters, where they have been chosen before (None: whole), and ``summed`` the axes over which their
+    gradients are partial sums.  Plan "auto" is that which is fastest on ``machine``.
+    """
 
     axes: Mapping[str, int] = field(default_factory=dict)
     recipe: str = "1d"
     layouts: Mapping[str, Layout | None] | None = None
+    summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     plan: str = "recipe"
     pins: Sequence[tuple[str, str]] = ()
     machine: Machine | None = None

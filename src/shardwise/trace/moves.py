@@ -66,13 +66,17 @@ class Moves:
             steps = {g: step for g in goals if (step := step_towards(states[g], goals[g], grad)) is not None}
             if not steps:
                 return value
-            # Slices first: what is gathered after them is smaller; but for those within shards that have to be gathered.
-            for first in sorted(steps.values(), key=lambda step: ORDER.index(step[0])):
-                alike = [g for g, step in steps.items() if step == first]
-                groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
-                if self.p.fits(value.meta["layout"].shape, {**states, **dict.fromkeys(groups, first[1])}):
-                    break
+            # Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed behind a gather.
+            order = sorted(steps.values(), key=lambda step: ORDER.index(step[0]))
+            first = next((step for step in order if self._fits(value, steps, step)), order[0])
+            alike = [g for g, step in steps.items() if step == first]
+            groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
             value = self._move(value, groups, *first)
+
+    def _fits(self, value: fx.Node, steps: Mapping[str, Step], step: Step) -> bool:
+        """Whether what the groups make of a value, some of them by ``step``, goes together."""
+        after = {g: step[1] for g, one in steps.items() if one == step}
+        return self.p.fits(value.meta["layout"].shape, {**value.meta["states"], **after})
 
     def renamed(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
         """``value`` with the places that are wanted, where these are other words for the cuts that it has: 2 heads of 3 are 6 thirds."""
@@ -111,7 +115,7 @@ class Moves:
 
 
 CUTTING = ("gather", "shard", "shard_leaf", "scatter")
-ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "gather", "partial", "replicate")
+ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
 
 
 def step_towards(state: State, goal: State, grad: bool) -> Step | None:

@@ -46,6 +46,7 @@ class Env:
     targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
     tape: Any = None  # what selective recomputation keeps of the unit that runs: a Tape of `trace/recall.py`
     kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
+    again: bool = False  # whether the unit runs again, for its backward: what that does not read need not be communicated
     alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
     tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     meanwhile: Callable[[], None] | None = None  # work of a backward that nothing waits for

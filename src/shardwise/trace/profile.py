@@ -316,7 +316,7 @@ class _Work(Multiplier):
         own = len(unit.outputs) + len(unit.updates)
         if what != "alone":
             graph = recallable(expose(graph, find(graph, [n in unit.products for n in unit.parameters])), own)
-        env.tape, self.tape = self.tape, None
+        env.tape, self.tape, env.again = self.tape, None, what == "again"
         if what == "record":
             env.tape = self.tape = Tape()
         keep = what in ("save", "again")
@@ -331,7 +331,7 @@ class _Work(Multiplier):
             if what != "again":
                 self.publish(outputs)
         del outputs, operands
-        env.tape = None
+        env.tape, env.again = None, False
         return self.tracker.peak - before, self.tracker.current - before
 
     def made(self) -> tuple[int, int]:

@@ -9,8 +9,8 @@ A small graph holds none of its inputs.  Where autograd saves (a view of) one, i
 RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.  An op whose
 statistics are larger than its result (attention with dropout saves its probabilities) is computed again like any other.
 
-All else is computed twice, collectives included, as under full recomputation: those of a unit that mixes rows (a synchronised BatchNorm)
-are few and small beside its products.
+All else is computed twice, as under full recomputation.  Of collectives those whose results no backward reads are left out of
+RECOMPUTE (:func:`unread`), such as the sum behind the last product of a block; the rest is made again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,9 @@ OWN: dict[str, Callable[..., Tensor]] = {"attention": ops.attention, "grouped": 
 _BLIND = """
     add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
     select slice narrow split chunk unbind cat to _to_copy"""
+MOVES: dict[str, Callable[..., Tensor]] = {"all_reduce": ops.all_reduce, "gather": ops.gather, "scatter": ops.scatter}
+"""The moves that communicate forward, under the names that stand for them in a graph."""
+
 _MOVES = {ops.all_reduce, ops.replicate, ops.gather, ops.scatter, ops.shard, ops.shard_leaf, ops.own, ops.partial}
 BLIND = {*_BLIND.split(), operator.getitem, products.begun, ops.dropout, ops.feature_dropout, *_MOVES}
 """Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
@@ -55,11 +58,12 @@ def _op(target: Any) -> Any:
 
 
 def recallable(graph: fx.Graph, own: int) -> fx.Graph:
-    """A copy of a unit's training graph that calls what is to be kept through :func:`recalled`.
+    """A copy of a unit's training graph that calls what is to be kept through :func:`recalled`, and moves through :func:`unread` where
+    nobody reads what they make.
 
     The first ``own`` outputs are those of the unit, which RECOMPUTE makes only for their graphs: nobody reads their values then.
     """
-    names = {function: name for name, function in OWN.items()}
+    names = {function: name for name, function in (*OWN.items(), *MOVES.items())}
     read = _read(graph, own)
     new = fx.Graph()
     copies: dict[fx.Node, Any] = {}
@@ -70,11 +74,23 @@ def recallable(graph: fx.Graph, own: int) -> fx.Graph:
         if env is None:
             env = copies[node]  # the first placeholder
         target: Any = node.target
-        if node.op == "call_function" and (target in names or _op(target) in KEPT):
+        if node.op == "call_function" and target in MOVES.values():
+            if node not in read:
+                copies[node].target = unread
+                copies[node].args = (env, names[target], *copies[node].args[1:])
+        elif node.op == "call_function" and (target in names or _op(target) in KEPT):
             copies[node].target = recalled
             copies[node].args = (env, count, node in read, names.get(target, target), *copies[node].args)
             count += 1
     return new
+
+
+def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int) -> None:
+    """Mark the moves of a unit's graph that its recomputation leaves out; ``exposed`` is its training graph, with the same moves."""
+    read = _read(exposed, own)
+    moves = ((n for n in g.nodes if n.target in MOVES.values()) for g in (graph, exposed))
+    for mine, theirs in zip(*moves, strict=True):
+        mine.meta["unread"] = theirs not in read
 
 
 def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
@@ -98,6 +114,34 @@ def recalled(env: Env, number: int, read: bool, op: Any, *args: Any, **kwargs: A
         result: Tensor = function(*args, **kwargs)
         return result
     return env.tape.run(number, read, function, args, kwargs)  # type: ignore[no-any-return]
+
+
+def unread(env: Env, move: str, *args: Any) -> Tensor:
+    """A move of whose result only the shape is needed where it is made again: nothing is communicated there, and its values are NaN.
+
+    Its gradient is moved as ever.
+    """
+    if not env.again:
+        return MOVES[move](env, *args)
+    mine = replace(env, comm=_Mute())
+    result = MOVES[move](mine, *args)
+    mine.comm = env.comm
+    return result
+
+
+class _Mute:
+    """A communicator that sends nothing, and the handle of all its operations."""
+
+    def all_reduce(self, out: Tensor, *args: Any, **kwargs: Any) -> _Mute:
+        """Leaves NaN where the sum would be."""
+        if out.dtype.is_floating_point or out.dtype.is_complex:
+            out.fill_(torch.nan)
+        return self
+
+    all_gather = reduce_scatter = all_reduce
+
+    def wait(self) -> None:
+        """At once."""
 
 
 class Tape:

@@ -38,7 +38,7 @@ from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
 from shardwise.trace.solve import predicted, solve
-from shardwise.trace.tensor import recipe
+from shardwise.trace.tensor import postpone, recipe
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -58,8 +58,9 @@ class Sharded:
 
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
-    parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
-    ``tensor`` are its axes, or sub-axes of these, with their sizes.  ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
+    parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says which pin or op made
+    them so, by name and axis, and ``conflicts`` what did not get its way.  ``tensor`` are the axes, or sub-axes, with their sizes.
+    ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
     """
 
     graph: fx.Graph
@@ -67,6 +68,7 @@ class Sharded:
     replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
+    summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     conflicts: dict[str, None] = field(default_factory=dict)
     tensor: Mapping[str, int] = field(default_factory=dict)
@@ -123,6 +125,8 @@ class Propagation:
             found, _ = self.assigned(forms, rows)
         self.groups, self.sharded.tensor = (ROWS, *self.tensor.axes), self.tensor.axes
         self.assignments |= {axis: found[axis] for axis in self.tensor.axes}
+        for axis in self.tensor.axes:
+            postpone(self, forms, axis, rows, found[axis])
         self.sharded.predicted = functools.cache(lambda: predicted(self, forms))
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
@@ -165,6 +169,8 @@ class Propagation:
         layout = self.layout_of(self.shape(node), born)
         if parameter is not None and layout.axes_used:
             self.sharded.layouts[parameter] = layout
+        if parameter is not None:
+            self.sharded.summed[parameter] = tuple(g for g, s in states.items() if s == "R" and g != ROWS)
         grad = parameter is not None and bool(self.captured.trainable.get(parameter, True))
         self.annotate(new, layout, born, grad)
         self.value[node] = self.convert(new, states)

@@ -4,7 +4,8 @@
 input is sharded along what it sums over, by rows; a table is split by rows where indices come from the batch, and a cross-entropy takes
 scores that are split by classes.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a rank and microbatch,
 forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section 4.2.2): what comes between the products is sharded along the
-sequence; the all-reduces become a reduce-scatter and an all-gather each, of the same volume.
+sequence; the all-reduces become a reduce-scatter and an all-gather each, of the same volume.  The others, and their volumes, are in
+``parallel/tensor.py``.
 
 Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits that come after.
 """
@@ -298,12 +299,21 @@ class TensorWalk(Walk):
     def by_rows(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
         """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
         for i, (operand, labels) in enumerate(form.operands if self.role.stream != "width" else ()):
-            state = self.state(operand)
-            if i in opened or not isinstance(state, Place) or not form.sums(labels[state.dim]):
+            if i in opened:
                 continue
-            if any(labels[state.dim] in form.operands[j][1] for j in opened):
-                return i, state
+            for place in self.pieces(operand):
+                label = labels[place.dim]
+                if form.sums(label) and any(label in form.operands[j][1] for j in opened):
+                    return i, place
         return None
+
+    def pieces(self, operand: fx.Node) -> list[Place]:
+        """Where an operand is sharded, or where slices of a whole one may begin the turns of columns and rows."""
+        state = self.state(operand)
+        if state == "I" and self.role.turned and not self.p.learned(operand):
+            sizes = self.p.expressions(operand)
+            return [self.cuts.even(s, d) for d, s in enumerate(sizes) if isinstance(s, int) and s and s % self.parts == 0]
+        return [state] if isinstance(state, Place) else []
 
     def by_columns(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
         """(weight, where to shard it): along a dim of the result that the weight alone has, of a product."""
@@ -395,6 +405,29 @@ def recipe(
     return found, None
 
 
+def postpone(
+    p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, found: Assignment
+) -> None:  # fmt: skip
+    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them alone: their gradients
+    are summed over ranks once a step, as over the axes of the batch, and not for each microbatch where they are used."""
+    nodes, wanted = list(p.normal.graph.nodes), set[fx.Node]()
+    alone = {n for n, states in rows.states.items() if p.carrying.get(n) and set(states) == {"R"}}
+    for node, strategy in found.strategies.items():
+        form = forms[node]
+        operands = (o for o, _ in form.operands) if form is not None else ()
+        wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Place)}
+    for node in reversed(nodes):
+        name = p.captured.parameters.get(node.name)
+        if name is not None and p.tensor.layouts is not None:
+            (wanted.add if axis in p.tensor.summed.get(name, ()) else wanted.discard)(node)
+        if node in alone and node in wanted and set(found.states[node]) == {"I"}:
+            found.states[node] = ("R",) * len(found.states[node])
+            form = forms.get(node)
+            if form is not None:
+                found.strategies[node] = form.whole("R")
+            wanted |= set(node.all_input_nodes)
+
+
 def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     """Where ``axis`` shards a tensor of this layout; "I" where it does not."""
     for dim, factors in enumerate(layout.dims):
@@ -408,4 +441,4 @@ def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     return "I"
 
 
-__all__ = ["TensorWalk", "place_of", "recipe"]
+__all__ = ["TensorWalk", "place_of", "postpone", "recipe"]

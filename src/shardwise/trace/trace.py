@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.price import Seconds
 from shardwise.trace.rules import find
-from shardwise.trace.sharding import propagate
+from shardwise.trace.sharding import Sharded, propagate
 from shardwise.trace.units import Unit, split
 
 DECAY = "decay"
@@ -43,7 +42,8 @@ NOTHING_LEARNS = (
 class Parameter:
     """A parameter as it takes part in computing: tied ones once, under the first of their names.
 
-    ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of it.
+    ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of it.  Over those
+    of ``summed`` its gradient leaves backward as a partial sum, as it does over the axes of the batch.
     :class:`ShardwiseError` for a layout of another shape, with partial sums, or over other axes.
     """
 
@@ -52,6 +52,7 @@ class Parameter:
     dtype: torch.dtype
     units: tuple[int, ...]
     layout: Layout | None = None
+    summed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.layout is not None and (self.layout.shape != self.shape or self.layout.partial or set(self.axes) & set(OTHERS)):
@@ -85,7 +86,7 @@ class Bucket:
     """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share.
 
     Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart, and those that are
-    sharded over other ``axes``: a bucket's elements belong to as many ranks each.
+    sharded over other ``axes``, or whose gradients are ``summed`` over others: a bucket's elements belong to as many ranks each.
     """
 
     index: int
@@ -94,6 +95,7 @@ class Bucket:
     dtype: torch.dtype
     learns: bool = True
     axes: tuple[str, ...] = ()
+    summed: tuple[str, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -224,7 +226,7 @@ def trace(
     learning = _learning(units, captured)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
-    buckets = _buckets(units, module, precision, learning, group, sharded.layouts)
+    buckets = _buckets(units, module, precision, learning, group, sharded)
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         [*captured.notes, *sharded.conflicts], sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
@@ -265,9 +267,10 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
 
 def _buckets(
     units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
-    layouts: Mapping[str, Layout] = MappingProxyType({}),
+    sharded: Sharded | None = None,
 ) -> list[Bucket]:  # fmt: skip
-    """``layouts``: of the parameters that are sharded, by name."""
+    """``sharded``: what tensor parallelism made of the parameters."""
+    layouts, summed = (sharded.layouts, sharded.summed) if sharded is not None else ({}, {})
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:
@@ -282,12 +285,12 @@ def _buckets(
                     "read through torch.view_as_complex"
                 )
             dtype = shadow_dtype(module, name, own[name], precision)
-            one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name))
-            key = (users[name], dtype, name in learning, one.axes, group(name) if group is not None else None)
+            one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name), summed.get(name, ()))
+            key = (users[name], dtype, name in learning, one.axes, one.summed, group(name) if group is not None else None)
             groups.setdefault(key, []).append(one)
     # Those of one unit in the order of the module, so that all processes agree.
-    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3]))
-    return [Bucket(i, tuple(groups[k]), k[0], k[1], k[2], k[3]) for i, k in enumerate(ordered)]
+    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5]))
+    return [Bucket(i, tuple(groups[k]), *k[:5]) for i, k in enumerate(ordered)]
 
 
 def _opaque(

@@ -36,10 +36,14 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitTraffic:
-    """What a unit communicates on one rank for one microbatch.  ``unknown`` are ops on sizes that depend on data, which are left out."""
+    """What a unit communicates on one rank for one microbatch; ``again``: of forward what its recomputation repeats.
+
+    ``unknown`` are ops on sizes that depend on data, which are left out.
+    """
 
     forward: tuple[Traffic, ...] = ()
     backward: tuple[Traffic, ...] = ()
+    again: tuple[Traffic, ...] = ()
     unknown: tuple[str, ...] = ()
 
 
@@ -58,8 +62,8 @@ class Cause(NamedTuple):
 def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> UnitTraffic:
     """Of a unit's graph, or of another piece of a local graph, of whose outputs so many have gradients."""
     found = [one for _, one in by_cause(graph, env, output_grads)]
-    forward, backward = (tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward"))
-    return UnitTraffic(forward, backward, tuple(sorted({op for one in found for op in one.unknown})))
+    forward, backward, again = (tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward", "again"))
+    return UnitTraffic(forward, backward, again, tuple(sorted({op for one in found for op in one.unknown})))
 
 
 def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Iterator[tuple[Cause, UnitTraffic]]:
@@ -78,7 +82,8 @@ def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> It
         for backward, kind, axes, nbytes in make(node, env):
             if kind and nbytes and env.group(axes)[0] > 1 and (not backward or node in reached):
                 both[backward].append(Traffic(kind, env.real(axes), nbytes))
-        yield cause, UnitTraffic(tuple(both[0]), tuple(both[1]))
+        forward, backward = map(tuple, both)
+        yield cause, UnitTraffic(forward, backward, () if node.meta.get("unread") else forward)
 
 
 def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from shardwise.trace import entropy, norms, ops
 from shardwise.trace.capture import Captured
 from shardwise.trace.products import expose, find, held, inside
-from shardwise.trace.recall import recallable
+from shardwise.trace.recall import note_unread, recallable
 from shardwise.trace.sharding import Sharded
 from shardwise.trace.sizes import local_shape
 
@@ -277,7 +277,9 @@ class _Builder:
         parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
         trainable = [captured.trainable[n] for n in parameters]
         products = find(graph, trainable)
-        exposed = recallable(expose(graph, products), len(outputs) + len(updated))
+        exposed, own_outputs = expose(graph, products), len(outputs) + len(updated)
+        note_unread(graph, exposed, own_outputs)
+        exposed = recallable(exposed, own_outputs)
         key_code = exposed.python_code("self").src
         if key_code not in shared:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
