@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import zoo
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.lower import reduce
 from shardwise.models import Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import ops
 
 SIZE = 4  # of a head
 Case = tuple[str, int, int, int, tuple[int, int]]
@@ -93,8 +93,9 @@ def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
         assert [placed[weight].intervals(Mesh.of(tp=4), rank)[0] for rank in range(4)] == [[(0, 4)]] * 2 + [[(4, 8)]] * 2
     layer = Counter({key: n for key, n in one.collectives.items() if ".0." in key[2] or key[2].endswith(".0")})
     assert {kind for kind, _, _ in layer} == {"all_reduce", "all_reduce in backward"}
-    # As for heads of each query's own, and for a weight of keys and one of values.
-    assert layer.total() == 4 + 2
+    assert layer.total() == 4  # as for heads of each query's own
+    summed = {p.name.rpartition("attn.")[2].rpartition("attention.")[2]: p.summed for b in one.buckets for p in b.parameters}
+    assert summed["k_proj.weight"] == summed["v_proj.weight"] == ("tp%2",) and not summed["q_proj.weight"]
 
 
 @pytest.mark.parametrize(
@@ -113,8 +114,8 @@ def test_evaluation_takes_the_sub_axes_of_training() -> None:
 
 
 def test_a_forgotten_sum_over_the_sub_axis_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = ops.replicate
-    monkeypatch.setattr(ops, "replicate", lambda env, x, axes: x if tuple(axes) == ("tp%2",) else plain(env, x, axes))
+    plain = reduce.reductions
+    monkeypatch.setattr(reduce, "reductions", lambda plan, rule, numel, summed: plain(plan, rule, numel))
     module, batches = subject("own", 8, 2)
     one = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 4, "1d"), batches[0])
     with pytest.raises(AssertionError):

@@ -22,6 +22,7 @@ from shardwise.parallel.tensor import Role
 from shardwise.trace.assign import Assignment
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.naming import named
+from shardwise.trace.ops import ROWS
 from shardwise.trace.pins import Pin, Pins, Places, check_table
 from shardwise.trace.sizes import ratio
 from shardwise.trace.tensor import TensorWalk, place_of
@@ -217,8 +218,8 @@ class Following:
             if size < self.walk.parts:
                 return
             place = self.walk.cuts.even(size, place.dim, place.pre, place.post)
-        others = [one.states[node][0] for one in (self.walk.rows, *self.walk.before.values())]
-        if not self.walk.fits(self.walk.p.shape(node), place, others):
+        others = {g: one.states[node][0] for g, one in ((ROWS, self.walk.rows), *self.walk.before.items())}
+        if not self.walk.p.fits(self.walk.p.shape(node), {**others, self.walk.axis: place}):
             return
         known, waits = self.facts.get(node), self.walk.later.get(node)
         if known is None and waits is not None and waits.place is not None and waits.place.dim == place.dim:
