@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded."""
+    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a concatenation, each of its ``parts``."""
 
     dim: int
     pre: int = 1
     post: int = 1
+    parts: tuple[int, ...] = ()
 
 
 State = Place | str
@@ -72,6 +73,7 @@ class Form:
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
     shards of an operand lead to, or None where the op does not take them; ``spread`` is another way, with more operands whole, where
     groups of axes would not go together so: ``agree`` tells from the layouts of the operands.  ``fresh`` is where the result may be made sharded, although no operand is.
+    ``parts``: whether ``moves`` and ``emit`` know of places in concatenations.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
     same one.
     """
@@ -87,9 +89,12 @@ class Form:
     fresh: Place | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
+    parts: bool = False
 
     def shards(self, position: int, place: Place) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
+        if place.parts and not self.parts and (self.moves is not None or self.emit is not None):
+            return None
         return self.by_label(position, place) if self.moves is None else self.moves(position, place)
 
     def by_label(self, position: int, place: Place) -> Strategy | None:
@@ -99,7 +104,7 @@ class Form:
             return None
 
         def at(labels: Labels, rest: State) -> State:
-            return Place(list(labels).index(label), place.pre, place.post) if label in labels else rest
+            return place._replace(dim=list(labels).index(label)) if label in labels else rest
 
         results = tuple("I" if i in self.alike else at(labels, "P") for i, labels in enumerate(self.results))
         partial = "P" in results

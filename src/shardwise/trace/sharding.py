@@ -264,7 +264,7 @@ class Propagation:
         for d, size in enumerate(shape):
             found = [(g, s) for g, s in states.items() if isinstance(s, Place) and s.dim == d]
             if found:
-                dims[d] = factored(size, [(g, s.pre, s.post) for g, s in found], self.tensor.axes)
+                dims[d] = factored(size, found, self.tensor.axes)
         return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
 
     def fits(self, shape: Sequence[int], states: Mapping[str, State]) -> bool:
@@ -326,9 +326,9 @@ class Propagation:
             return self.sizes.local_rows
         size = self.factor_size(whole, factor)
         parts = math.prod(self.tensor.axes[a] for a in factor.axes if a != ROWS)
-        if isinstance(size, int) and size % parts == 0:
+        if isinstance(size, int) and all(part % parts == 0 for part in factor.parts or (size,)):
             return size // parts
-        return self.graph.call_function(ops.local_size, (self.env, size, factor.axes))
+        return self.graph.call_function(ops.local_size, (self.env, factor.parts or size, factor.axes))
 
     def local_dim(self, layout: Layout, size: Any, dim: int) -> Any:
         """The local size of dim ``dim``, of whole ``size``, as a number or as a node."""
@@ -361,7 +361,7 @@ class Propagation:
         return all(here.intervals(mesh, rank)[dim] == there.intervals(mesh, rank)[dim] for rank in range(mesh.size))
 
     def cut(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> tuple[Any, ...]:
-        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post), with the local sizes of what is around it."""
+        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post, parts), with the local sizes of what is around it."""
         place = states[groups[0]]
         assert isinstance(place, Place)
         layout = self.layout_of(value.meta["layout"].shape, states)
@@ -373,7 +373,7 @@ class Propagation:
             for side in (factors[:at], factors[at + 1 :])
         )
         outer = tuple(a for a in factors[at].axes if a not in groups)
-        return tuple(groups), outer, place.dim, pre, self.factor_size(whole, factors[at]), post
+        return tuple(groups), outer, place.dim, pre, self.factor_size(whole, factors[at]), post, factors[at].parts
 
     def minors(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> list[str]:
         """Other groups that shard the same factor as ``groups`` within their shards."""
