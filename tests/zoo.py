@@ -265,6 +265,9 @@ def hugging(name: str) -> Model:
         build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32)
     elif kind == "opt":
         build, config = t.OPTForCausalLM, t.OPTConfig(**text, ffn_dim=24, word_embed_proj_dim=16)
+    elif kind == "bloom":
+        sizes = {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 4}
+        build, config = t.BloomForCausalLM, t.BloomConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.1)
     elif kind == "bert":
         build, config = t.BertForMaskedLM, t.BertConfig(**text)
     elif kind == "mixtral":
@@ -289,7 +292,7 @@ def hugging(name: str) -> Model:
 
 OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger", "fused")
 TRANSFORMERS = (
-    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
+    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bloom", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
     "qwen3", "qwen3 padded", "vit", "resnet",
 )  # fmt: skip
 

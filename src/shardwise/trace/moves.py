@@ -56,9 +56,9 @@ class Moves:
             if not steps:
                 return value
             # Slices first: what is gathered after them is smaller; but for those within shards that have to be gathered.
-            for first in sorted(steps.values(), key=lambda step: _ORDER.index(step[0])):
+            for group, first in sorted(steps.items(), key=lambda step: _ORDER.index(step[1][0])):
                 alike = [g for g, step in steps.items() if step == first]
-                groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
+                groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[group])
                 if self.p.fits(value.meta["layout"].shape, {**states, **dict.fromkeys(groups, first[1])}):
                     break
             value = self._move(value, groups, *first)

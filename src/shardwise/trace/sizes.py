@@ -54,10 +54,15 @@ def local_shape(value: torch.Tensor, layout: Layout, env: ops.Env, most: int | N
         if not any(f.axes for f in factors):
             return known(size, env.rows, most)
         rows = not isinstance(expression(size), int)
-        whole = (env.rows if ops.ROWS in f.axes or (rows and f.axes) else f.parts or f.size for f in factors)
+        whole = (env.rows if rows and f is of_rows(factors) else f.parts or f.size for f in factors)
         return math.prod(ops.local_size(env, n, f.axes) for n, f in zip(whole, factors, strict=True))
 
     return tuple(local(size, factors) for size, factors in zip(value.shape, layout.dims, strict=True))
+
+
+def of_rows(factors: Sequence[Factor]) -> Factor | None:
+    """That of the factors of a dim with a symbolic size, of which some are sharded, that is the number of rows."""
+    return next((f for f in factors if ops.ROWS in f.axes), next((f for f in factors if f.axes), None))
 
 
 class Sizes:
@@ -67,6 +72,7 @@ class Sizes:
         self.graph = graph
         self.env = env
         self.symbol: Any = None  # of the number of rows; None where the batch dim is static
+        self.example = 0  # what it is in the shapes of the captured graph
         self.rows = graph.call_function(ops.rows, (env,))
         self.local_rows = graph.call_function(ops.local_rows, (env,))
         self.data: dict[Any, fx.Node] = {}  # symbols of sizes that depend on data
@@ -160,9 +166,9 @@ def regrouped(source: Sequence[Any], place: Place, goal: Sequence[Any], rows: An
         outer = outer * size
     done: Any = 1
     for d, size in enumerate(goal):
-        before = _quotient(outer, done)
-        after = _quotient(size, before * rows) if before else None
-        if before and after:
+        before = _multiple(outer, done)
+        after = _quotient(size, before * rows) if before is not None else None
+        if before is not None and after:
             return Place(d, before, after, place.parts)
         done = done * size
     return None
@@ -174,6 +180,14 @@ def ratio(a: Any, b: Any) -> int | None:
         return a // b if b and a % b == 0 else None
     found = a / b
     return int(found) if found.is_Integer else None
+
+
+def _multiple(a: Any, b: Any) -> Any:
+    """a / b, of expressions, if it is a positive integer, or so many times the number of rows, for every number of rows."""
+    found = _quotient(a, b)
+    if found is None and not (isinstance(a, int) and isinstance(b, int)) and (whole := a / b).is_polynomial():
+        return whole if whole.is_Symbol or (whole.is_Mul and whole.args[0].is_Integer and whole.args[1].is_Symbol) else None
+    return found
 
 
 def _quotient(a: Any, b: Any) -> int | None:

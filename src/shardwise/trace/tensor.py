@@ -196,7 +196,7 @@ class TensorWalk(Walk):
                 mine = self.p.learned(operand)
                 if not (mine and self.role.at_use and not self.large_table(form, i)):
                     shape = self.p.shape(operand)
-                    coarse = self.divided and shape[state.dim] // (state.pre * state.post) < self.parts
+                    coarse = self.divided and self.p.size(operand, state) < self.parts
                     order.append((not mine, coarse, -math.prod(shape), i, state))
         for *_, i, state in sorted(order, key=lambda one: one[:4]):
             found = self.shards(form, i, state)

@@ -38,7 +38,7 @@ def _view(p: Propagation, node: fx.Node) -> Any:
         local = p.local_sizes(node, solved.layout, sizes)
         return p.emit(node, (solved.values[0], local), {}, solved.layout, aten.reshape.default)
 
-    return unary(p, node, moves, emit, parts=True)
+    return unary(p, node, moves, emit, factors=True)
 
 
 # ---- dims added, removed, reordered ----------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def _local_end(p: Propagation, factor: Factor, place: Place, end: int) -> Any:
     """Where ``end``, of a part of a concatenation, is on this rank."""
     count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
     before = place.parts[:count]
-    return p.sizes.fold(operator.mul, [p.extent(end, Factor(sum(before), factor.axes, before)), place.post]) if before else 0
+    return p.sizes.fold(operator.mul, [p.extent(end, Factor(sum(before), factor.axes, before), ()), place.post]) if before else 0
 
 
 @RULES.rule("slice")
@@ -264,7 +264,7 @@ def _slice(p: Propagation, node: fx.Node) -> Any:
         bounds = [p.sizes.fold(operator.mul, [block, i]) for i in (first, last)]
         return p.emit(node, (solved.values[0], dim, *bounds), {}, solved.layout)
 
-    return unary(p, node, moves, emit, parts=True)
+    return unary(p, node, moves, emit, factors=True)
 
 
 @RULES.rule("narrow")
@@ -335,7 +335,7 @@ def _split(p: Propagation, node: fx.Node) -> Any:
         sizes = [p.local_dim(one, v.shape[dim], dim) for one, v in zip(solved.layouts, value, strict=True)]
         return p.emit(node, (solved.values[0], sizes, dim), {}, solved.layouts, aten.split_with_sizes.default)
 
-    return unary(p, node, moves, emit, len(value), parts=True)
+    return unary(p, node, moves, emit, len(value), factors=True)
 
 
 @RULES.rule("unbind")
