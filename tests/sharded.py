@@ -103,5 +103,5 @@ def compiled(plan: Plan, module: nn.Module | None = None) -> Compiled:
 def local(parameter: Parameter, whole: Tensor, mesh: Mesh, rank: int) -> Tensor:
     """What a rank has of a whole parameter: cut factor by factor."""
     factors = [factor for dim in parameter.placed.dims for factor in dim]
-    cut = whole.reshape([factor.size for factor in factors])[tuple(slice(*f.range(mesh, rank)) for f in factors)]
+    cut = whole.reshape([factor.size for factor in factors])[tuple(slice(*f.ranges(mesh, rank)[0]) for f in factors)]
     return cut.reshape(parameter.local_shape(mesh, rank))

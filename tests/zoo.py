@@ -142,6 +142,55 @@ class Tagger(nn.Module):
         return F.cross_entropy(self.out(y).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
+class FusedBlock(nn.Module):
+    """Attention with queries, keys and values in one weight, and two MLPs of unequal width in one, taken apart by split, slices or a view."""
+
+    SIZE, WIDTH, LOW, UP = 4, 24, 30, 42  # of a head, of the model, of the MLPs
+
+    def __init__(self, heads: int, shared: int, how: str) -> None:
+        super().__init__()
+        self.heads, self.shared, self.how = heads, shared, how
+        self.norm1, self.norm2 = nn.LayerNorm(self.WIDTH), nn.LayerNorm(self.WIDTH)
+        self.qkv = nn.Linear(self.WIDTH, (heads + 2 * shared) * self.SIZE)
+        self.out = nn.Linear(heads * self.SIZE, self.WIDTH, bias=False)
+        self.up = nn.Linear(self.WIDTH, self.LOW + self.UP)
+        self.low, self.down = nn.Linear(self.LOW, self.WIDTH), nn.Linear(self.UP, self.WIDTH)
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        h, s = self.heads, self.shared
+        b, n, _ = x.shape
+        if self.how == "view":
+            return [one.transpose(1, 2) for one in x.view(b, n, h + 2 * s, self.SIZE).split([h, s, s], 2)]
+        if self.how == "slices":
+            cut = [x[..., : h * self.SIZE], x[..., h * self.SIZE : (h + s) * self.SIZE], x[..., (h + s) * self.SIZE :]]
+        else:
+            cut = list(x.split([h * self.SIZE, s * self.SIZE, s * self.SIZE], -1))
+        return [one.view(b, n, -1, self.SIZE).transpose(1, 2) for one in cut]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.parts(self.qkv(self.norm1(x)))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).flatten(2))
+        low, up = self.up(self.norm2(x)).split([self.LOW, self.UP], -1)
+        return x + self.down(F.gelu(up)) + self.low(F.silu(low))
+
+
+class Fused(nn.Module):
+    """A language model of two such blocks."""
+
+    def __init__(self, heads: int, shared: int, how: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, FusedBlock.WIDTH)
+        self.blocks = nn.ModuleList(FusedBlock(heads, shared, how) for _ in range(2))
+        self.head = nn.Linear(FusedBlock.WIDTH, WORDS, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def accuracy_loss(output: Tensor, fields: Any) -> Tensor:
     return F.cross_entropy(output, fields["label"])
 
@@ -190,6 +239,8 @@ def own(name: str) -> Model:
         return Model.of(ConvNet, {"image": images(), "label": classes()}, accuracy_loss)
     if name == "pairs":
         return Model.of(Pairs, {"tokens": batch["input_ids"] * (batch["labels"] != -100), "x": x})
+    if name == "fused":
+        return Model.of(lambda: Fused(8, 4, "split"), batch)
     assert name == "tagger"
     return Model.of(Tagger, {"tokens": batch["input_ids"], "labels": batch["labels"]})
 
@@ -214,6 +265,9 @@ def hugging(name: str) -> Model:
         build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32)
     elif kind == "opt":
         build, config = t.OPTForCausalLM, t.OPTConfig(**text, ffn_dim=24, word_embed_proj_dim=16)
+    elif kind == "bloom":
+        sizes = {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 4}
+        build, config = t.BloomForCausalLM, t.BloomConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.1)
     elif kind == "bert":
         build, config = t.BertForMaskedLM, t.BertConfig(**text)
     elif kind == "mixtral":
@@ -236,9 +290,9 @@ def hugging(name: str) -> Model:
     return Model.of(lambda: build(config), batch)
 
 
-OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger")
+OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger", "fused")
 TRANSFORMERS = (
-    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
+    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bloom", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
     "qwen3", "qwen3 padded", "vit", "resnet",
 )  # fmt: skip
 

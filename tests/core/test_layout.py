@@ -58,7 +58,7 @@ def test_boxes_hold_what_slicing_the_factors_gives(case: tuple[Mesh, Layout]) ->
     factors = [factor for dim in layout.dims for factor in dim]
     whole = np.arange(math.prod(layout.shape)).reshape(layout.shape)
     for rank in range(mesh.size):
-        cut = tuple(slice(*factor.range(mesh, rank)) for factor in factors)
+        cut = tuple(slice(*factor.ranges(mesh, rank)[0]) for factor in factors)
         sliced = whole.reshape([factor.size for factor in factors])[cut]
         pieces = [whole[box.slices].ravel() for box in layout.boxes(mesh, rank)]
         assert sorted(sliced.ravel().tolist()) == sorted(np.concatenate([*pieces, np.zeros(0, int)]).tolist())
@@ -146,3 +146,16 @@ def test_box_intersection_and_containment(data: st.DataObject) -> None:
         assert both == b.intersect(a)
         assert a.contains(both)
     assert a.contains(b) == (not (in_b & ~in_a).any())
+
+
+def test_parts_of_a_concatenation_are_sharded_each_by_itself() -> None:
+    mesh = Mesh.of(tp=2)
+    layout = Layout(((Factor(12, ("tp",), (8, 2, 2)), Factor(3)), (Factor(5),)))
+    assert str(layout) == "[8+2+2:tp*3, 5]" and layout.shape == (36, 5)
+    assert layout.intervals(mesh, 0)[0] == [(0, 12), (24, 27), (30, 33)]
+    assert layout.intervals(mesh, 1)[0] == [(12, 24), (27, 30), (33, 36)]
+    assert [layout.local_shape(mesh, rank) for rank in range(2)] == [(18, 5)] * 2
+    uneven = Layout(((Factor(6, ("tp",), (5, 1)),),))
+    assert [uneven.intervals(mesh, rank)[0] for rank in range(2)] == [[(0, 2)], [(2, 6)]]
+    with pytest.raises(ShardwiseError, match=r"\(5, 2\)"):
+        Factor(6, ("tp",), (5, 2))

@@ -20,7 +20,7 @@ def sliced(layout: Layout, mesh: Mesh, rank: int) -> tuple[Array, Array]:
     """A whole array of distinct numbers, and what a rank has of it, cut factor by factor."""
     whole = np.arange(math.prod(layout.shape)).reshape(layout.shape)
     factors = [factor for dim in layout.dims for factor in dim]
-    cut = tuple(slice(*factor.range(mesh, rank)) for factor in factors)
+    cut = tuple(slice(*factor.ranges(mesh, rank)[0]) for factor in factors)
     return whole, whole.reshape([factor.size for factor in factors])[cut].reshape(layout.local_shape(mesh, rank))
 
 

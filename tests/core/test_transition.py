@@ -26,8 +26,8 @@ def position(layout: Layout, dim: int, factor: int) -> int:
 
 def cut(x: np.ndarray, step: Collective, mesh: Mesh, rank: int, dim: int, factor: int) -> np.ndarray:
     """The part of ``x``, as the source layout has it, that ``rank`` has of this factor in the result."""
-    outer = step.source.dims[dim][factor].range(mesh, rank)
-    inner = step.result.dims[dim][factor].range(mesh, rank)
+    outer = step.source.dims[dim][factor].ranges(mesh, rank)[0]
+    inner = step.result.dims[dim][factor].ranges(mesh, rank)[0]
     assert outer[0] <= inner[0] <= inner[1] <= outer[1]
     index = [slice(None)] * x.ndim
     index[position(step.source, dim, factor)] = slice(inner[0] - outer[0], inner[1] - outer[0])
@@ -70,7 +70,7 @@ def place(terms: np.ndarray, summed: Sequence[str], layout: Layout, mesh: Mesh) 
         here = mesh.coordinates(rank)
         mine = terms[tuple(at if terms.shape[n] > 1 else 0 for n, at in enumerate(here.values()))]
         factors = [factor for dim in layout.dims for factor in dim]
-        index = tuple(slice(*factor.range(mesh, rank)) for factor in factors)
+        index = tuple(slice(*factor.ranges(mesh, rank)[0]) for factor in factors)
         mine = mine.reshape([factor.size for factor in factors])[index]
         arrays.append(mine.reshape(layout.local_shape(mesh, rank)))
     return arrays

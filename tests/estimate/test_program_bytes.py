@@ -122,6 +122,10 @@ def test_every_instruction_with_shared_heads() -> None:
     sharded(("own llama", "1d-sp", 4, 2, 3, 1, "selective", 2))
 
 
+def test_every_instruction_with_parts_cut_each_by_itself() -> None:
+    sharded(("own fused", "1d", 2, 2, 3, 1, "selective", 2))
+
+
 def test_the_rank_that_is_named_holds_most() -> None:
     """Of three ranks the last has two of four heads, and eleven of 31 words."""
     subject = captured("own gpt", "1d", 3)

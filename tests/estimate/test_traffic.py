@@ -94,6 +94,9 @@ def test_every_combination_is_predicted(case: Case) -> None:
         ("own pairs", planned(2, "1d", 2, 3, reduce="bf16", recompute="selective")),  # other rows' values
         ("own gpt", planned(1, "1d", 4, 3, replicas=2, precision="bf16")),
         ("llama", planned(4, "1d-sp", 2, 3, microbatches=2)),  # heads of keys and values that two ranks share
+        ("own fused", planned(2, "1d", 2, 1, recompute="full")),  # parts that are cut each by itself
+        ("own fused", planned(3, "1d-sp")),  # and some that have to be gathered
+        ("bloom", planned(2, "1d", 2, 1)),  # heads in one dim with the rows of the batch
         ("bert", planned(3, "1d-sp", 2, 1, precision="bf16")),
         ("mixtral balanced", planned(2, "1d-sp", 2, 0, 2, microbatches=2)),
         ("own gpt", planned({"tp_i": 2, "tp_j": 2}, "2d", 2, 3)),

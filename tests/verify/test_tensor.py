@@ -158,6 +158,16 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
     assert not one.replicated
 
 
+@pytest.mark.parametrize("name", ["opt", "bloom", "gpt2"])
+def test_heads_stay_in_pieces(name: str) -> None:
+    """Also where they are one dim with the rows of the batch (Bloom): a layer communicates as Megatron's does."""
+    module = model(name)[0].module
+    one = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 2, "1d"), model(name)[1][0]).general
+    kinds = [kind for (kind, _, path), n in one.collectives.items() for _ in range(n) if ".1" in path and kind != "slice"]
+    assert sorted(kinds) == ["all_reduce"] * 2 + ["all_reduce in backward"] * 2
+    assert not one.replicated
+
+
 def test_a_forgotten_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "replicate", lambda env, x, axes: x)
     module, batches = subject("gpt")

@@ -68,19 +68,37 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """One factor of a dim and the mesh axes that shard it, the major axis first."""
+    """One factor of a dim and the mesh axes that shard it, the major axis first.
+
+    It may be a concatenation of ``parts``, by their sizes, each of which is sharded by itself: a fused projection of 8 heads of queries, 2 of keys
+    and 2 of values.
+    """
 
     size: int
     axes: tuple[str, ...] = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
+        object.__setattr__(self, "parts", tuple(self.parts))
         if self.size < 0:
             raise ShardwiseError(f"a factor of size {self.size} is not legal; legal: 0 or more")
+        if self.parts and (sum(self.parts) != self.size or min(self.parts) < 0):
+            raise ShardwiseError(
+                f"a factor of size {self.size} is no concatenation of parts of {self.parts}; legal: parts that add up to it"
+            )
 
-    def range(self, mesh: Mesh, rank: int) -> tuple[int, int]:
-        """The (start, stop) in this factor that ``rank`` owns."""
-        return shard_range(self.size, mesh.axis_size(self.axes), mesh.index(rank, self.axes))
+    def ranges(self, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
+        """The (start, stop) in this factor that ``rank`` owns, in order; those that touch are one."""
+        found: list[tuple[int, int]] = []
+        first = 0
+        for size in self.parts or (self.size,):
+            start, stop = (first + cut for cut in shard_range(size, mesh.axis_size(self.axes), mesh.index(rank, self.axes)))
+            if found and found[-1][1] == start:
+                start = found.pop()[0]
+            found.append((start, stop))
+            first += size
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +168,7 @@ class Layout:
 
     def local_factors(self, mesh: Mesh, rank: int) -> tuple[tuple[int, ...], ...]:
         """The local size of each factor of each dim on ``rank``."""
-        ranges = (tuple(factor.range(mesh, rank) for factor in dim) for dim in self.dims)
-        return tuple(tuple(stop - start for start, stop in dim) for dim in ranges)
+        return tuple(tuple(sum(b - a for a, b in factor.ranges(mesh, rank)) for factor in dim) for dim in self.dims)
 
     def nbytes(self, itemsize: int, mesh: Mesh, rank: int) -> int:
         """The bytes that the piece on ``rank`` takes, at ``itemsize`` bytes an element."""
@@ -168,24 +185,32 @@ class Layout:
 
     def intervals(self, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
         """Of each dim the (start, stop) that ``rank`` owns, in order."""
-        return [_intervals([(f.size, *f.range(mesh, rank)) for f in dim]) for dim in self.dims]
+        return [_intervals([(f.size, f.ranges(mesh, rank)) for f in dim]) for dim in self.dims]
 
     def __str__(self) -> str:
-        """``[8:dp, 3*4:tp*16] partial tp2``."""
+        """``[8:dp, 3*4:tp*16, 8+2+2:tp*16] partial tp2``."""
         dims = (
-            "*".join(":".join([str(factor.size), *([",".join(joined(factor.axes))] if factor.axes else [])]) for factor in dim)
+            "*".join(
+                ":".join(
+                    [
+                        "+".join(map(str, factor.parts or (factor.size,))),
+                        *([",".join(joined(factor.axes))] if factor.axes else []),
+                    ]
+                )
+                for factor in dim
+            )
             for dim in self.dims
         )
         return f"[{', '.join(dims)}]" + (f" partial {','.join(sorted(self.partial))}" if self.partial else "")
 
 
-def _intervals(factors: Sequence[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """The intervals of a dim that a rank owns, from the (size, start, stop) of its factors, major first."""
+def _intervals(factors: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[tuple[int, int]]:
+    """The intervals of a dim that a rank owns, from the (size, owned ranges) of its factors, major first."""
     if not factors:
         return [(0, 1)]
-    (_, start, stop), minor = factors[0], factors[1:]
-    inside = math.prod(factor[0] for factor in minor)
-    if all(low == 0 and high == extent for extent, low, high in minor):
-        return [(start * inside, stop * inside)] if stop > start and inside else []
+    (_, ranges), minor = factors[0], factors[1:]
+    inside = math.prod(size for size, _ in minor)
+    if all(own == [(0, size)] for size, own in minor):
+        return [(start * inside, stop * inside) for start, stop in ranges if stop > start and inside]
     pieces = _intervals(minor)
-    return [(index * inside + low, index * inside + high) for index in range(start, stop) for low, high in pieces]
+    return [(i * inside + low, i * inside + high) for start, stop in ranges for i in range(start, stop) for low, high in pieces]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.trace.forms import Form, Place
-from shardwise.trace.schema import op_name
+from shardwise.trace.schema import given, op_name
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
 
 FAR = 200
 """Ops after which it is no longer followed where a shard leads to."""
+
+
+_SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
 
 
 class Cuts:
@@ -39,16 +43,85 @@ class Cuts:
 
     def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Place] | None:
         """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces; and what is gathered even so."""
+        places: list[Place] = []
         found = []
-        for order, (pre, post) in enumerate(self.made_of(node, dim)):
+        for pre, post in self.made_of(node, dim):
             if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
-                place = self.even(size, dim, pre, post)
-                uneven = size // (place.pre * place.post) % self.parts != 0
-                found.append((self.gathered(node, place), uneven, order, place))
+                places.append(self.even(size, dim, pre, post))
+        joined = self.joined(node, dim)
+        for order, place in enumerate([*places, joined] if joined is not None else places):
+            uneven = any(n % self.parts for n in place.parts or [size // (place.pre * place.post)])
+            found.append((self.gathered(node, place), uneven, order, place))
         if not found:
             return None
         lost, _, _, place = min(found, key=lambda one: one[:3])
         return lost, place
+
+    def joined(self, node: fx.Node, dim: int) -> Place | None:
+        """The place of a concatenation of unequal parts, each of which is cut as what follows wants it; None where it is none, or they are too small."""
+        for value, d, scale in self.as_a_whole(node, dim):
+            pieces = self.parts_of(value, d)
+            each = [self.of_part(one, size, d) for one, size in pieces]
+            if not pieces or not all(each):
+                continue
+            unit = math.gcd(*(place.post for place in each if place))
+            counts = [size // unit for _, size in pieces]
+            if all(n % self.parts == 0 or place.post == unit for n, place in zip(counts, each, strict=True) if place):
+                return Place(dim, 1, unit * scale, tuple(counts))
+        return None
+
+    def as_a_whole(self, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
+        """The values in which all of a dim of ``node`` is one dim, or the major one of those that it is seen as: with so many elements in each of it."""
+        stack = [(node, dim, 1)]
+        seen: set[tuple[fx.Node, int, int]] = set()
+        while stack and len(seen) < FAR:
+            value, d, scale = one = stack.pop()
+            sizes = self.p.expressions(value)
+            if one in seen or not isinstance(sizes[d], int):
+                continue
+            seen.add(one)
+            yield one
+            for user, position, form in self.uses(value):
+                for i, result in enumerate(self.results(user)):
+                    if result is None:
+                        continue
+                    for pre, post in ((1, 1), *_factors(sizes, d, self.p.expressions(result))):
+                        after = form.shards(position, Place(d, 1, post)) if pre == 1 else None
+                        at = None if after is None else after.results[i]
+                        if isinstance(at, Place) and at.pre == 1 and self.p.shape(result)[at.dim] * post == sizes[d] * at.post:
+                            stack.append((result, at.dim, scale * post // at.post))
+
+    def parts_of(self, value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
+        """The (node, size) of the parts, not all equal, into which a value is split or sliced along ``dim``; none where it is not."""
+        found: dict[int, tuple[fx.Node, int]] = {}
+        for user in self.users[value]:
+            results = self.results(user) if user in self.forms else []
+            if op_name(user) in _SPLITS and given(user, "dim", 0) % len(self.p.shape(value)) == dim:
+                whole = user.meta["val"]
+                ends = itertools.accumulate(part.shape[dim] for part in whole)
+                found |= {
+                    end - part.shape[dim]: (r, part.shape[dim])
+                    for end, part, r in zip(ends, whole, results, strict=True)
+                    if r is not None
+                }
+            elif (
+                op_name(user) == "slice"
+                and given(user, "dim", 0) % len(self.p.shape(value)) == dim
+                and given(user, "step", 1) == 1
+            ):
+                start = given(user, "start", 0)
+                if isinstance(start, int):
+                    found.setdefault(start, (user, self.p.shape(user)[dim]))
+        parts = [found[start] for start in sorted(found)]
+        sizes = [size for _, size in parts]
+        tiled = list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found) and sum(sizes) == self.p.shape(value)[dim]
+        return parts if tiled and len(set(sizes)) > 1 else []
+
+    def of_part(self, node: fx.Node, size: int, dim: int) -> Place | None:
+        """Where to cut dim ``dim`` of a part."""
+        places = [self.even(size, dim, 1, post) for _, post in self.made_of(node, dim) if size % post == 0]
+        places = [place for place in places if place.pre == 1 and size // place.post >= self.parts]
+        return min(places, key=lambda place: (self.gathered(node, place), size // place.post % self.parts != 0), default=None)
 
     def multiplied(self, node: fx.Node) -> bool:
         """Whether what follows from ``node`` is multiplied with other activations, as keys and values are."""

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 
 
 class Place(NamedTuple):
-    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded."""
+    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a concatenation, each of its ``parts``.
+
+    ``pre`` is an expression of the number of rows where a dim has these before the factor: rows × heads.
+    """
 
     dim: int
-    pre: int = 1
+    pre: Any = 1
     post: int = 1
+    parts: tuple[int, ...] = ()
 
 
 State = Place | str
@@ -73,6 +77,7 @@ class Form:
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
     shards of an operand lead to, or None where the op does not take them; ``spread`` is another way, with more operands whole, where
     groups of axes would not go together so: ``agree`` tells from the layouts of the operands.  ``fresh`` is where the result may be made sharded, although no operand is.
+    ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those behind rows.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
     same one.  ``exchange``, of an op that communicates by itself, says what: (whether in backward, kind, bytes of a whole), from a strategy, the local
     shapes of operands and the number of ranks.
@@ -90,9 +95,16 @@ class Form:
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
     exchange: Exchange | None = None
+    factors: bool = False
 
     def shards(self, position: int, place: Place) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
+        if (
+            (place.parts or not isinstance(place.pre, int))
+            and not self.factors
+            and (self.moves is not None or self.emit is not None)
+        ):
+            return None
         return self.by_label(position, place) if self.moves is None else self.moves(position, place)
 
     def by_label(self, position: int, place: Place) -> Strategy | None:
@@ -102,7 +114,7 @@ class Form:
             return None
 
         def at(labels: Labels, rest: State) -> State:
-            return Place(list(labels).index(label), place.pre, place.post) if label in labels else rest
+            return place._replace(dim=list(labels).index(label)) if label in labels else rest
 
         results = tuple("I" if i in self.alike else at(labels, "P") for i, labels in enumerate(self.results))
         partial = "P" in results

@@ -67,16 +67,16 @@ class Moves:
             if not steps:
                 return value
             # Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed behind a gather.
-            order = sorted(steps.values(), key=lambda step: ORDER.index(step[0]))
-            first = next((step for step in order if self._fits(value, steps, step)), order[0])
-            alike = [g for g, step in steps.items() if step == first]
-            groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
+            order = sorted(steps.items(), key=lambda one: ORDER.index(one[1][0]))
+            ways = [(self._together(states, steps, *one), one[1]) for one in order]
+            shape = value.meta["layout"].shape
+            groups, first = next((w for w in ways if self.p.fits(shape, {**states, **dict.fromkeys(w[0], w[1][1])})), ways[0])
             value = self._move(value, groups, *first)
 
-    def _fits(self, value: fx.Node, steps: Mapping[str, Step], step: Step) -> bool:
-        """Whether what the groups make of a value, some of them by ``step``, goes together."""
-        after = {g: step[1] for g, one in steps.items() if one == step}
-        return self.p.fits(value.meta["layout"].shape, {**value.meta["states"], **after})
+    @staticmethod
+    def _together(states: Mapping[str, State], steps: Mapping[str, Step], group: str, step: Step) -> tuple[str, ...]:
+        """The groups that make a step together with ``group``: those of a gather are sharded alike."""
+        return tuple(g for g, one in steps.items() if one == step and (step[0] != "gather" or states[g] == states[group]))
 
     def renamed(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
         """``value`` with the places that are wanted, where these are other words for the cuts that it has: 2 heads of 3 are 6 thirds."""

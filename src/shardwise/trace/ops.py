@@ -8,8 +8,9 @@ Every function takes an :class:`Env` first: the graph is shared by ranks, microb
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -81,7 +82,8 @@ Groups = Sequence[str]
 class Cut(NamedTuple):
     """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this rank.
 
-    ``size`` is the whole factor's; over ``outer`` axes it is sharded all the time, and ``axes`` shard each of these pieces.
+    ``size`` is the whole factor's, and ``parts`` are those of a concatenation; over ``outer`` axes it is sharded all the time, and ``axes``
+    shard each of these pieces.
     """
 
     axes: tuple[str, ...]
@@ -90,13 +92,28 @@ class Cut(NamedTuple):
     pre: int
     size: int
     post: int
+    parts: tuple[int, ...] = ()
+
+    def _ranges(self, env: Env) -> Iterator[list[tuple[int, int]]]:
+        """Of each rank (start, stop) in each part, counted from where in that the first of them begins."""
+        (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
+        sizes = self.parts or (self.size,)
+        firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]
+        for i in range(at * ranks, (at + 1) * ranks):
+            spans = (shard_range(size, above * ranks, i) for size in sizes)
+            yield [(a - first, b - first) for (a, b), first in zip(spans, firsts, strict=True)]
 
     def pieces(self, env: Env) -> tuple[list[tuple[int, int]], int]:
-        """(start, stop) of each rank's piece within what they have together, and this rank's number."""
-        (above, at), (parts, index) = env.group(self.outer), env.group(self.axes)
-        first = shard_range(self.size, above * parts, at * parts)[0]
-        spans = (shard_range(self.size, above * parts, at * parts + i) for i in range(parts))
-        return [(a - first, b - first) for a, b in spans], index
+        """(start, stop) of each rank's piece within what they have together, one rank's after the other, and this rank's number."""
+        ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
+        return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
+
+    def order(self, env: Env, device: torch.device) -> Tensor:
+        """Where the elements of the pieces, one rank's after the other, lie within what they have together: part after part."""
+        each = list(self._ranges(env))
+        firsts = [0, *itertools.accumulate(stop for _, stop in each[-1])]
+        spans = [torch.arange(first + a, first + b) for own in each for first, (a, b) in zip(firsts, own, strict=False)]
+        return torch.cat(spans).to(device)
 
 
 def rows(env: Env) -> int:
@@ -115,10 +132,10 @@ def row_start(env: Env, axes: Groups = (ROWS,)) -> int:
     return shard_range(env.rows, *env.group(axes))[0]
 
 
-def local_size(env: Env, size: int, axes: Groups) -> int:
-    """This rank's part of ``size`` things that are sharded over ``axes``."""
-    start, stop = shard_range(size, *env.group(axes))
-    return stop - start
+def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
+    """This rank's part of ``size`` things, or of several kinds of things, that are sharded over ``axes``."""
+    spans = (shard_range(n, *env.group(axes)) for n in ([size] if isinstance(size, int) else size))
+    return sum(stop - start for start, stop in spans)
 
 
 # ---- collectives ---------------------------------------------------------------------------------------------------
@@ -151,6 +168,8 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     out = x.new_empty((len(spans), outer, most, inner))
     env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather"))
     together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
+    if cut.parts:
+        together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
     return together.reshape(shape)
 
 
@@ -160,11 +179,13 @@ def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
     if len(spans) == 1:
         return x
     (start, stop), whole = spans[index], spans[-1][1]
-    if isinstance(cut.pre, int) and cut.pre == 1:
+    if isinstance(cut.pre, int) and cut.pre == 1 and not cut.parts:
         return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
     shape = list(x.shape)
     split = x.reshape(*shape[: cut.dim], cut.pre, whole, cut.post, *shape[cut.dim + 1 :])
     shape[cut.dim] = cut.pre * (stop - start) * cut.post
+    if cut.parts:
+        return split.index_select(cut.dim + 1, cut.order(env, x.device)[start:stop]).reshape(shape)
     return split.narrow(cut.dim + 1, start, stop - start).reshape(shape)
 
 
@@ -177,6 +198,8 @@ def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
     mine, most, whole = sizes[index], max(sizes), spans[-1][1]
     shape = list(x.shape)
     outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
+    if cut.parts:
+        x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
     if min(sizes) == most:
         pieces = x.reshape(outer, len(spans), most, inner).transpose(0, 1).contiguous()
     else:

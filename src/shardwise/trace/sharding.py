@@ -36,7 +36,7 @@ from shardwise.trace.pinned import PinnedWalk
 from shardwise.trace.pins import read_pins
 from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
-from shardwise.trace.sizes import Sizes, concrete, expression, factored
+from shardwise.trace.sizes import Sizes, concrete, expression, factored, of_rows
 from shardwise.trace.solve import predicted, solve
 from shardwise.trace.tensor import postpone, recipe
 from shardwise.trace.torch_private import schema
@@ -115,7 +115,7 @@ class Propagation:
         for node in places:
             size = node.meta["val"].shape[0] if node.name in self.captured.fields else None
             if isinstance(size, torch.SymInt):
-                self.sizes.symbol = size.node.expr
+                self.sizes.symbol, self.sizes.example = size.node.expr, concrete(size)
         forms = {n: self.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
@@ -282,8 +282,17 @@ class Propagation:
         for d, size in enumerate(shape):
             found = [(g, s) for g, s in states.items() if isinstance(s, Place) and s.dim == d]
             if found:
-                dims[d] = factored(size, [(g, s.pre, s.post) for g, s in found], self.tensor.axes)
+                dims[d] = factored(size, [(g, self.behind_rows(states, s)) for g, s in found], self.tensor.axes)
         return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
+
+    def behind_rows(self, states: Mapping[str, State], place: Place) -> Place:
+        """A place with its ``pre`` as a number; what is behind rows goes only together with shards of these."""
+        if isinstance(place.pre, int):
+            return place
+        rows = states.get(ROWS)
+        if not isinstance(rows, Place) or rows.dim != place.dim or rows.pre != 1:
+            raise Uncapturable("a dim is sharded behind rows of the batch that are whole")
+        return place._replace(pre=int(place.pre.subs(self.sizes.symbol, self.sizes.example)))
 
     def fits(self, shape: Sequence[int], states: Mapping[str, State]) -> bool:
         """Whether a tensor can be in these states together."""
@@ -333,27 +342,27 @@ class Propagation:
 
     # ---- local sizes ---------------------------------------------------------------------------------------------------
 
-    def factor_size(self, whole: Any, factor: Factor) -> Any:
-        """The size of a sharded factor of a dim of ``whole`` size: in one that depends on the number of rows it is that."""
-        symbolic = ROWS in factor.axes or (factor.axes and not isinstance(expression(whole), int))
+    def factor_size(self, whole: Any, factor: Factor, factors: Sequence[Factor]) -> Any:
+        """The size of one of the ``factors`` of a dim of ``whole`` size: in one that depends on the number of rows one of them is that."""
+        symbolic = ROWS in factor.axes or (factor is of_rows(factors) and not isinstance(expression(whole), int))
         return self.sizes.rows if symbolic else factor.size
 
-    def extent(self, whole: Any, factor: Factor) -> Any:
-        """The local size of a factor of a dim of ``whole`` size, as a number or as a node."""
+    def extent(self, whole: Any, factor: Factor, factors: Sequence[Factor]) -> Any:
+        """The local size of one of the ``factors`` of a dim of ``whole`` size, as a number or as a node."""
         if factor.axes == (ROWS,):
             return self.sizes.local_rows
-        size = self.factor_size(whole, factor)
+        size = self.factor_size(whole, factor, factors)
         parts = math.prod(self.tensor.axes[a] for a in factor.axes if a != ROWS)
-        if isinstance(size, int) and size % parts == 0:
+        if isinstance(size, int) and all(part % parts == 0 for part in factor.parts or (size,)):
             return size // parts
-        return self.graph.call_function(ops.local_size, (self.env, size, factor.axes))
+        return self.graph.call_function(ops.local_size, (self.env, factor.parts or size, factor.axes))
 
     def local_dim(self, layout: Layout, size: Any, dim: int) -> Any:
         """The local size of dim ``dim``, of whole ``size``, as a number or as a node."""
         factors = layout.dims[dim]
         if not any(f.axes for f in factors):
             return self.sizes.node(size)
-        return self.sizes.fold(operator.mul, [self.extent(size, f) for f in factors])
+        return self.sizes.fold(operator.mul, [self.extent(size, f, factors) for f in factors])
 
     def local_sizes(self, node: fx.Node, layout: Layout, given: Sequence[Any] | None = None) -> list[Any]:
         """The sizes of a node's result in ``layout``; ``given`` are the op's own size arguments."""
@@ -379,7 +388,7 @@ class Propagation:
         return all(here.intervals(mesh, rank)[dim] == there.intervals(mesh, rank)[dim] for rank in range(mesh.size))
 
     def cut(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> tuple[Any, ...]:
-        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post), with the local sizes of what is around it."""
+        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post, parts), with the local sizes of what is around it."""
         place = states[groups[0]]
         assert isinstance(place, Place)
         layout = self.layout_of(value.meta["layout"].shape, states)
@@ -387,11 +396,11 @@ class Propagation:
         at = next(i for i, f in enumerate(factors) if groups[0] in f.axes)
         whole = value.meta["val"].shape[place.dim]
         pre, post = (
-            self.sizes.fold(operator.mul, [1, *(self.extent(whole, f) for f in side)])
+            self.sizes.fold(operator.mul, [1, *(self.extent(whole, f, factors) for f in side)])
             for side in (factors[:at], factors[at + 1 :])
         )
         outer = tuple(a for a in factors[at].axes if a not in groups)
-        return tuple(groups), outer, place.dim, pre, self.factor_size(whole, factors[at]), post
+        return tuple(groups), outer, place.dim, pre, self.factor_size(whole, factors[at], factors), post, factors[at].parts
 
     def minors(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> list[str]:
         """Other groups that shard the same factor as ``groups`` within their shards."""

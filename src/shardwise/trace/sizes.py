@@ -15,6 +15,7 @@ from torch import fx
 from shardwise.core.layout import Factor, Layout
 from shardwise.trace import ops
 from shardwise.trace.capture import Uncapturable
+from shardwise.trace.forms import Place
 
 
 class Unfit(Uncapturable):
@@ -58,10 +59,15 @@ def local_shape(value: torch.Tensor, layout: Layout, env: ops.Env, most: int | N
         if not any(f.axes for f in factors):
             return known(size, env.rows, most)
         rows = not isinstance(expression(size), int)
-        whole = (env.rows if ops.ROWS in f.axes or (rows and f.axes) else f.size for f in factors)
+        whole = (env.rows if rows and f is of_rows(factors) else f.parts or f.size for f in factors)
         return math.prod(ops.local_size(env, n, f.axes) for n, f in zip(whole, factors, strict=True))
 
     return tuple(local(size, factors) for size, factors in zip(value.shape, layout.dims, strict=True))
+
+
+def of_rows(factors: Sequence[Factor]) -> Factor | None:
+    """That of the factors of a dim with a symbolic size, of which some are sharded, that is the number of rows."""
+    return next((f for f in factors if ops.ROWS in f.axes), next((f for f in factors if f.axes), None))
 
 
 class Sizes:
@@ -71,6 +77,7 @@ class Sizes:
         self.graph = graph
         self.env = env
         self.symbol: Any = None  # of the number of rows; None where the batch dim is static
+        self.example = 0  # what it is in the shapes of the captured graph
         self.rows = graph.call_function(ops.rows, (env,))
         self.local_rows = graph.call_function(ops.local_rows, (env,))
         self.data: dict[Any, fx.Node] = {}  # symbols of sizes that depend on data
@@ -127,18 +134,21 @@ class Sizes:
         return self.fold(operator.mul, [self.local_rows, times])
 
 
-def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[str, int]) -> list[Factor]:
-    """The factors of a dim in which each of ``places``, (group, pre, post), shards one.
+def factored(size: int, places: Sequence[tuple[str, Place]], parts: Mapping[str, int]) -> list[Factor]:
+    """The factors of a dim in which each of ``places``, (group, place), shards one.
 
     Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each but ``ROWS``,
     which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the next group has its own.
     """
     found: list[Factor] = []
     done = 1  # of the dim, from the left
-    for pre in sorted({pre for _, pre, _ in places}):
-        own = {g: post for g, before, post in places if before == pre}
+    for pre in sorted({place.pre for _, place in places}):
+        own = {g: place.post for g, place in places if place.pre == pre}
+        concatenated = {place.parts for _, place in places if place.pre == pre}
         axes = tuple(g for g in (ops.ROWS, *parts) if g in own)
         extent = size // (pre * own[axes[0]])
+        if len(concatenated) > 1:
+            raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of different parts")
         if len(set(own.values())) > 1 or (len(axes) > 1 and ops.ROWS not in axes and extent == parts[axes[0]]):
             extent = math.prod(parts[g] for g in axes if g != ops.ROWS)
             if ops.ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
@@ -146,26 +156,25 @@ def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[s
         if pre % done:
             raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
         found += [Factor(pre // done)] if pre > done else []
-        found.append(Factor(extent, axes))
+        found.append(Factor(extent, axes, concatenated.pop()))
         done = pre * extent
     return [*found, Factor(size // done)] if done < size or not size else found
 
 
-def regrouped(source: Sequence[Any], place: tuple[int, int, int], goal: Sequence[Any], rows: Any) -> tuple[int, int, int] | None:
+def regrouped(source: Sequence[Any], place: Place, goal: Sequence[Any], rows: Any) -> Place | None:
     """Where rows at ``place`` of row-major ``source`` sizes are after a view as ``goal`` sizes, if they stay in one dim.
 
     Sizes are :func:`expression`; ``rows`` is the symbol, or the number of rows.
     """
-    dim, pre, _ = place
-    outer: Any = pre
-    for size in source[:dim]:
+    outer: Any = place.pre
+    for size in source[: place.dim]:
         outer = outer * size
     done: Any = 1
     for d, size in enumerate(goal):
-        before = _quotient(outer, done)
-        after = _quotient(size, before * rows) if before else None
-        if before and after:
-            return d, before, after
+        before = _multiple(outer, done)
+        after = _quotient(size, before * rows) if before is not None else None
+        if before is not None and after:
+            return Place(d, before, after, place.parts)
         done = done * size
     return None
 
@@ -176,6 +185,14 @@ def ratio(a: Any, b: Any) -> int | None:
         return a // b if b and a % b == 0 else None
     found = a / b
     return int(found) if found.is_Integer else None
+
+
+def _multiple(a: Any, b: Any) -> Any:
+    """a / b, of expressions, if it is a positive integer, or so many times the number of rows, for every number of rows."""
+    found = _quotient(a, b)
+    if found is None and not (isinstance(a, int) and isinstance(b, int)) and (whole := a / b).is_polynomial():
+        return whole if whole.is_Symbol or (whole.is_Mul and whole.args[0].is_Integer and whole.args[1].is_Symbol) else None
+    return found
 
 
 def _quotient(a: Any, b: Any) -> int | None:

@@ -116,7 +116,7 @@ class TensorWalk(Walk):
         for dim, whole in enumerate(shape):
             for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
                 if whole % (pre * wanted.post) == 0:
-                    yield Place(dim, pre, wanted.post)
+                    yield wanted._replace(dim=dim, pre=pre)
 
     def under(self, parameter: fx.Node, place: Place | None) -> dict[fx.Node, tuple[State, ...]]:
         """The states of a parameter and its views if it is sharded there."""
@@ -200,7 +200,7 @@ class TensorWalk(Walk):
                 mine = self.p.learned(operand)
                 if not (mine and self.role.at_use and not self.large_table(form, i)):
                     shape = self.p.shape(operand)
-                    coarse = self.divided and shape[state.dim] // (state.pre * state.post) < self.parts
+                    coarse = self.divided and self.p.size(operand, state) < self.parts
                     order.append((not mine, coarse, -math.prod(shape), i, state))
         for *_, i, state in sorted(order, key=lambda one: one[:4]):
             found = self.shards(form, i, state)
@@ -436,7 +436,7 @@ def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
             if axis in factor.axes:
                 alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # no sub-axes, which cut alike
                 equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
-                return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)))
+                return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
             pre *= factor.size
     return "I"
 

@@ -94,7 +94,7 @@ def _index(p: Propagation, node: fx.Node) -> Any:
 
     def moves(position: int, place: Place) -> Strategy | None:
         """Rows that look at themselves go together with their numbers."""
-        own = mine is not None and position == 0 and place == (mine[0], 1, 1)
+        own = mine is not None and position == 0 and place == Place(mine[0])
         return (together if own else apart).by_label(position, place)
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Factor, Layout
 from shardwise.trace.forms import Place, Solved, Strategy
 from shardwise.trace.rules.table import Table, aligned, given, op_name, rank_of, tensors, unary, whole_dims
 from shardwise.trace.sharding import Propagation
@@ -31,13 +32,13 @@ def _view(p: Propagation, node: fx.Node) -> Any:
 
     def moves(position: int, place: Place) -> Strategy | None:
         after = regrouped(p.expressions(x), place, p.expressions(node), p.size(x, place))
-        return None if after is None else Strategy((place,), (Place(*after),))
+        return None if after is None else Strategy((place,), (after,))
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         local = p.local_sizes(node, solved.layout, sizes)
         return p.emit(node, (solved.values[0], local), {}, solved.layout, aten.reshape.default)
 
-    return unary(p, node, moves, emit)
+    return unary(p, node, moves, emit, factors=True)
 
 
 # ---- dims added, removed, reordered ----------------------------------------------------------------------------------------
@@ -202,6 +203,23 @@ def _blocks(size: Any, block: Any) -> int | None:
     return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), block)
 
 
+def _taken(place: Place, start: Any, stop: Any) -> Place | None:
+    """What a cut from ``start`` to ``stop`` takes of a concatenation, if that is of whole parts."""
+    ends = [0, *itertools.accumulate(n * place.post for n in place.parts)]
+    stop = ends[-1] if isinstance(stop, int) and stop >= _END else stop
+    if place.pre != 1 or start not in ends or stop not in ends or ends.index(start) >= ends.index(stop):
+        return None
+    parts = place.parts[ends.index(start) : ends.index(stop)]
+    return place._replace(parts=parts if len(parts) > 1 else ())
+
+
+def _local_end(p: Propagation, factor: Factor, place: Place, end: int) -> Any:
+    """Where ``end``, of a part of a concatenation, is on this rank."""
+    count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
+    before = place.parts[:count]
+    return p.sizes.fold(operator.mul, [p.extent(end, Factor(sum(before), factor.axes, before), ()), place.post]) if before else 0
+
+
 @RULES.rule("slice")
 def _slice(p: Propagation, node: fx.Node) -> Any:
     x = node.args[0]
@@ -225,11 +243,19 @@ def _slice(p: Propagation, node: fx.Node) -> Any:
     def moves(position: int, place: Place) -> Strategy | None:
         if place.dim != dim:
             return Strategy((place,), (place,))
+        if place.parts:
+            taken = _taken(place, start, end) if step == 1 else None
+            return None if taken is None else Strategy((place,), (taken,))
         cut = whole_copies(place)
         return None if cut is None else Strategy((place,), (Place(dim, cut[1] - cut[0], place.post),))
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         places = [s.operands[0] for s in solved.strategies.values()]
+        joined = next((q for q in places if isinstance(q, Place) and q.dim == dim and q.parts), None)
+        if joined is not None:
+            factor = next(f for f in solved.values[0].meta["layout"].dims[dim] if f.axes)
+            ends = [_local_end(p, factor, joined, end) for end in (start, min(end, p.shape(x)[dim]))]
+            return p.emit(node, (solved.values[0], dim, *ends), {}, solved.layout)
         cut = next(((q, c) for q in places if isinstance(q, Place) and q.dim == dim and (c := whole_copies(q))), None)
         if cut is None:
             return p.plain(node, solved)
@@ -238,7 +264,7 @@ def _slice(p: Propagation, node: fx.Node) -> Any:
         bounds = [p.sizes.fold(operator.mul, [block, i]) for i in (first, last)]
         return p.emit(node, (solved.values[0], dim, *bounds), {}, solved.layout)
 
-    return unary(p, node, moves, emit)
+    return unary(p, node, moves, emit, factors=True)
 
 
 @RULES.rule("narrow")
@@ -296,6 +322,10 @@ def _split(p: Propagation, node: fx.Node) -> Any:
     def moves(position: int, place: Place) -> Strategy | None:
         if place.dim != dim:
             return Strategy((place,), (place,) * len(value))
+        if place.parts:
+            ends = [0, *itertools.accumulate(v.shape[dim] for v in value)]
+            taken = [_taken(place, a, b) for a, b in itertools.pairwise(ends)]
+            return Strategy((place,), tuple(one for one in taken if one)) if all(taken) else None
         parts = [_blocks(v.shape[dim], p.size(x, place) * place.post) for v in value]
         return Strategy((place,), tuple(Place(dim, n, place.post) for n in parts if n)) if all(parts) else None
 
@@ -305,7 +335,7 @@ def _split(p: Propagation, node: fx.Node) -> Any:
         sizes = [p.local_dim(one, v.shape[dim], dim) for one, v in zip(solved.layouts, value, strict=True)]
         return p.emit(node, (solved.values[0], sizes, dim), {}, solved.layouts, aten.split_with_sizes.default)
 
-    return unary(p, node, moves, emit, len(value))
+    return unary(p, node, moves, emit, len(value), factors=True)
 
 
 @RULES.rule("unbind")

@@ -76,12 +76,12 @@ def pointwise(p: Propagation, node: fx.Node, linear: Any = ()) -> Form:
     return p.labelled(node, aligned(p, tensors(node), sizes), range(len(sizes)), linear)
 
 
-def unary(p: Propagation, node: fx.Node, moves: Shards, emit: Emit, results: int = 1) -> Form:
+def unary(p: Propagation, node: fx.Node, moves: Shards, emit: Emit, results: int = 1, factors: bool = False) -> Form:
     """The form of an op that is linear in its one operand, and whose dims labels do not describe."""
     x = node.args[0]
     shapes = [[None] * len(s) for s in p.shapes(node)]
     assert len(shapes) == results
-    return Form(node, [(x, [None] * rank_of(p, x))], list(shapes), frozenset({0}), moves=moves, emit=emit)
+    return Form(node, [(x, [None] * rank_of(p, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors)
 
 
 def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: bool = False) -> Rule:
