@@ -147,6 +147,23 @@ def test_show_tells_what_follows_from_pins() -> None:
     assert any(c["path"] == "blocks.1.mlp.proj" and c["forward"][0]["kind"] == "reduce_scatter" for c in found["collectives"])
 
 
+def test_show_says_which_axes_reach_over_hosts() -> None:
+    """The ranks that share layers are neighbours, so they are on one host where that has room for them; else there is a note."""
+    given = [*TINY, "model.heads=4", "parallel.tp=4", "parallel.dp=2", "parallel.pp=2"]
+    alone, large, small = (
+        call("show", *given, *more).stdout for more in (("--per-host", "16"), ("--per-host", "4"), ("--per-host", "2"))
+    )
+    assert "hosts of" not in alone
+    assert "pp across, dp across, tp within hosts of 4 ranks" in large and "note: tp" not in large
+    assert "pp across, dp across, tp across hosts of 2 ranks" in small
+    assert "note: tp across hosts of 2 ranks: all 4 ranks of a group wait for each other" in small
+    assert json.loads(call("show", *given, "--per-host", "8", "--json").stdout)["links"] == {
+        "pp": "host",
+        "dp": "device",
+        "tp": "device",
+    }
+
+
 def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

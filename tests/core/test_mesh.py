@@ -135,6 +135,17 @@ def test_every_coordinate_names_one_rank() -> None:
     assert [mesh.rank(place) for place in places] == list(range(6))
 
 
+@pytest.mark.parametrize("sizes", [(2, 3, 4), (3, 1, 4), (1, 5, 2), (2, 2, 6)])
+@pytest.mark.parametrize("per_host", [1, 2, 3, 4, 6, 8, 24, 100])
+def test_links_are_those_between_the_members_of_groups(sizes: tuple[int, ...], per_host: int) -> None:
+    mesh = Mesh.of(**dict(zip("abc", sizes, strict=True)))
+    for axis in mesh.axes:
+        hosts = [{member // per_host for member in mesh.group(rank, axis.name)} for rank in range(mesh.size)]
+        expected = "host" if any(len(one) > 1 for one in hosts) else "device"
+        assert mesh.links(per_host).get(axis.name, "device") == expected
+    assert Mesh.of(pp=2, dp=2, tp=8).links(8) == {"pp": "host", "dp": "host", "tp": "device"}
+
+
 def test_did_you_mean() -> None:
     assert did_you_mean("recompte", ["mesh", "recompute"]) == ' Did you mean "recompute"?'
     assert did_you_mean("zzz", ["mesh", "recompute"]) == ""

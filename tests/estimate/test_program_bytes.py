@@ -148,6 +148,8 @@ def test_every_instruction_of_every_tensor_plan(one: Sharded) -> None:
         ("own llama", {"tensor": "2.5d", "tp": {"tp_d": 2, "tp_i": 2, "tp_j": 2}, "recompute": "none"}),
         ("own gpt", {"tensor": "3d", "tp": {"tp_i": 2, "tp_j": 2, "tp_l": 2}, "recompute": "selective"}),
         ("own llama", {"tensor": "2d", "tp": {"tp_i": 2, "tp_j": 2}, "ranks": 2, "zero": 3, "recompute": "none"}),
+        ("own mlp", {"tensor": "3d", "tp": {"tp_i": 2, "tp_j": 2, "tp_l": 2}, "recompute": "full", "microbatches": 2}),
+        ("own llama", {"tensor": "2d", "tp": {"tp_i": 3, "tp_j": 3}, "recompute": "selective"}),
     ],
     ids=lambda one: one if isinstance(one, str) else case(one),
 )

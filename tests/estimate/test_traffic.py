@@ -87,6 +87,33 @@ def test_every_combination_is_predicted(case: Case) -> None:
     check(name, planned(tp, kind, dp, zero, pp, recompute=recompute, microbatches=m))
 
 
+SHAPES: dict[str, tuple[str, dict[str, int]]] = {
+    "2d-4": ("2d", {"tp_i": 2, "tp_j": 2}), "2d-9": ("2d", {"tp_i": 3, "tp_j": 3}),
+    "2.5d-8": ("2.5d", {"tp_d": 2, "tp_i": 2, "tp_j": 2}), "3d-8": ("3d", {"tp_i": 2, "tp_j": 2, "tp_l": 2}),
+}  # fmt: skip
+Several = tuple[str, str, int, int, int, str, int]
+SEVERAL: list[Several] = [
+    (name, shape, dp, zero, pp, recompute, m)
+    for name, shape, (dp, zero), pp, recompute, m in itertools.product(
+        ("own gpt", "own llama", "own mlp"), SHAPES, ((1, 0), (2, 0), (2, 3)), (1, 2), CHOICES["recompute"], (1, 2)
+    )
+    if Mesh.of(dp=dp, pp=pp, **SHAPES[shape][1]).size <= 16 and (name != "own mlp" or pp == 1)
+]
+FEW: list[Several] = [
+    ("own mlp", "2d-4", 2, 3, 1, "full", 2), ("own llama", "2d-9", 1, 0, 1, "selective", 1), ("own gpt", "2.5d-8", 1, 0, 1, "full", 2),
+    ("own mlp", "3d-8", 2, 0, 1, "none", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", [
+    pytest.param(case, id="-".join(map(str, case)), marks=() if case in FEW else pytest.mark.full) for case in SEVERAL
+])  # fmt: skip
+def test_recipes_over_several_axes_are_predicted(case: Several) -> None:
+    name, shape, dp, zero, pp, recompute, m = case
+    kind, axes = SHAPES[shape]
+    check(name, planned(axes, kind, dp, zero, pp, recompute=recompute, microbatches=m))
+
+
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

@@ -95,13 +95,16 @@ def show(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the program of a step instead: .svg, .png or .pdf.")
     ] = None,
+    per_host: Annotated[
+        int | None, typer.Option(metavar="RANKS", min=1, help="Ranks of a host.  [default: this machine's GPUs; of CPUs all]")
+    ] = None,
 ) -> None:
     """The plan, the model's units with their costs, and the program of a step."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .show import run
 
-        run(path, overrides, json, picture)
+        run(path, overrides, json, picture, per_host)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.config import Config
+from shardwise.config import Config, Hardware
 from shardwise.core.layout import Layout
 from shardwise.core.pins import starred
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
@@ -21,7 +21,7 @@ from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.tensor import row_parts, tensor_axes
+from shardwise.parallel.tensor import across_hosts, row_parts, tensor_axes
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
@@ -33,7 +33,9 @@ from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
 from shardwise.trace.units import Unit
 
 
-def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None) -> None:
+def run(
+    path: Path | None, overrides: Sequence[str], json: bool, picture: Path | None = None, per_host: int | None = None
+) -> None:
     """Capture the model and print what a step of the plan does, or draw it into ``picture``; nothing is trained."""
     if picture is not None:
         check_format(picture, "--picture")
@@ -41,6 +43,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
     found = subject(config, 1, weights=False)
     compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
     trace, plan = compiled.general, compiled.plan
+    per_host = per_host or Hardware.here().gpus or plan.mesh.size
+    trace.notes += [note] if (note := across_hosts(plan, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), "cuda" if torch.cuda.is_available() else "cpu")
     batches = steady(plan)
@@ -51,9 +55,9 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, picture: Path |
         draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
     elif json:
-        print_json(_plain(plan, trace, rows, costs, programs))
+        print_json({**_plain(plan, trace, rows, costs, programs), "links": plan.mesh.links(per_host)})
     else:
-        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace))
+        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace), per_host)
 
 
 def _env(trace: Trace, plan: Plan, rows: int) -> Env:
@@ -114,14 +118,15 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
 
 
 def _show(
-    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut
-) -> None:
+    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut,
+    per_host: int,
+) -> None:  # fmt: skip
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
     each = config.data.batch_size // plan.microbatches
     most = -(-each // (plan.mesh.axis_size(batch_axes(plan)) * row_parts(plan)))  # of uneven shares
     values = {
-        "mesh": mesh, "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
+        "mesh": mesh, "links": _links(plan, per_host), "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
         "tensor": _tensor(plan) if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout,
     }  # fmt: skip
@@ -133,6 +138,14 @@ def _show(
         print(f"note: costs do not know {operations}")
     for program in programs:
         print(f"\n{program.text()}")  # one instruction a line, whatever the width
+
+
+def _links(plan: Plan, per_host: int) -> str | None:
+    """``dp across hosts, tp within``; None where there is but one host."""
+    if plan.mesh.size <= per_host:
+        return None
+    words = {"device": "within", "host": "across"}
+    return f"{', '.join(f'{axis} {words[link]}' for axis, link in plan.mesh.links(per_host).items())} hosts of {per_host} ranks"
 
 
 def _rule(plan: Plan, name: str) -> dict[str, str]:

@@ -197,6 +197,22 @@ class Mesh:
         """For each of the axes ``names`` the number of ranks along it, and which of them ``rank`` is."""
         return {name: (self.axis_size(name), self.index(rank, name)) for name in names}
 
+    def links(self, per_host: int) -> dict[str, str]:
+        """For each axis of several ranks the level of :data:`LINKS` that its groups reach over, if every ``per_host`` ranks in turn are on
+        one host: "host" where a group has ranks on several, else "device"."""
+        check_count("ranks of a host", per_host)
+        found, stride = dict[str, str](), self.size
+        for axis in self.axes:
+            span, stride = (
+                stride,
+                stride // axis.size,
+            )  # ranks from one group's first to the next one's; between neighbours in a group
+            firsts = (base + at for base in range(0, self.size, span) for at in range(stride))
+            across = any(first // per_host != (first + span - stride) // per_host for first in firsts)
+            if axis.size > 1:
+                found[axis.name] = "host" if across else "device"
+        return found
+
     def offset(self, rank: int, axis: str, k: int, wrap: bool = False) -> int:
         """The rank ``k`` further along ``axis``; past the end it wraps around or raises ShardwiseError."""
         here = self.coordinates(rank)

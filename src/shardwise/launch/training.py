@@ -17,6 +17,7 @@ from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import role
+from shardwise.parallel.tensor import across_hosts
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
@@ -109,6 +110,7 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecas
     comm.all_reduce(told, comm.mesh.names, what="the memory of all ranks").wait()
     before = int(told[2, 0]) - 1 if told[2, 0] else None
     found = Forecast.of(config, compiled, device, int(told[0].min()), comm.shares_memory, before)
+    found.compiled.general.notes += [note] if (note := across_hosts(found.plan, local)) is not None else []
     found.check()
     found.check_host(int(told[1].min()))
     return found

@@ -108,6 +108,19 @@ def tensor_axes(plan: Plan) -> tuple[str, ...]:
     return plan.tensor_axes
 
 
+def across_hosts(plan: Plan, per_host: int) -> str | None:
+    """What to say of tensor-parallel groups that have ranks on several hosts of ``per_host`` ranks; None where there are none."""
+    links = plan.mesh.links(per_host)
+    found = [axis for axis in tensor_axes(plan) if links[axis] != "device"]
+    if not found:
+        return None
+    size = plan.mesh.axis_size(tensor_axes(plan))
+    return (
+        f"{', '.join(found)} across hosts of {per_host} ranks: all {size} ranks of a group wait for each other several times a layer; "
+        f"faster: parallel.tp that divides {per_host}, and parallel.pp or parallel.dp across hosts"
+    )
+
+
 def row_parts(plan: Plan) -> int:
     """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes take turns."""
     found = [(role(plan.tensor, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
