@@ -16,8 +16,10 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.core.rates import Machine, Rates, rates
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
+from shardwise.parallel.data import REPLICAS, SHARDS
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.assign import Tensors
@@ -47,6 +49,7 @@ class Compiled:
     device: torch.device = torch.device("cpu")
     training: bool = True
     initial: Mapping[str, Tensor] | None = None
+    rates: Rates | None = None  # by which a solver of tensor plans goes; None: those of the kind of device
     _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _programs: dict[tuple[int, int, int], tuple[Program, ...]] = field(default_factory=dict)
@@ -137,7 +140,13 @@ class Compiled:
         mesh = self.plan.mesh
         layouts = {p.name: p.layout for b in self.buckets for p in b.parameters} if self.buckets else None
         axes = {axis: mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
-        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins)
+        machine = None
+        if self.plan.tensor_plan == "auto":
+            whole = next(iter(self.example.values())).shape[0]
+            ranks = mesh.axis_size((SHARDS, REPLICAS))
+            rows = -(-whole // (self.plan.microbatches * ranks))
+            machine = Machine(self.rates or rates(self.device.type, self.plan.precision), max(rows, 1))
+        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -168,7 +177,9 @@ class Compiled:
 def _traced_for(plan: Plan) -> tuple[Any, ...]:
     """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
     tensor = [(axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
-    how = (plan.tensor, plan.tensor_plan, plan.pins)
+    how: tuple[Any, ...] = (plan.tensor, plan.tensor_plan, plan.pins)
+    if plan.tensor_plan == "auto":
+        how = (*how, plan.microbatches, plan.mesh.axis_size((SHARDS, REPLICAS)))
     return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.layout import Layout
+from shardwise.core.rates import Machine
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import differentiable, is_tensor
 
@@ -25,13 +26,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Tensors:
     """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``;
-    ``layouts`` are those of parameters, where they have been chosen before (None: whole)."""
+    ``layouts`` are those of parameters, where they have been chosen before (None: whole).  Plan "auto" is that which is fastest on ``machine``."""
 
     axes: Mapping[str, int] = field(default_factory=dict)
     recipe: str = "1d"
     layouts: Mapping[str, Layout | None] | None = None
     plan: str = "recipe"
     pins: Sequence[tuple[str, str]] = ()
+    machine: Machine | None = None
 
 
 @dataclass

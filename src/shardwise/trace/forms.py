@@ -8,7 +8,7 @@ sentence gives all gradient reductions: *an op whose result is sharded or partia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,6 +62,7 @@ class Solved(NamedTuple):
 
 Shards = Callable[[int, Place], Strategy | None]
 Emit = Callable[["Propagation", Solved], fx.Node]
+Exchange = Callable[[Strategy, Sequence[tuple[int, ...]], int], Iterable[tuple[bool, str, int]]]
 
 
 @dataclass
@@ -72,7 +73,8 @@ class Form:
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
     shards of an operand lead to, or None where the op does not take them.  ``fresh`` is where the result may be made sharded, although no operand is.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
-    same one.
+    same one.  ``exchange``, of an op that communicates by itself, says what: (whether in backward, kind, bytes of a whole), from a strategy, the local
+    shapes of operands and the number of ranks.
     """
 
     node: fx.Node
@@ -84,6 +86,7 @@ class Form:
     fresh: Place | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
+    exchange: Exchange | None = None
 
     def shards(self, position: int, place: Place) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""

@@ -36,7 +36,18 @@ KINDS: Mapping[str, str] = {
 }  # fmt: skip
 """What is reported of a move; others cost nothing."""
 
-_Step = tuple[str, State, tuple[Any, ...]]
+COLLECTIVES: Mapping[tuple[str, str], tuple[str, str]] = {
+    ("all_reduce", "I"): ("all_reduce", ""),
+    ("all_reduce", "R"): ("all_reduce", "all_reduce"),
+    ("gather", "I"): ("all_gather", ""),
+    ("gather", "R"): ("all_gather", "reduce_scatter"),
+    ("replicate", "I"): ("", "all_reduce"),
+    ("shard", "I"): ("", "all_gather"),
+    ("scatter", "I"): ("reduce_scatter", "all_gather"),
+}
+"""By move and dual: the collective of the value and that of its gradient, where there is one."""
+
+Step = tuple[str, State, tuple[Any, ...]]
 """The name of a function of ops, the state after it, and its last arguments."""
 
 
@@ -51,11 +62,11 @@ class Moves:
         """``value`` with the state ``goals[group]`` on each group; where it has no gradient I and R are the same."""
         while True:
             states, grad = value.meta["states"], value.meta["grad"]
-            steps = {g: step for g in goals if (step := _step(states[g], goals[g], grad)) is not None}
+            steps = {g: step for g in goals if (step := step_towards(states[g], goals[g], grad)) is not None}
             if not steps:
                 return value
             # Slices first: what is gathered after them is smaller.
-            first = min(steps.values(), key=lambda step: _ORDER.index(step[0]))
+            first = min(steps.values(), key=lambda step: ORDER.index(step[0]))
             alike = [g for g, step in steps.items() if step == first]
             groups = tuple(g for g in alike if first[0] != "gather" or states[g] == states[alike[0]])
             value = self._move(value, groups, *first)
@@ -70,7 +81,7 @@ class Moves:
         p, before = self.p, value.meta["states"]
         states = {**before, **dict.fromkeys(groups, after)}
         where: tuple[Any, ...] = (groups,)
-        if name in _CUTTING:
+        if name in CUTTING:
             sharded = before if name == "gather" else states
             minor = p.minors(value, sharded, groups)
             if minor:  # what is sharded within these shards is put together first
@@ -84,11 +95,11 @@ class Moves:
         return p.annotate_move(new, value, states)
 
 
-_CUTTING = ("gather", "shard", "shard_leaf", "scatter")
-_ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "gather", "partial", "replicate")
+CUTTING = ("gather", "shard", "shard_leaf", "scatter")
+ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "gather", "partial", "replicate")
 
 
-def _step(state: State, goal: State, grad: bool) -> _Step | None:
+def step_towards(state: State, goal: State, grad: bool) -> Step | None:
     """The first move from a state towards another, if any is due."""
     if state == goal or (not grad and {state, goal} == {"I", "R"}):
         return None
@@ -107,4 +118,4 @@ def _step(state: State, goal: State, grad: bool) -> _Step | None:
     return "replicate", "R", ()
 
 
-__all__ = ["Moves"]
+__all__ = ["COLLECTIVES", "CUTTING", "ORDER", "Moves", "step_towards"]

@@ -10,6 +10,7 @@ its own, on which parameters are what ``tensor`` makes them.  All values keep th
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections import Counter
@@ -20,10 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.core.errors import ConfigError
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.pins import PLANS
-from shardwise.parallel.tensor import role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
 from shardwise.trace.capture import Uncapturable
@@ -34,9 +33,11 @@ from shardwise.trace.naming import module_path
 from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.pinned import PinnedWalk
 from shardwise.trace.pins import read_pins
+from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored
-from shardwise.trace.tensor import TensorWalk
+from shardwise.trace.solve import predicted, solve
+from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -57,6 +58,7 @@ class Sharded:
     ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name; ``decided`` says which pin or op made them so, by name and axis, and ``conflicts`` what did not get its way.
+    ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
     """
 
     graph: fx.Graph
@@ -66,6 +68,7 @@ class Sharded:
     layouts: dict[str, Layout] = field(default_factory=dict)
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
     conflicts: dict[str, None] = field(default_factory=dict)
+    predicted: Callable[[], Seconds] | None = None
 
 
 def propagate(
@@ -113,6 +116,7 @@ class Propagation:
         rows = Walk(self, forms).run()
         self.assignments: dict[str, Assignment] = {ROWS: rows}
         self.assignments |= self.assigned(forms, rows)
+        self.sharded.predicted = functools.cache(lambda: predicted(self, forms))
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -130,17 +134,13 @@ class Propagation:
         """What is done over each axis of tensor parallelism."""
         found: dict[str, Assignment] = {}
         if self.tensor.plan == "auto" and self.tensor.axes:
-            raise ConfigError('tensor_plan: "auto" is not built yet; legal: "recipe", "propagate", "table".')
+            return solve(self, forms).assignments
         if self.tensor.plan in PLANS:
             pins = read_pins(self)
             for axis in self.tensor.axes:
                 found[axis] = PinnedWalk(self, forms, axis, rows, found, pins).run()
             return found
-        roles = {axis: role(self.tensor.recipe, axis) for axis in self.tensor.axes}
-        # What rests within others' pieces comes last.
-        for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
-            found[axis] = TensorWalk(self, forms, axis, rows, found, known).run()
-        return {axis: found[axis] for axis in roles}
+        return recipe(self, forms, rows)
 
     def form(self, node: fx.Node) -> Form | None:
         self.current = node

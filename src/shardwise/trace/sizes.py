@@ -16,6 +16,11 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.trace import ops
 from shardwise.trace.capture import Uncapturable
 
+
+class Unfit(Uncapturable):
+    """Groups shard a dim in ways that do not go together."""
+
+
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
     "Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
     "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min,
@@ -137,9 +142,9 @@ def factored(size: int, places: Sequence[tuple[str, int, int]], parts: Mapping[s
         if len(set(own.values())) > 1 or (len(axes) > 1 and ops.ROWS not in axes and extent == parts[axes[0]]):
             extent = math.prod(parts[g] for g in axes if g != ops.ROWS)
             if ops.ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
-                raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
+                raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
         if pre % done:
-            raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
+            raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
         found += [Factor(pre // done)] if pre > done else []
         found.append(Factor(extent, axes))
         done = pre * extent

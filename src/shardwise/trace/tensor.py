@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.core.layout import Layout
-from shardwise.parallel.tensor import Role
+from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Walk
 from shardwise.trace.capture import Uncapturable
@@ -369,6 +369,16 @@ class TensorWalk(Walk):
         return None
 
 
+def recipe(p: Propagation, forms: Mapping[fx.Node, Form | None], rows: Assignment) -> dict[str, Assignment]:
+    """What the ops are on each axis by the recipe."""
+    found: dict[str, Assignment] = {}
+    roles = {axis: role(p.tensor.recipe, axis) for axis in p.tensor.axes}
+    # What rests within others' pieces comes last.
+    for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
+        found[axis] = TensorWalk(p, forms, axis, rows, found, known).run()
+    return {axis: found[axis] for axis in roles}
+
+
 def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     """Where ``axis`` shards a tensor of this layout; "I" where it does not."""
     for dim, factors in enumerate(layout.dims):
@@ -381,4 +391,4 @@ def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
     return "I"
 
 
-__all__ = ["TensorWalk"]
+__all__ = ["TensorWalk", "place_of", "recipe"]

@@ -25,6 +25,7 @@ from shardwise.trace.functional import functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, summands, targets_of, unweighted
 from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
+from shardwise.trace.price import Seconds
 from shardwise.trace.rules import find
 from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
@@ -136,7 +137,7 @@ class Trace:
     ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.  ``opaque`` is None, or
     why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.  ``tensor`` are the axes of
     tensor parallelism that its graphs are for, each with its number of ranks; ``decided`` says of parameters, by axis, which pin or op made them
-    lie as they do, where users pin some.
+    lie as they do, where users pin some.  ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes.
     """
 
     units: list[Unit]
@@ -154,6 +155,7 @@ class Trace:
     beside: Beside = Beside()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    predicted: Callable[[], Seconds] | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -226,7 +228,7 @@ def trace(
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         [*captured.notes, *sharded.conflicts], sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
-        dict(tensor.axes) if tensor is not None else {}, sharded.decided,
+        dict(tensor.axes) if tensor is not None else {}, sharded.decided, sharded.predicted,
     )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from shardwise.trace import entropy, norms, ops
+from shardwise.trace.moves import COLLECTIVES
 from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
 from shardwise.trace.units import gradient_paths
@@ -43,15 +44,8 @@ class UnitTraffic:
 
 
 _KINDS: Mapping[tuple[Callable[..., Any], str], tuple[str, str]] = {
-    (ops.all_reduce, "I"): ("all_reduce", ""),
-    (ops.all_reduce, "R"): ("all_reduce", "all_reduce"),
-    (ops.gather, "I"): ("all_gather", ""),
-    (ops.gather, "R"): ("all_gather", "reduce_scatter"),
-    (ops.replicate, "I"): ("", "all_reduce"),
-    (ops.shard, "I"): ("", "all_gather"),
-    (ops.scatter, "I"): ("reduce_scatter", "all_gather"),
+    (getattr(ops, name), dual): both for (name, dual), both in COLLECTIVES.items()
 }
-"""By move and dual: the collective of the value and that of its gradient, where there is one."""
 
 
 class Cause(NamedTuple):

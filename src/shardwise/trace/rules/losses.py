@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +66,15 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
             args = (*args, None, spread)
         return p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
 
-    form.moves, form.emit = moves, emit
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """Three numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
+        at = strategy.operands[0]
+        if isinstance(at, Place) and form.operands[0][1][at.dim] == "class":
+            yield False, "all_gather", parts * 3 * shapes[0][0] * max(x.meta["val"].dtype.itemsize, 4)
+        elif isinstance(at, Place) and reduction == _MEAN and node is not p.counted:
+            yield False, "all_reduce", 8
+
+    form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
 
 

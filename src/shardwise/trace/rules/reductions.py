@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -146,8 +147,21 @@ def _layer_norm(p: Propagation, node: fx.Node) -> Any:
         args = (p.env, value, weight, bias, eps, p.shape(x)[-1], axes, op_name(node) == "layer_norm")
         return p.emit(node, args, {}, solved.layout, norms.norm_of_width)
 
-    form.moves, form.emit = moves, emit
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """The statistics of each row."""
+        at, sums = strategy.operands[0], 1 + (op_name(node) == "layer_norm")
+        if isinstance(at, Place) and at.dim == rank - 1:
+            each = math.prod(shapes[0][:-1]) * _wide(x)
+            yield from [(False, "all_reduce", each)] * sums
+            yield True, "all_reduce", sums * each
+
+    form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
+
+
+def _wide(node: fx.Node) -> int:
+    """Bytes of a number in which statistics of a tensor are taken."""
+    return int(torch.promote_types(node.meta["val"].dtype, torch.float32).itemsize)
 
 
 @RULES.rule("group_norm", "batch_norm")
@@ -208,7 +222,15 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
         args = (p.env, solved.values[0], *others, place.pre * place.post, tuple(rows))
         return p.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
 
-    form.moves, form.emit = moves, emit
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """Means and variances of rows."""
+        at = strategy.operands[0]
+        if isinstance(at, Place) and at.dim == 0:
+            pair = 2 * shapes[0][1] * _wide(operands[0])
+            yield False, "all_gather", parts * pair
+            yield True, "all_reduce", pair
+
+    form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
 
 

@@ -1,0 +1,351 @@
+"""Predicted seconds of a local graph before it is made: of each op on local shapes, and of the moves between states.
+
+An op is measured once for the whole batch, on the meta device, forward and backward: FLOPs and bytes of its kernels.  Where a group of
+axes shards it, it takes the part of the FLOPs that the largest piece is, and the part of the bytes that its local operands and results are.  Moves
+are those that ``moves.py`` makes: a value makes each once, whoever needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.core.rates import Rates
+from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.meter import Meter, tensors_in
+from shardwise.trace.moves import COLLECTIVES, CUTTING, ORDER, step_towards
+from shardwise.trace.ops import ROWS
+from shardwise.trace.saved import COMPOSED
+from shardwise.trace.sizes import Unfit, factored, known
+
+if TYPE_CHECKING:
+    from shardwise.trace.sharding import Propagation
+
+META = torch.device("meta")
+
+States = tuple[State, ...]
+"""Of a value, on each axis of tensor parallelism."""
+
+
+class Value(NamedTuple):
+    """What moves of a tensor cost depends on: its sizes as priced and as captured, bytes of an element, whether it has a gradient, and
+    where rows are sharded."""
+
+    shape: tuple[int, ...]
+    captured: tuple[int, ...]
+    itemsize: int
+    grad: bool
+    rows: State
+
+
+class Step(NamedTuple):
+    """One move, of a value in such states, on ``groups`` (by number)."""
+
+    states: States
+    name: str
+    groups: tuple[int, ...]
+    after: State
+
+
+class Talk(NamedTuple):
+    """A collective of ``nbytes`` of a whole over the axes ``groups`` (by number), in forward or in backward."""
+
+    backward: bool
+    kind: str
+    groups: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs and bytes of the kernels of an op, forward and backward."""
+
+    forward: tuple[float, float]
+    backward: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates."""
+
+    computing: float
+    communicating: float
+    talks: tuple[Talk, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Nothing is assumed to overlap."""
+        return self.computing + self.communicating
+
+
+class Prices:
+    """Over ``axes``, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
+
+    def __init__(self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None) -> None:
+        self.p, self.rates, self.rows, self.kind = p, rates, rows, kind
+        self.ranks_of = dict(p.tensor.axes if axes is None else axes)
+        self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
+        self.values: dict[fx.Node, Value] = {}
+        self.works: dict[Any, Work] = {}
+        self.keys: dict[fx.Node, Any] = {}
+        self.known: dict[Any, int] = {}
+        self.ops: dict[Any, float] = {}
+        self.path = functools.cache(self._path)
+        self.step = functools.cache(self._step)
+
+    # ---- values and moves ------------------------------------------------------------------------------------------
+
+    def value(self, node: fx.Node) -> Value:
+        """Of a node with one tensor."""
+        if node not in self.values:
+            tensor = node.meta["val"]
+            where = self.p.assignments[ROWS].states[node][0]
+            self.values[node] = Value(self.sizes(tensor), self.p.shape(node), tensor.dtype.itemsize, self.p.carrying[node], where)
+        return self.values[node]
+
+    def sizes(self, tensor: Tensor) -> tuple[int, ...]:
+        """For as many rows as are priced; a size that depends on data is the number of rows, too."""
+        return tuple(s if isinstance(s, int) else self.size(s.node.expr, s) for s in tensor.shape)
+
+    def size(self, expression: Any, size: Any) -> int:
+        if expression not in self.known:
+            self.known[expression] = known(size, self.rows, self.rows)
+        return self.known[expression]
+
+    def piece(self, shape: Sequence[int], states: Sequence[State]) -> tuple[int, ...]:
+        """The largest local shape."""
+        out = list(shape)
+        for axes in self.sharings(states).values():
+            place, parts = states[axes[0]], self.ranks(axes)
+            assert isinstance(place, Place)
+            size = shape[place.dim] // (place.pre * place.post)
+            if size == self.parts[axes[0]]:  # equal pieces, and within each the next axes have their own
+                out[place.dim] //= parts
+            elif size:
+                out[place.dim] = out[place.dim] // size * -(-size // parts)
+        return tuple(out)
+
+    @staticmethod
+    def sharings(states: Sequence[State]) -> dict[tuple[int, int], tuple[int, ...]]:
+        """The axes that shard the same factor of a dim, by number, for each that is sharded."""
+        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        for i, state in enumerate(states):
+            if isinstance(state, Place):
+                found[state.dim, state.pre] = (*found.get((state.dim, state.pre), ()), i)
+        return found
+
+    def fits(self, value: Value, states: Sequence[State]) -> bool:
+        """Whether a tensor can be sharded so, beside its rows."""
+        return self.beside(value.captured, list(zip(self.axes, states, strict=True)), value.rows)
+
+    def beside(self, shape: Sequence[int], states: Sequence[tuple[str, State]], rows: State) -> bool:
+        """Whether a tensor of captured ``shape`` can be sharded so over axes, beside its rows; over one axis that may be any."""
+        every = [(g, s) for g, s in [(ROWS, rows), *states] if isinstance(s, Place)]
+        for dim in {s.dim for _, s in every}:
+            places = [(g, s.pre, s.post) for g, s in every if s.dim == dim]
+            if len(places) > 1:
+                try:
+                    factored(shape[dim], places, self.ranks_of if len(states) > 1 else {g: 0 for g, _ in states})
+                except Unfit:
+                    return False
+        return True
+
+    def _path(self, value: Value, states: States, goals: States) -> tuple[Step, ...] | None:
+        """The moves from states to others, as ``Moves.convert`` makes them; None where what is between does not fit."""
+        found: list[Step] = []
+        self._convert(value, states, goals, found)
+        good = all(self.fits(value, _after(step)) for step in found)
+        return tuple(found) if good else None
+
+    def _convert(self, value: Value, states: States, goals: States, found: list[Step]) -> States:
+        while True:
+            steps = [step_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
+            due = [(i, step) for i, step in enumerate(steps) if step is not None]
+            if not due:
+                return states
+            _, first = min(due, key=lambda one: ORDER.index(one[1][0]))
+            alike = [i for i, step in due if step == first]
+            groups = tuple(i for i in alike if first[0] != "gather" or states[i] == states[alike[0]])
+            states = self._move(value, Step(states, first[0], groups, first[1]), found)
+
+    def _move(self, value: Value, step: Step, found: list[Step]) -> States:
+        if step.name in CUTTING:
+            sharded = step.states if step.name == "gather" else _after(step)
+            minor = self._minors(sharded, step.groups)
+            if minor:
+                joined = self._convert(value, step.states, _with(step.states, minor, "I"), found)
+                after = self._move(value, step._replace(states=joined), found)
+                inner = tuple(step.states[i] if i in minor else s for i, s in enumerate(after))
+                return self._convert(value, after, inner, found)
+        found.append(step)
+        return _after(step)
+
+    @staticmethod
+    def _minors(states: States, groups: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes that shard the same factor within the shards of ``groups``."""
+        own = states[groups[0]]
+        assert isinstance(own, Place)
+        return tuple(
+            i
+            for i, s in enumerate(states)
+            if i > groups[0] and i not in groups and isinstance(s, Place) and (s.dim, s.pre) == (own.dim, own.pre)
+        )
+
+    def talks(self, value: Value, step: Step) -> Iterator[Talk]:
+        """What a move communicates."""
+        dual = str(step.after) if step.name in ("all_reduce", "gather") else "I"
+        there, back = COLLECTIVES.get((step.name, dual), ("", ""))
+        whole = self.piece(value.shape, _after(step) if step.name == "gather" else step.states)
+        nbytes = math.prod(whole) * value.itemsize
+        if step.name in CUTTING:
+            nbytes = self.padded(value, step, whole, nbytes)
+        if there:
+            yield Talk(False, there, step.groups, nbytes)
+        if back and value.grad:
+            yield Talk(True, back, step.groups, nbytes)
+
+    def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
+        """The bytes of a whole with those by which uneven pieces are padded."""
+        sharded = step.states if step.name == "gather" else _after(step)
+        place, parts = sharded[step.groups[0]], self.ranks(step.groups)
+        assert isinstance(place, Place)
+        size, local = (sizes[place.dim] // (place.pre * place.post) for sizes in (value.shape, whole))
+        if size == self.parts[step.groups[0]] or not local:
+            return nbytes
+        outer = self.ranks(i for i in self.sharings(sharded)[place.dim, place.pre] if i not in step.groups)
+        return nbytes // local * -(-size // (outer * parts)) * parts
+
+    def ranks(self, groups: Iterable[int]) -> int:
+        return math.prod(self.parts[i] for i in groups)
+
+    def seconds(self, talk: Talk) -> float:
+        return self.rates.collective(talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups))
+
+    def _step(self, value: Value, step: Step) -> float:
+        return sum(self.seconds(talk) for talk in self.talks(value, step))
+
+    def steps(self, value: Value, states: States, goals: Iterable[States]) -> frozenset[Step] | None:
+        """All moves that are due for a value to be what its users want; None where there is no way."""
+        paths = [self.path(value, states, goal) for goal in goals]
+        return None if None in paths else frozenset(step for path in paths for step in path or ())
+
+    # ---- ops -----------------------------------------------------------------------------------------------------------
+
+    def key(self, node: fx.Node) -> Any:
+        """Equal for ops that do the same with tensors of the same sizes."""
+        if node not in self.keys:
+            arguments = fx.map_arg((node.args, dict(node.kwargs)), self._argument)
+            symbols = [str(n.meta["val"].shape) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+            self.keys[node] = repr((str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.p.counted))
+        return self.keys[node]
+
+    def work(self, node: fx.Node) -> Work:
+        """Of an op on the whole batch."""
+        key = self.key(node)
+        if key not in self.works:
+            self.works[key] = self._measured(node, fx.map_arg((node.args, dict(node.kwargs)), self._argument))
+        return self.works[key]
+
+    def _argument(self, node: fx.Node) -> Any:
+        value = node.meta.get("val")
+        grad = self.p.carrying.get(node, False)
+        if isinstance(value, Tensor):
+            return _Meta(self.sizes(value), value.dtype, grad and value.dtype.is_floating_point)
+        return known(value, self.rows, self.rows) if isinstance(value, torch.SymInt) else value
+
+    def _measured(self, node: fx.Node, arguments: Any) -> Work:
+        """An op that the meta device cannot run is priced by the bytes of its operands and results."""
+        args, kwargs = fx.node.map_aggregate(arguments, _made)
+        target: Any = node.target
+        run = functools.partial(COMPOSED[target], self.kind) if target in COMPOSED else target
+        operands = tensors_in((args, kwargs))
+        there, back = Meter(self.kind), Meter(self.kind)
+        try:
+            with torch.device(META):
+                with there:
+                    results = tensors_in(run(*args, **kwargs))
+                wanted, good = ([t for t in ts if t.requires_grad] for ts in (operands, results))
+                if wanted and good:
+                    with back:
+                        torch.autograd.grad(good, wanted, [torch.empty_like(g) for g in good], allow_unused=True)
+        except Exception:  # of many kinds: no kernel, or one that needs to see values
+            several = isinstance(node.meta["val"], tuple | list)
+            shapes = [self.sizes(v) for v in (node.meta["val"] if several else [node.meta["val"]])]
+            nbytes = sum(t.nbytes for t in operands) + sum(map(math.prod, shapes)) * 4
+            return Work((0, nbytes), (0, 2 * nbytes if self.p.carrying[node] else 0))
+        return Work((there.flops, there.bytes), (back.flops, back.bytes))
+
+    def op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
+        """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
+        key = (self.key(node), tuple(strategies))
+        if key not in self.ops:
+            self.ops[key] = self._op(node, form, strategies)
+        return self.ops[key]
+
+    def _op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
+        work = self.work(node)
+        flops = nbytes = 1.0
+        if form is not None and strategies:
+            sides = [
+                *((self.sizes(o.meta["val"]), [s.operands[i] for s in strategies]) for i, (o, _) in enumerate(form.operands)),
+                *((shape, [s.results[i] for s in strategies]) for i, shape in enumerate(self.results(node))),
+            ]
+            whole, local = (sum(map(math.prod, ts)) for ts in zip(*((s, self.piece(s, at)) for s, at in sides), strict=True))
+            nbytes = local / whole if whole else 1.0
+            for i in range(len(self.axes)):
+                flops *= min((self.share(shape, states[i], self.parts[i]) for shape, states in sides), default=1.0)
+        return sum(self.rates.computing(flops * f, nbytes * b) for f, b in (work.forward, work.backward))
+
+    def share(self, shape: Sequence[int], state: State, parts: int) -> float:
+        """The part of a dim that the largest piece is."""
+        if not isinstance(state, Place):
+            return 1.0
+        size = shape[state.dim] // (state.pre * state.post)
+        return -(-size // parts) / size if size else 1.0
+
+    def results(self, node: fx.Node) -> list[tuple[int, ...]]:
+        value = node.meta["val"]
+        return [self.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
+
+    def exchanges(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
+        """What an op communicates by itself."""
+        if form is None or form.exchange is None or not strategies:
+            return
+        shapes = [
+            self.piece(self.sizes(o.meta["val"]), [s.operands[k] for s in strategies]) for k, (o, _) in enumerate(form.operands)
+        ]
+        along: dict[int, list[int]] = {}  # axes that shard the same dim exchange together
+        for i, strategy in enumerate(strategies):
+            if isinstance(at := strategy.operands[0], Place):
+                along.setdefault(at.dim, []).append(i)
+        for axes in along.values():
+            for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
+                if not backward or self.p.carrying[node]:
+                    yield Talk(backward, kind, tuple(axes), nbytes)
+
+
+class _Meta(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+
+
+def _made(argument: Any) -> Any:
+    if isinstance(argument, _Meta):
+        return torch.empty(argument.shape, dtype=argument.dtype, device=META, requires_grad=argument.grad)
+    return META if isinstance(argument, torch.device) else argument
+
+
+def _with(states: States, groups: Iterable[int], after: State) -> States:
+    chosen = set(groups)
+    return tuple(after if i in chosen else s for i, s in enumerate(states))
+
+
+def _after(step: Step) -> States:
+    return _with(step.states, step.groups, step.after)

@@ -1,0 +1,265 @@
+"""The solver of tensor plans: against all plans of small graphs, its predictions against what is emitted, and against the recipes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import zoo
+from shardwise import Values, record
+from shardwise.core.rates import Link, Machine, Rates, rates
+from shardwise.models import GPT, Llama
+from shardwise.trace.assign import Assignment, Tensors, Walk
+from shardwise.trace.capture import Captured, capture
+from shardwise.trace.choices import Choices, Chosen
+from shardwise.trace.forms import Form
+from shardwise.trace.functional import Normal, functionalise
+from shardwise.trace.normalise import normalise
+from shardwise.trace.ops import ROWS, Env
+from shardwise.trace.price import Prices, Seconds
+from shardwise.trace.rules import find
+from shardwise.trace.schema import is_tensor
+from shardwise.trace.sharding import Propagation, picks
+from shardwise.trace.sizes import Sizes
+from shardwise.trace.solve import Flow, Solver, seconds
+from shardwise.trace.traffic import traffic
+
+aten = torch.ops.aten
+
+SIDE, ROWS_OF = 4, 2
+
+
+# ---- all plans of small graphs ----------------------------------------------------------------------------------------------
+
+
+class Drawn:
+    """A graph of few ops on activations [rows, 4, 4] and weights [4, 4], as capture would give it."""
+
+    def __init__(self, seed: int) -> None:
+        self.draw, self.graph = random.Random(seed), fx.Graph()
+        names = ("p_a", "p_b", "x")
+        nodes = [self.place(name, (ROWS_OF, SIDE, SIDE) if name == "x" else (SIDE, SIDE)) for name in names]
+        values, weights = [nodes[2]], nodes[:2]
+        for _ in range(self.draw.randint(2, 4)):
+            values.append(self.op(values, weights))
+        loss = self.call(aten.sum.default, self.joined(values[1:]))
+        self.graph.output((loss,))
+        captured = Captured(
+            self.graph, None, {"p_a": "a", "p_b": "b"}, {}, {}, {"x": "x"}, ROWS_OF, ROWS_OF, {"a": True, "b": self.draw.random() < 0.8}
+        )  # fmt: skip
+        self.normal = Normal(self.graph, captured)
+
+    def place(self, name: str, shape: tuple[int, ...]) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta["val"] = torch.empty(shape, device="meta")
+        return node
+
+    def call(self, target: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, args)
+        value = target(*fx.map_arg(args, lambda n: n.meta["val"]))
+        node.meta["val"] = value
+        return node
+
+    def op(self, values: list[fx.Node], weights: list[fx.Node]) -> fx.Node:
+        x, y, w = self.draw.choice(values), self.draw.choice(values), self.draw.choice(weights)
+        kinds = {
+            "linear": lambda: self.call(aten.linear.default, x, w), "add": lambda: self.call(aten.add.Tensor, x, y),
+            "mul": lambda: self.call(aten.mul.Tensor, x, w), "relu": lambda: self.call(aten.relu.default, x),
+            "transpose": lambda: self.call(aten.transpose.int, x, 1, 2), "softmax": lambda: self.call(aten.softmax.int, x, 2),
+            "matmul": lambda: self.call(aten.matmul.default, x, y),
+        }  # fmt: skip
+        return kinds[self.draw.choice(["linear", "linear", "linear", *kinds])]()
+
+    def joined(self, values: list[fx.Node]) -> fx.Node:
+        read = {n for v in values for n in v.all_input_nodes}
+        total, *left = [v for v in values if v not in read]
+        for value in left:
+            total = self.call(aten.add.Tensor, total, value)
+        return total
+
+
+def prepared(normal: Normal, tensor: Tensors) -> tuple[Propagation, dict[fx.Node, Form | None]]:
+    """Ready for assignments: forms, and what the rows do."""
+    p = Propagation(normal, find, None, (), "exact", torch.device("cpu"), tensor)
+    nodes = list(normal.graph.nodes)
+    p.sizes = Sizes(p.graph, p.env)
+    for node in nodes:
+        size = node.meta["val"].shape[0] if node.op == "placeholder" and node.name in normal.captured.fields else None
+        if isinstance(size, torch.SymInt):
+            p.sizes.symbol = size.node.expr
+    forms = {n: p.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
+    p.assignments = {ROWS: Walk(p, forms).run()}
+    return p, forms
+
+
+def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
+    """Up to three choices of everything, together no more than ``most`` plans."""
+    counts = dict.fromkeys((*one.strategies, *one.states), 1)
+    for node in draw.sample(list(counts), len(counts)):
+        every = len(one.strategies.get(node) or one.states[node])
+        if math.prod(counts.values()) * min(3, every) <= most:
+            counts[node] = min(3, every)
+
+    def some(every: tuple[Any, ...], count: int) -> tuple[Any, ...]:
+        """The first is whole, so that some plan is legal."""
+        return (every[0], *draw.sample(every[1:], count - 1)) if count > 1 else every[:1]
+
+    strategies = {n: some(every, counts[n]) for n, every in one.strategies.items()}
+    return Chosen(one.rows, strategies, {n: some(every, counts[n]) for n, every in one.states.items()})
+
+
+def every_plan(p: Propagation, forms: Mapping[fx.Node, Form | None], chosen: Mapping[str, Chosen]) -> Any:
+    """All assignments that there are, made without the solver."""
+    axes = list(chosen)
+    own = [
+        (axis, node, every)
+        for axis in axes
+        for kind in ("states", "strategies")
+        for node, every in getattr(chosen[axis], kind).items()
+    ]
+    for picked in itertools.product(*(every for _, _, every in own)):
+        taken = {(axis, node): one for (axis, node, _), one in zip(own, picked, strict=True)}
+        found = {}
+        for axis in axes:
+            one = found[axis] = Assignment()
+            for node in p.normal.graph.nodes:
+                form = forms.get(node)
+                if node.op == "placeholder":
+                    one.states[node] = (taken.get((axis, node), "I"),)
+                elif form is not None:
+                    one.strategies[node] = taken[axis, node] if (axis, node) in taken else form.whole("I")
+                    one.states[node] = one.strategies[node].results
+        yield found
+
+
+@pytest.mark.parametrize("seed", range(220))
+def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
+    """Of one axis, and of two; tables over all readers of a value, and chains of tables."""
+    draw = random.Random(seed)
+    axes = {"tp": 2} if seed % 4 else {"tp_i": 2, "tp_j": 2}
+    p, forms = prepared(Drawn(seed).normal, Tensors(axes, "2d" if len(axes) > 1 else "1d"))
+    link = Link(draw.choice([0.0, 1.0]), draw.choice([1.0, 10.0, 100.0]))
+    prices = Prices(p, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu")
+    chosen = {axis: thinned(draw, Choices(p, forms, axis, prices), 120 if len(axes) == 1 else 12) for axis in axes}
+    solver = Solver(p, forms, prices, chosen, direct=1 if seed % 2 else 1 << 18)
+    found, flow = solver.least(), Flow(p, forms)
+    fitting = [
+        one
+        for one in every_plan(p, forms, chosen)
+        if len(axes) == 1 or all(solver.together(n, forms.get(n), tuple(at(one[a], n) for a in axes)) for n in solver.variables)
+    ]
+    truth = min((total for one in fitting if (total := priced(prices, flow, one)) is not None), default=None)
+    assert truth is not None
+    assert found.seconds.total == pytest.approx(truth, rel=1e-12)
+
+
+def at(one: Assignment, node: fx.Node) -> Any:
+    return one.strategies[node] if node in one.strategies else one.states[node][0]
+
+
+def priced(prices: Prices, flow: Flow, one: dict[str, Assignment]) -> float | None:
+    """None where there is no way between what is made and what is needed."""
+    try:
+        return seconds(prices, flow, one).total
+    except AssertionError:
+        return None
+
+
+# ---- what is predicted is what is emitted ---------------------------------------------------------------------------------------
+
+
+def normal_of(module: nn.Module, batch: Mapping[str, Tensor], precision: str = "fp32") -> Normal:
+    normal = functionalise(capture(module, batch, precision=precision))
+    normalise(normal)
+    return normal
+
+
+SPREAD = (Link(0.0, 1e12), Link(0.0, 1e9), Link(1e-6, 1e10))
+
+
+@pytest.mark.parametrize("name", ["own gpt", "own convnet", pytest.param("own llama", marks=pytest.mark.full)])
+def test_collectives_are_predicted_to_the_byte(name: str) -> None:
+    """Of recipes and of solved plans: kinds, axes and bytes of all that the graph communicates, forward and backward."""
+    model = zoo.make(name)
+    normal = functionalise(capture(model.module, model.batch, loss=model.loss))
+    normalise(normal)
+    plans = [("1d", {"tp": 2}, "recipe", None), ("1d-sp", {"tp": 3}, "recipe", None)]
+    plans += [("1d", {"tp": n}, "auto", link) for n in (2, 3) for link in SPREAD]
+    plans += [("2d", {"tp_i": 2, "tp_j": 2}, "auto", link) for link in SPREAD[:1]]
+    rows, sharded = 6, 0
+    for recipe, axes, plan, link in plans:
+        own = Rates(1e9, 1e9, link or SPREAD[0])
+        p = Propagation(
+            normal, find, None, (), "exact", torch.device("cpu"), Tensors(axes, recipe, None, plan, (), Machine(own, rows))
+        )  # fmt: skip
+        p.run()
+        forms = {n: p.form(n) for n in normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
+        predicted = seconds(Prices(p, own, rows, "cpu"), Flow(p, forms), p.assignments)
+        names = tuple(axes)
+        env = Env(parts=1, rows=rows, tensor={axis: (n, 0) for axis, n in axes.items()})
+        real = traffic(p.graph, env, [True])
+        for backward, found in ((False, real.forward), (True, real.backward)):
+            ours = Counter(
+                (t.kind, tuple(names[i] for i in t.groups), t.nbytes) for t in predicted.talks if t.backward == backward
+            )
+            assert ours == Counter(tuple(t) for t in found), (recipe, axes, plan, link, backward)
+        sharded += bool(p.sharded.layouts)
+    assert sharded > 3
+
+
+# ---- against the recipes --------------------------------------------------------------------------------------------------------
+
+
+def whole_model(name: str, layers: int) -> Normal:
+    """GPT-2 of 124M or Llama 3 of 8B parameters, so many of its layers; on meta."""
+    length = 1024 if name == "gpt" else 4096
+    build = {
+        "gpt": lambda: GPT(vocabulary=50257, width=768, layers=layers, heads=12, context=length),
+        "llama": lambda: Llama(vocabulary=128256, width=4096, layers=layers, heads=32, kv_heads=8, hidden=14336, context=length),
+    }[name]
+    example = {n: torch.zeros(2, length, dtype=torch.int64) for n in ("input_ids", "labels")}
+    return normal_of(Values.of_recorded(record(build), 0).structure(), example, "bf16")
+
+
+def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine) -> tuple[Propagation, Seconds]:
+    p = Propagation(normal, find, None, (), "exact", torch.device("cuda"), Tensors(axes, recipe, None, plan, (), machine))
+    p.run()
+    forms = {n: p.form(n) for n in normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
+    return p, seconds(Prices(p, machine.rates, machine.rows, "cuda"), Flow(p, forms), p.assignments)
+
+
+@pytest.mark.parametrize(("name", "rows"), [("gpt", 8), ("llama", 1)])
+def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int) -> None:
+    normal = whole_model(name, 2)
+    machine = Machine(rates("cuda", "bf16"), rows)
+    for tp in (2, 4):
+        found, auto = by(normal, {"tp": tp}, "1d", "auto", machine)
+        assert found.sharded.predicted is not None
+        assert auto.total == found.sharded.predicted().total
+        for recipe in ("1d", "1d-sp"):
+            assert auto.total <= by(normal, {"tp": tp}, recipe, "recipe", machine)[1].total
+        products = [n for n in normal.graph.nodes if n.target is aten.linear.default]
+        assert all(found.assignments["tp"].strategies[n].sharded for n in products) and products
+
+
+def test_two_axes_are_no_slower_than_one_of_as_many_ranks() -> None:
+    normal, machine = whole_model("llama", 1), Machine(rates("cuda", "bf16"), 1)
+    one = by(normal, {"tp": 4}, "1d", "auto", machine)[1]
+    two = by(normal, {"tp_i": 2, "tp_j": 2}, "2d", "auto", machine)[1]
+    recipe = by(normal, {"tp_i": 2, "tp_j": 2}, "2d", "recipe", machine)[1]
+    assert two.total <= one.total * (1 + 1e-9) and two.total <= recipe.total
+
+
+def test_where_links_are_slow_everything_is_whole() -> None:
+    model = zoo.make("own gpt")
+    slow = Machine(Rates(1e12, 1e12, Link(1.0, 1e3)), 7)
+    found, auto = by(normal_of(model.module, model.batch), {"tp": 2}, "1d", "auto", slow)
+    assert auto.communicating == 0 and not found.sharded.layouts

@@ -1,0 +1,94 @@
+"""Solved tensor plans equal one device: of every model, where links are fast and where they are slow, and of plans that nobody would choose."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import pytest
+
+import zoo
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.core.rates import Link, Rates
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace import solve
+from shardwise.trace.price import Prices
+from verify.test_tensor import PLAIN, check, model
+
+FAST, SLOW = Rates(1e9, 1e9, Link(0.0, 1e12)), Rates(1e9, 1e9, Link(0.0, 1e9))
+MESHES = (("1d", 2), ("1d", 4), ("2d", 4))
+
+
+def solved(name: str, kind: Any, tp: int, rates: Rates, dp: int = 1, zero: int = 0) -> Compiled:
+    """Compiled, run, and compared with one device."""
+    one, batches, truth = model(name)
+    plan = data_parallel(tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind, "auto"), dp, zero)
+    compiled = Compiled(one.module, plan, batches[0], one.loss, rates=rates)
+    check(compiled, batches, truth, PLAIN)
+    return compiled
+
+
+@pytest.mark.parametrize(("name", "kind", "tp"), [
+    ("own gpt", "1d", 2), ("own llama", "2d", 4), ("own mlp", "1d", 4), ("own convnet", "1d", 2), ("own pairs", "1d", 4), ("vit", "1d", 2),
+])  # fmt: skip
+def test_a_solved_plan(name: str, kind: str, tp: int) -> None:
+    assert any(b.axes for b in solved(name, kind, tp, FAST).general.buckets)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rates", [FAST, SLOW])
+@pytest.mark.parametrize(("kind", "tp"), MESHES)
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_solved_plan(name: str, kind: str, tp: int, rates: Rates) -> None:
+    solved(name, kind, tp, rates)
+
+
+def test_beside_data_parallelism() -> None:
+    solved("own gpt", "1d", 2, FAST, dp=2, zero=2)
+
+
+class Wild(Prices):
+    """Prices without sense, so that any strategy may be the best."""
+
+    seed = 0
+
+    def op(self, node: Any, form: Any, strategies: Any) -> float:
+        return self.drawn(self.key(node), tuple(strategies))
+
+    def _step(self, value: Any, step: Any) -> float:
+        return 0.2 * self.drawn(value, step)
+
+    def drawn(self, *what: Any) -> float:
+        return zlib.crc32(repr((self.seed, what)).encode()) % 1000 / 1000
+
+
+def wild(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, kind: str, tp: int) -> None:
+    monkeypatch.setattr(solve, "Prices", Wild)
+    monkeypatch.setattr(Wild, "seed", seed)
+    solved(name, kind, tp, FAST)
+
+
+@pytest.mark.parametrize(("seed", "name"), enumerate(("own gpt", "own llama", "own convnet", "own pairs")))
+def test_any_legal_plan_is_right(monkeypatch: pytest.MonkeyPatch, seed: int, name: str) -> None:
+    wild(monkeypatch, seed, name, "1d", 3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("1d", 3), ("2d", 4)])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("name", zoo.NAMES)
+def test_every_legal_plan_is_right(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, kind: str, tp: int) -> None:
+    wild(monkeypatch, seed, name, kind, tp)
+
+
+def test_another_trace_keeps_where_parameters_lie() -> None:
+    """Evaluation, of fewer rows and without dropout: its plan is solved for the layouts of training."""
+    one, batches, _ = model("own gpt")
+    plan = tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 2, "1d", "auto")
+    compiled = Compiled(one.module, plan, batches[0], one.loss, rates=FAST)
+    other = compiled.evaluation()
+    here, there = ({p.name: p.placed for b in c.general.buckets for p in b.parameters} for c in (compiled, other))
+    assert here == there and any(layout.sharding_axes for layout in here.values())
