@@ -125,12 +125,14 @@ def test_show_tells_what_follows_from_pins() -> None:
     shown = call("show", *given)
     assert shown.exit_code == 0, shown.output
     text = "\n".join(" ".join(line.split()) for line in shown.stdout.split("all ranks:")[0].splitlines())
+    assert "\npredicted " in text and " ms a microbatch: computing " in text
     assert "\ntensor propagate\n" in text and "\nblocks.*.mlp.up.weight 2:tp*32x16 " in text
     assert '\nblocks.*.mlp.proj.weight linear blocks.*.mlp.proj, from "*.mlp.up" = "2"\n' in text
     assert "\nnorm.weight whole, for nothing follows\n" in text
     assert "\nlinear mlp.proj reduce_scatter all_gather " in text  # the op that makes what the module returns
     assert 'note: pins: linear blocks.*.attention.qkv: "*.mlp" = "1" wants a value in pieces of dim 1, and "*.qkv.weight"' in text
     found = json.loads(call("show", *given, "--json").stdout)
+    assert found["predicted_seconds"] > 0
     decided = {one["name"]: one["decided"] for one in found["parameters"]}
     assert decided["blocks.1.attention.qkv.weight"] == {"tp": '"*.qkv.weight" = "column"'}
     assert decided["blocks.1.attention.proj.weight"] == {"tp": 'linear blocks.*.attention.proj, from "*.qkv.weight" = "column"'}

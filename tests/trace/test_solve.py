@@ -219,11 +219,18 @@ def test_collectives_are_predicted_to_the_byte(name: str) -> None:
     plans = [("1d", {"tp": 2}, "recipe", None), ("1d-sp", {"tp": 3}, "recipe", None)]
     plans += [("1d", {"tp": n}, "auto", link) for n in (2, 3) for link in SPREAD]
     plans += [("2d", {"tp_i": 2, "tp_j": 2}, "auto", link) for link in SPREAD[:1]]
+    plans += [("1d", {"tp": 2}, "propagate", None)] * (name == "own gpt")
+    pins = (
+        ("*.qkv.weight", "column"),
+        ("*.mlp.up.weight", "column"),
+        ("*.mlp", "1"),
+        ("blocks.0.norm1", "1"),
+    )  # results are moved where they are made
     rows, sharded = 6, 0
     for recipe, axes, plan, link in plans:
         own = Rates(1e9, 1e9, link or SPREAD[0])
         p = Propagation(
-            normal, find, None, (), "exact", torch.device("cpu"), Tensors(axes, recipe, None, plan, (), Machine(own, rows))
+            normal, find, None, (), "exact", torch.device("cpu"), Tensors(axes, recipe, None, plan, pins, Machine(own, rows))
         )  # fmt: skip
         p.run()
         forms = {n: p.form(n) for n in normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}

@@ -346,7 +346,7 @@ def test_any_pins_are_right_or_refused_by_name(case: tuple[dict[str, str], int, 
 
 
 @pytest.mark.full
-@settings(max_examples=300, **SLOW)  # type: ignore[arg-type]
+@settings(max_examples=200, **SLOW)  # type: ignore[arg-type]
 @given(any_pins())
 def test_many_pins_are_right_or_refused_by_name(case: tuple[dict[str, str], int, str]) -> None:
     right_or_refused(case)

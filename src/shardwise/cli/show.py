@@ -107,6 +107,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
             for unit in trace.units
             for cause, one in _communicated(unit, plan, rows)
         ],
+        **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and tensor_axes(plan) else {}),
         "notes": [*trace.notes, *trace.everywhere],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
@@ -121,7 +122,7 @@ def _show(
     values = {
         "mesh": mesh, "rows": f"{each}, {config.data.batch_size // plan.microbatches // plan.mesh.axis_size(batch_axes(plan))} a rank",
         "tensor": _tensor(plan) if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
-        "dropout": plan.dropout,
+        "dropout": plan.dropout, **_predicted(plan, trace),
     }  # fmt: skip
     show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(plan, trace, costs, cut))
     show(console, *_decided_table(trace), *_collective_table(plan, trace, rows))
@@ -161,6 +162,15 @@ def _parameter_table(plan: Plan, trace: Trace) -> Any:
 def _tensor(plan: Plan) -> str:
     """``1d``, or ``propagate`` where pins say what is sharded."""
     return plan.tensor if plan.tensor_plan == "recipe" else plan.tensor_plan
+
+
+def _predicted(plan: Plan, trace: Trace) -> dict[str, str]:
+    """The time by which a solver of tensor plans goes, whoever made this one."""
+    if trace.predicted is None or not tensor_axes(plan):
+        return {}
+    found = trace.predicted()
+    total, computing, communicating = (f"{1e3 * x:.3g} ms" for x in (found.total, found.computing, found.communicating))
+    return {"predicted": f"{total} a microbatch: computing {computing}, over {', '.join(tensor_axes(plan))} {communicating}"}
 
 
 def _decided_table(trace: Trace) -> list[Any]:

@@ -90,10 +90,16 @@ def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seco
             for r in flow.readers(node)
             for i in (r.positions if r.node is not None else (0,))
         }
-        steps = prices.steps(value, states, goals)
-        assert steps is not None, (node, states, goals)
-        talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
-        nbytes += sum(prices.copied(value, step) for step in steps)
+        maker, index = flow.maker(node)
+        made = tuple(
+            one.strategies[maker].results[index] if node in one.held and maker in one.strategies else s
+            for one, s in zip(axes, states, strict=True)
+        )
+        for before, after in ((made, {states}), (states, goals)):
+            steps = prices.steps(value, before, after)
+            assert steps is not None, (node, before, after)
+            talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
+            nbytes += sum(prices.copied(value, step) for step in steps)
         nbytes += prices.resting(node, states) if node.op == "placeholder" and node.name in prices.p.captured.parameters else 0
     return Seconds(computing, sum(map(prices.seconds, talks)), tuple(talks), nbytes)
 
