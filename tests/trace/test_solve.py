@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 import zoo
 from shardwise import Values, record
+from shardwise.core.errors import ConfigError
 from shardwise.core.rates import Link, Machine, Rates, rates
 from shardwise.models import GPT, Llama
 from shardwise.trace.assign import Assignment, Tensors, Walk
@@ -25,11 +26,12 @@ from shardwise.trace.functional import Normal, functionalise
 from shardwise.trace.normalise import normalise
 from shardwise.trace.ops import ROWS, Env
 from shardwise.trace.price import Prices, Seconds
+from shardwise.trace.problem import Flow, Solved, Solver, Weights, seconds
 from shardwise.trace.rules import find
 from shardwise.trace.schema import is_tensor
 from shardwise.trace.sharding import Propagation, picks
 from shardwise.trace.sizes import Sizes
-from shardwise.trace.solve import Flow, Solver, seconds
+from shardwise.trace.solve import within
 from shardwise.trace.traffic import traffic
 
 aten = torch.ops.aten
@@ -159,6 +161,29 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
     truth = min((total for one in fitting if (total := priced(prices, flow, one)) is not None), default=None)
     assert truth is not None
     assert found.seconds.total == pytest.approx(truth, rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 2))
+def test_within_a_limit_of_memory_no_plan_of_as_few_bytes_is_faster(seed: int) -> None:
+    draw = random.Random(seed)
+    p, forms = prepared(Drawn(seed).normal, Tensors({"tp": 2}))
+    prices = Prices(p, Rates(10.0, 30.0, Link(0.0, 30.0)), ROWS_OF, "cpu")
+    chosen = {"tp": thinned(draw, Choices(p, forms, "tp", prices), 120)}
+    flow = Flow(p, forms)
+
+    def search(weights: Weights) -> Solved:
+        return Solver(p, forms, prices, chosen, weights).least()
+
+    every = [seconds(prices, flow, one) for one in every_plan(p, forms, chosen)]
+    fewest, fastest = min(one.nbytes for one in every), min(every, key=lambda one: one.total)
+    assert search(Weights(0.0, 1.0)).seconds.nbytes == fewest
+    for limit in {draw.randint(fewest, max(one.nbytes for one in every)) for _ in range(4)} | {fewest}:
+        found = within(search, limit).seconds
+        assert found.nbytes <= limit
+        assert found.total <= min(one.total for one in every if one.nbytes <= found.nbytes) * (1 + 1e-9)
+        assert limit < fastest.nbytes or found.total == pytest.approx(fastest.total)
+    with pytest.raises(ConfigError, match=f"memory of {fewest - 1} bytes is not legal; legal: {fewest} or more"):
+        within(search, fewest - 1)
 
 
 def at(one: Assignment, node: fx.Node) -> Any:

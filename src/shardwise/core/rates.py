@@ -53,11 +53,12 @@ class Rates:
 @dataclass(frozen=True)
 class Machine:
     """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``; ``memory`` are the bytes that a rank has for
-    parameters with what belongs to them and for what is kept for backward, None: any number."""
+    parameters with what belongs to them, ``beside`` bytes for each element that learns, and for what is kept for backward; None: any number."""
 
     rates: Rates
     rows: int
     memory: int | None = None
+    beside: int = 12  # gradient and two moments in fp32
 
     def __post_init__(self) -> None:
         if self.rows < 1 or (self.memory is not None and self.memory < 0):

@@ -72,11 +72,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates."""
+    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``nbytes`` what it keeps: parameters with what belongs to
+    them, results of ops, and what moves make of these."""
 
     computing: float
     communicating: float
     talks: tuple[Talk, ...] = ()
+    nbytes: int = 0
 
     @property
     def total(self) -> float:
@@ -87,8 +89,10 @@ class Seconds:
 class Prices:
     """Over ``axes``, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
 
-    def __init__(self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None) -> None:
-        self.p, self.rates, self.rows, self.kind = p, rates, rows, kind
+    def __init__(
+        self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: int = 12
+    ) -> None:
+        self.p, self.rates, self.rows, self.kind, self.state = p, rates, rows, kind, beside
         self.ranks_of = dict(p.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
         self.values: dict[fx.Node, Value] = {}
@@ -234,6 +238,29 @@ class Prices:
         """All moves that are due for a value to be what its users want; None where there is no way."""
         paths = [self.path(value, states, goal) for goal in goals]
         return None if None in paths else frozenset(step for path in paths for step in path or ())
+
+    # ---- bytes ---------------------------------------------------------------------------------------------------------
+
+    def kept(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> int:
+        """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
+        if not self.p.carrying[node] or not self.work(node).forward[1]:
+            return 0
+        value = node.meta["val"]
+        found = 0
+        for i, tensor in enumerate(value if isinstance(value, tuple | list) else [value]):
+            states = [s.results[i] for s in strategies] or ["I"] * len(self.axes)
+            found += math.prod(self.piece(self.sizes(tensor), states)) * tensor.dtype.itemsize
+        return found
+
+    def copied(self, value: Value, step: Step) -> int:
+        """Bytes of what a move makes of a value with a gradient."""
+        new = step.name in ("gather", "all_reduce", "scatter") and value.grad
+        return math.prod(self.piece(value.shape, _after(step))) * value.itemsize if new else 0
+
+    def resting(self, node: fx.Node, states: Sequence[State]) -> int:
+        """Bytes of a parameter, with what belongs to one that learns."""
+        value = self.value(node)
+        return math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad)
 
     # ---- ops -----------------------------------------------------------------------------------------------------------
 
