@@ -148,7 +148,7 @@ class Compiled:
             rows = -(-whole // (self.plan.microbatches * ranks))
             machine = Machine(self.rates or rates(self.device.type, self.plan.precision), max(rows, 1))
         summed = {p.name: p.summed for p in known}
-        return Tensors(axes, self.plan.tensor, layouts, summed, self.plan.tensor_plan, self.plan.pins, machine)
+        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""

@@ -34,10 +34,10 @@ class Tensors:
     axes: Mapping[str, int] = field(default_factory=dict)
     recipe: str = "1d"
     layouts: Mapping[str, Layout | None] | None = None
-    summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     plan: str = "recipe"
     pins: Sequence[tuple[str, str]] = ()
     machine: Machine | None = None
+    summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass

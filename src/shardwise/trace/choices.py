@@ -55,7 +55,10 @@ class Choices(Chosen):
             if sum(map(len, self.parameters.values())) == before:
                 break
         fixed = p.tensor.layouts is not None
-        self.states = {node: (self.resting(node),) if fixed else ("I", *places) for node, places in self.parameters.items()}
+        self.states = {
+            node: (self.resting(node),) if fixed else ("I", *["R"] * p.carrying[node], *places)
+            for node, places in self.parameters.items()
+        }
 
     def only(self, several: Sequence[Assignment]) -> Chosen:
         """What some assignments say, as far as it is legal, and nothing else; what is held by none is whole."""
@@ -85,8 +88,10 @@ class Choices(Chosen):
 
     def resting(self, node: fx.Node) -> State:
         """The state of a parameter whose layout has been chosen before."""
-        layout = (self.p.tensor.layouts or {}).get(self.p.captured.parameters[node.name])
-        return "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
+        name = self.p.captured.parameters[node.name]
+        layout = (self.p.tensor.layouts or {}).get(name)
+        state = "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
+        return "R" if state == "I" and self.axis in self.p.tensor.summed.get(name, ()) else state
 
     def even(self, node: fx.Node) -> Iterator[Place]:
         """Each dim of a tensor in equal pieces, or in any where these do not divide it."""
@@ -106,6 +111,10 @@ class Choices(Chosen):
         if parameter is None or self.p.tensor.layouts is not None:
             return
         size = self.p.shape(node)[place.dim]
+        if place.parts:  # of a weight itself, cut part by part
+            if node is parameter:
+                self.parameters[parameter].setdefault(place)
+            return
         for dim, whole in enumerate(self.p.shape(parameter)):
             if node is not parameter or dim == place.dim:
                 for pre in {place.pre, place.pre * whole // size if size and whole % size == 0 else place.pre}:
@@ -123,6 +132,9 @@ class Choices(Chosen):
                     for pre, post in self.cuts.made_of(form.node, at):
                         if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
                             self.wish(operand, self.cuts.even(size, dim, pre, post))
+                    joined = self.cuts.joined(form.node, at)
+                    if joined is not None:
+                        self.wish(operand, joined._replace(dim=dim))
 
     # ---- ops -------------------------------------------------------------------------------------------------------------
 

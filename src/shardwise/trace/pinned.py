@@ -206,7 +206,8 @@ class Following:
             pres = dict.fromkeys((place.pre, ratio(outer, math.prod(sizes[:dim]))))
             posts = dict.fromkeys((place.post, ratio(inner, math.prod(sizes[dim + 1 :]))))
             for pre, post in itertools.product(pres, posts):
-                if pre and post and (not isinstance(size, int) or (size >= pre * post and size % (pre * post) == 0)):
+                known = isinstance(size, int) and isinstance(pre, int)
+                if pre and post and (size >= pre * post and size % (pre * post) == 0 if known else not isinstance(size, int)):
                     yield Place(dim, pre, post)
 
     # ---- what is found ---------------------------------------------------------------------------------------------------

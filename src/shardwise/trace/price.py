@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from shardwise.core.layout import shard_range
 from shardwise.core.rates import Rates
+from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.meter import Meter, tensors_in
 from shardwise.trace.moves import COLLECTIVES, CUTTING, ORDER, step_towards
 from shardwise.trace.ops import ROWS
 from shardwise.trace.saved import COMPOSED
-from shardwise.trace.sizes import Unfit, factored, known
+from shardwise.trace.sizes import factored, known
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -72,13 +74,14 @@ class Work:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``nbytes`` what it keeps: parameters with what belongs to
-    them, results of ops, and what moves make of these."""
+    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``once`` what there is at the end of its step, ``nbytes`` what it
+    keeps: parameters with what belongs to them, results of ops, and what moves make of these."""
 
     computing: float
     communicating: float
     talks: tuple[Talk, ...] = ()
     nbytes: int = 0
+    once: tuple[Talk, ...] = ()
 
     @property
     def total(self) -> float:
@@ -128,17 +131,22 @@ class Prices:
         for axes in self.sharings(states).values():
             place, parts = states[axes[0]], self.ranks(axes)
             assert isinstance(place, Place)
-            size = shape[place.dim] // (place.pre * place.post)
+            size = self.extent(shape[place.dim], place)
             if size == self.parts[axes[0]]:  # equal pieces, and within each the next axes have their own
                 out[place.dim] //= parts
             elif size:
                 out[place.dim] = out[place.dim] // size * -(-size // parts)
         return tuple(out)
 
+    def extent(self, size: int, place: Place) -> int:
+        """The size of the factor of a dim that is sharded at ``place``."""
+        pre = place.pre if isinstance(place.pre, int) else int(place.pre.subs(self.p.sizes.symbol, self.rows))
+        return size // (pre * place.post)
+
     @staticmethod
-    def sharings(states: Sequence[State]) -> dict[tuple[int, int], tuple[int, ...]]:
+    def sharings(states: Sequence[State]) -> dict[tuple[int, Any], tuple[int, ...]]:
         """The axes that shard the same factor of a dim, by number, for each that is sharded."""
-        found: dict[tuple[int, int], tuple[int, ...]] = {}
+        found: dict[tuple[int, Any], tuple[int, ...]] = {}
         for i, state in enumerate(states):
             if isinstance(state, Place):
                 found[state.dim, state.pre] = (*found.get((state.dim, state.pre), ()), i)
@@ -152,11 +160,12 @@ class Prices:
         """Whether a tensor of captured ``shape`` can be sharded so over axes, beside its rows; over one axis that may be any."""
         every = [(g, s) for g, s in [(ROWS, rows), *states] if isinstance(s, Place)]
         for dim in {s.dim for _, s in every}:
-            places = [(g, s.pre, s.post) for g, s in every if s.dim == dim]
-            if len(places) > 1:
+            found = [(g, s) for g, s in every if s.dim == dim]
+            if len(found) > 1 or not isinstance(found[0][1].pre, int):
                 try:
+                    places = [(g, self.p.behind_rows({ROWS: rows}, s)) for g, s in found]
                     factored(shape[dim], places, self.ranks_of if len(states) > 1 else {g: 0 for g, _ in states})
-                except Unfit:
+                except Uncapturable:
                     return False
         return True
 
@@ -169,14 +178,29 @@ class Prices:
 
     def _convert(self, value: Value, states: States, goals: States, found: list[Step]) -> States:
         while True:
+            states = tuple(g if self.same(value, states, i, g) else s for i, (s, g) in enumerate(zip(states, goals, strict=True)))
             steps = [step_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
             due = [(i, step) for i, step in enumerate(steps) if step is not None]
             if not due:
                 return states
-            _, first = min(due, key=lambda one: ORDER.index(one[1][0]))
-            alike = [i for i, step in due if step == first]
-            groups = tuple(i for i in alike if first[0] != "gather" or states[i] == states[alike[0]])
-            states = self._move(value, Step(states, first[0], groups, first[1]), found)
+            ways = []
+            for i, step in sorted(due, key=lambda one: ORDER.index(one[1][0])):
+                groups = tuple(j for j, other in due if other == step and (step[0] != "gather" or states[j] == states[i]))
+                ways.append(Step(states, step[0], groups, step[1]))
+            best = ways[0] if len(ways) == 1 else next((way for way in ways if self.fits(value, _after(way))), ways[0])
+            states = self._move(value, best, found)
+
+    def same(self, value: Value, states: States, axis: int, goal: State) -> bool:
+        """Whether the cut of a dim by one axis alone is ``goal`` in other words."""
+        own = states[axis]
+        if not isinstance(own, Place) or not isinstance(goal, Place) or own == goal or own.parts or goal.parts:
+            return False
+        alone = sum(isinstance(s, Place) and s.dim == own.dim for s in (*states, value.rows)) == 1
+        if not alone or (own.dim, own.pre) != (goal.dim, goal.pre):
+            return False
+        size, parts = value.shape[own.dim], self.parts[axis]
+        ends = ([shard_range(self.extent(size, p), parts, i)[1] * p.post for i in range(parts)] for p in (own, goal))
+        return next(ends) == next(ends)
 
     def _move(self, value: Value, step: Step, found: list[Step]) -> States:
         if step.name in CUTTING:
@@ -219,7 +243,7 @@ class Prices:
         sharded = step.states if step.name == "gather" else _after(step)
         place, parts = sharded[step.groups[0]], self.ranks(step.groups)
         assert isinstance(place, Place)
-        size, local = (sizes[place.dim] // (place.pre * place.post) for sizes in (value.shape, whole))
+        size, local = (self.extent(sizes[place.dim], place) for sizes in (value.shape, whole))
         if size == self.parts[step.groups[0]] or not local:
             return nbytes
         outer = self.ranks(i for i in self.sharings(sharded)[place.dim, place.pre] if i not in step.groups)
@@ -227,6 +251,12 @@ class Prices:
 
     def ranks(self, groups: Iterable[int]) -> int:
         return math.prod(self.parts[i] for i in groups)
+
+    def once(self, node: fx.Node, states: Sequence[State]) -> Iterator[Talk]:
+        """What sums a parameter's gradient, where that is a partial sum until the end of the step; of one microbatch a step."""
+        groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
+        if groups and value.grad:
+            yield Talk(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
 
     def seconds(self, talk: Talk) -> float:
         return self.rates.collective(talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups))
@@ -333,7 +363,7 @@ class Prices:
         """The part of a dim that the largest piece is."""
         if not isinstance(state, Place):
             return 1.0
-        size = shape[state.dim] // (state.pre * state.post)
+        size = self.extent(shape[state.dim], state)
         return -(-size // parts) / size if size else 1.0
 
     def results(self, node: fx.Node) -> list[tuple[int, ...]]:

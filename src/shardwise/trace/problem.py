@@ -77,7 +77,7 @@ class Flow:
 def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
     """What a microbatch takes under assignments, chosen by whomever."""
     axes = [found[axis] for axis in prices.axes]
-    computing, talks, nbytes = 0.0, list[Talk](), 0
+    computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
     for node, form in flow.forms.items():
         strategies = [one.strategies[node] for one in axes if node in one.strategies]
         computing += prices.op(node, form, strategies)
@@ -100,8 +100,10 @@ def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seco
             assert steps is not None, (node, before, after)
             talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
             nbytes += sum(prices.copied(value, step) for step in steps)
-        nbytes += prices.resting(node, states) if node.op == "placeholder" and node.name in prices.p.captured.parameters else 0
-    return Seconds(computing, sum(map(prices.seconds, talks)), tuple(talks), nbytes)
+        if node.op == "placeholder" and node.name in prices.p.captured.parameters:
+            nbytes += prices.resting(node, states)
+            once += prices.once(node, states)
+    return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
 
 
 class Solved(NamedTuple):
@@ -165,9 +167,7 @@ class Solver:
             axes = [self.choices[axis] for axis in self.prices.axes]
             if node in axes[0].states:
                 variable = self.add(node, [one.states[node] for one in axes], joint)
-                if self.weights.nbytes:
-                    sizes = [self.prices.resting(node, states) for states in self.options[node]]
-                    self.problem.factors.append(Factor((variable,), self.weights.nbytes * np.array(sizes, float)))
+                self.problem.factors.append(Factor((variable,), np.array([self.rest(node, own) for own in self.options[node]])))
             elif node in axes[0].strategies:
                 variable = self.add(node, [one.strategies[node] for one in axes], joint)
                 self.problem.factors.append(Factor((variable,), self.op_table(node, self.options[node])))
@@ -202,6 +202,11 @@ class Solver:
 
     def fits(self, shape: Sequence[int], states: Sequence[State], rows: State) -> bool:
         return self.prices.beside(shape, list(zip(self.prices.axes, states, strict=True)), rows)
+
+    def rest(self, node: fx.Node, states: States) -> float:
+        """What a parameter costs where it rests."""
+        took = sum(map(self.prices.seconds, self.prices.once(node, states)))
+        return self.weights.of(took, self.prices.resting(node, states) if self.weights.nbytes else 0)
 
     def op_table(self, node: fx.Node, options: Sequence[Choice]) -> Any:
         key = (self.prices.key(node), id(options))

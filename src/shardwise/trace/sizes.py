@@ -146,7 +146,9 @@ def factored(size: int, places: Sequence[tuple[str, Place]], parts: Mapping[str,
         own = {g: place.post for g, place in places if place.pre == pre}
         concatenated = {place.parts for _, place in places if place.pre == pre}
         axes = tuple(g for g in (ops.ROWS, *parts) if g in own)
-        extent = size // (pre * own[axes[0]])
+        extent, rest = divmod(size, pre * own[axes[0]])
+        if rest:
+            raise Unfit(f"a dim of {size} is no {pre} times so many times {own[axes[0]]}")
         if len(concatenated) > 1:
             raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of different parts")
         if len(set(own.values())) > 1 or (len(axes) > 1 and ops.ROWS not in axes and extent == parts[axes[0]]):
