@@ -108,7 +108,8 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     found = json.loads(call("show", *given, "--json").stdout)
     layouts = {one["name"]: one["layout"] for one in found["parameters"]}
     assert layouts["blocks.1.mlp.proj.weight"] == [
-        [{"size": 16, "axes": []}], [{"size": 2, "axes": ["tp"]}, {"size": 32, "axes": []}],
+        [{"size": 16, "axes": [], "parts": []}],
+        [{"size": 2, "axes": ["tp"], "parts": []}, {"size": 32, "axes": [], "parts": []}],
     ]  # fmt: skip
     (one,) = [c for c in found["collectives"] if c["path"] == "blocks.1.mlp.up"]
     each = {way: [{"kind": kind, "axes": ["tp"], "nbytes": 1024 * whole}] if kind else [] for way, kind in
