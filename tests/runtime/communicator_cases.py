@@ -76,16 +76,23 @@ def all_reduce(c: BaseCommunicator) -> None:
                 for make in (c.allocate, lambda numel, dtype: torch.empty(numel, dtype=dtype)):
                     x = make(numel, dtype)
                     x.copy_(value(c.rank, numel, dtype))
+                    given, out = x.clone(), make(numel, dtype)
+                    c.all_reduce(x, axes, out=out).wait()
+                    same(x, given, (axes, dtype, numel))
                     c.all_reduce(x, axes).wait()
                     same(x, summed(members(c, axes), numel, dtype), (axes, dtype, numel))
+                    same(out, x, (axes, dtype, numel))
 
 
 def all_reduce_large(c: BaseCommunicator) -> None:
     numel = large(c)
     for x in (c.allocate(numel, torch.float32), torch.empty(numel)):
         x.copy_(value(c.rank, numel, torch.float32))
+        out = torch.empty_like(x)
+        c.all_reduce(x, c.mesh.names, out=out).wait()
         c.all_reduce(x, c.mesh.names).wait()
         same(x, summed(tuple(range(c.mesh.size)), numel, torch.float32), "large")
+        same(out, x, "large, apart")
 
 
 def all_reduce_is_the_same_everywhere(c: BaseCommunicator) -> None:

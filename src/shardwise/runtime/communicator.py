@@ -118,8 +118,8 @@ class Communicator(Protocol):
     device: torch.device
     shares_memory: bool  # whether :meth:`common` gives memory to groups of more than one rank
 
-    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Replace ``x`` by its sum over the group, in place.  Real dtypes; fp16 and bf16 are rounded as the
+    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
+        """Replace ``x`` by its sum over the group, or put that in ``out``.  Real dtypes; fp16 and bf16 are rounded as the
         backend does."""
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
@@ -210,12 +210,12 @@ class BaseCommunicator(ABC):
             known = self._groups[axes] = Group(names, ranks, ranks.index(self.rank))
         return known
 
-    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
         call = Call("all_reduce", self.group(axes), lane, what)
-        self._check(call, x, reducing=True)
+        self._check(call, x, out, out is None or out.numel() == x.numel(), reducing=True)
         if call.group.size == 1 or x.numel() == 0:
-            return Completed()
-        return self._all_reduce(call, _flat(x))
+            return Completed() if out is None else self._copied(out, x)
+        return self._all_reduce(call, _flat(x)) if out is None else self._all_reduce_into(call, _flat(out), _flat(x))
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         call = Call("all_gather", self.group(axes), lane, what)
@@ -303,6 +303,9 @@ class BaseCommunicator(ABC):
 
     @abstractmethod
     def _all_reduce(self, call: Call, x: Tensor) -> Handle: ...
+
+    def _all_reduce_into(self, call: Call, out: Tensor, x: Tensor) -> Handle:
+        return self._all_reduce(call, out.copy_(x))
 
     @abstractmethod
     def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle: ...

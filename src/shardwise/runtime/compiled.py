@@ -25,7 +25,7 @@ from shardwise.runtime.initial_values import Values
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
-from shardwise.trace.trace import Bucket, Trace, trace
+from shardwise.trace.trace import Bucket, Parameter, Trace, trace
 
 MASKS = ("attention_mask",)
 
@@ -174,9 +174,12 @@ class Compiled:
             own = here.get(other.name, other)
             if (own.placed, own.summed) != (other.placed, other.summed):
                 raise ShardwiseError(
-                    f"parameter {other.name} lies as {own.placed} in training, summed over {own.summed}, and as {other.placed} in another "
-                    f"trace, summed over {other.summed}"
+                    f"parameter {other.name} lies as {_lying(own)} in training, and as {_lying(other)} in another trace"
                 )
+
+
+def _lying(one: Parameter) -> str:
+    return f"{one.placed}, its gradient summed over {', '.join(one.summed)}," if one.summed else str(one.placed)
 
 
 def _traced_for(plan: Plan) -> tuple[Any, ...]:

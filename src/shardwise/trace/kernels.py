@@ -71,7 +71,8 @@ def _parameter(module: nn.Module, name: str, trace: Trace, piece: tuple[int, ...
 class _Alike:
     """A communicator, and the handle of its operations, among ranks that all have what this one has; sums are one rank's."""
 
-    def all_reduce(self, x: Tensor, *args: Any, **options: Any) -> _Alike:
+    def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **options: Any) -> _Alike:
+        out.copy_(x)
         return self
 
     def all_gather(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:

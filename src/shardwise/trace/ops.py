@@ -145,8 +145,9 @@ def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     """The sum over ranks, as a new tensor; no gradient flows through it."""
     if env.group(axes)[0] == 1:
         return x
-    out = x.contiguous().clone()
-    env.wait(env.comm.all_reduce(out, env.real(axes), lane="compute", what=what))
+    own = x.contiguous()
+    out = torch.empty_like(own)
+    env.wait(env.comm.all_reduce(own, env.real(axes), lane="compute", what=what, out=out))
     return out
 
 

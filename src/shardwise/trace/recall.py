@@ -132,13 +132,17 @@ def unread(env: Env, move: str, *args: Any) -> Tensor:
 class _Mute:
     """A communicator that sends nothing, and the handle of all its operations."""
 
-    def all_reduce(self, out: Tensor, *args: Any, **kwargs: Any) -> _Mute:
+    def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> _Mute:
         """Leaves NaN where the sum would be."""
+        return self.all_gather(out)
+
+    def all_gather(self, out: Tensor, *args: Any, **kwargs: Any) -> _Mute:
+        """The same."""
         if out.dtype.is_floating_point or out.dtype.is_complex:
             out.fill_(torch.nan)
         return self
 
-    all_gather = reduce_scatter = all_reduce
+    reduce_scatter = all_gather
 
     def wait(self) -> None:
         """At once."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.price import Seconds
 from shardwise.trace.rules import find
-from shardwise.trace.sharding import Sharded, propagate
+from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
 
 DECAY = "decay"
@@ -226,7 +227,7 @@ def trace(
     learning = _learning(units, captured)
     if training and not learning:
         raise ConfigError(NOTHING_LEARNS)
-    buckets = _buckets(units, module, precision, learning, group, sharded)
+    buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         [*captured.notes, *sharded.conflicts], sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
@@ -267,10 +268,9 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
 
 def _buckets(
     units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
-    sharded: Sharded | None = None,
+    layouts: Mapping[str, Layout] = MappingProxyType({}), summed: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Bucket]:  # fmt: skip
-    """``sharded``: what tensor parallelism made of the parameters."""
-    layouts, summed = (sharded.layouts, sharded.summed) if sharded is not None else ({}, {})
+    """``layouts``: of the parameters that are sharded, by name; ``summed``: the axes over which their gradients are partial sums."""
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:
