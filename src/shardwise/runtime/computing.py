@@ -84,7 +84,7 @@ class Computing(Multiplier):
         batch, number = self.batches.place(m)
         batch.version = self.gathered.version = one.version
         env = batch.env(number)
-        env.ordinal, env.meanwhile = unit.ordinal, self.flush
+        env.ordinal, env.meanwhile = unit.ordinal, self.flush if env.tensor else None
         env.again = again = one.op is Op.RECOMPUTE
         keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
         env.tape = self.tapes.pop((unit.index, m), None)
