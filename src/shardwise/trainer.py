@@ -114,7 +114,7 @@ class Trainer:
     def notes(self) -> list[str]:
         """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
         general = self.compiled.general
-        return [*self.compiled.values.notes, *general.notes, *general.everywhere]
+        return [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
 
     @property
     def _rows(self) -> int:

@@ -179,7 +179,11 @@ def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:
     given = [f"model.factory={file}:model", f"data.factory={file}:rows", "data.batch_size=4", "parallel.dp=2"]
     shown = call("show", *given)
     assert shown.exit_code == 0, shown.output
-    assert "note: computed for the whole batch on every rank: aten.linalg_det.default in the model (1x)" in shown.stdout
+    one = "note: computed for the whole batch on every rank: aten.linalg_det.default in the model (1x): of 4 rows "
+    assert (line := re.search(re.escape(one) + r"0 FLOPs and ([\d,]+) bytes of memory traffic", shown.stdout)), shown.stdout
+    assert (
+        int(line[1].replace(",", "")) >= 2 * 4 * (9 + 1) * 4
+    )  # forward and backward read and write at least operands and results
     assert any("aten.linalg_det" in note for note in json.loads(call("show", *given, "--json").stdout)["notes"])
 
 

@@ -46,6 +46,8 @@ def plans(draw: st.DrawFn) -> Plan:
         own = [f"@{axis.name}" for axis in found if axis.name not in OTHERS and axis.size > 1]
         cut = st.builds(operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own))
         pins = draw(st.dictionaries(st.text(min_size=1), cut, min_size=1, max_size=3))
+    if words["tensor_plan"] == "auto" and draw(st.booleans()):
+        counts["tensor_bytes"] = draw(st.integers(1, 10**12))
     sync = False
     if words["schedule"] == "pipedream":
         counts["microbatches"], sync = 1, draw(st.booleans())
@@ -135,6 +137,8 @@ PINNED = {"tensor_plan": "propagate", "mesh": Mesh.of(dp=2, tp=2)}
     [
         ({"tensor_plan": "propogate"}, "tensor_plan: 'propogate' .*Did you mean \"propagate\""),
         ({"pins": {"a": "0"}}, 'pins: "a" is not legal with tensor_plan = "recipe", which decides itself; legal: none, or'),
+        ({"tensor_bytes": 9}, 'tensor_bytes: 9 is not legal with tensor_plan = "recipe"; legal: 0, or tensor_plan = "auto"'),
+        ({"tensor_bytes": -1, "tensor_plan": "auto"}, "tensor_bytes: -1 is not legal"),
         ({"pins": {"a": "0"}, "tensor_plan": "auto"}, 'pins: "a" is not legal with tensor_plan = "auto"'),
         ({"pins": {"a": "0"}, "tensor_plan": "table"}, 'tensor_plan: "table" .* without ranks .*; legal: "recipe", or tp of 2'),
         ({**PINNED, "pins": {}}, 'pins: none are not legal with tensor_plan = "propagate"; legal: one or more'),

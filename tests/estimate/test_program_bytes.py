@@ -98,9 +98,15 @@ SHARDED: list[Sharded] = [
 
 
 @functools.cache
+def alone(name: str) -> Compiled:
+    """Its capture serves all plans."""
+    return made(name, {})[0]
+
+
+@functools.cache
 def captured(name: str, kind: str, tp: int) -> Compiled:
-    """A capture serves all plans with these tensor axes."""
-    return made(name, {"tensor": kind, "tp": tp})[0]
+    """A trace serves all plans with these tensor axes."""
+    return alone(name).under(planned({"tensor": kind, "tp": tp}))
 
 
 def sharded(one: Sharded) -> None:

@@ -8,12 +8,14 @@ import pytest
 
 from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.errors import ConfigError
+from shardwise.core.plan import Plan
 from shardwise.estimate.devices import GIB, Device, named
 from shardwise.estimate.predict import predict
 from shardwise.launch.forecast import WAYS, Forecast, changed, gib_at_least
 from shardwise.launch.subject import forecast, load_anywhere, settled
 from shardwise.report.tables import size
 from shardwise.runtime.compiled import Compiled
+from shardwise.trace.price import Seconds
 
 TINY = ["model.width=32", "model.layers=3", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
 
@@ -193,3 +195,40 @@ def test_each_kind_of_rank_is_there_once() -> None:
     assert found.worst.peak_bytes == max(one.peak_bytes for one in shown)
     assert {one.rank for one in shown} <= {0, 15, found.worst.rank}
     assert len({one.rank for one in shown}) == len(shown) == 2
+
+
+def test_auto_finds_the_fastest_tensor_plan_that_fits() -> None:
+    """With the tensor-parallel ranks of two stages, whose bytes the solver knows only together."""
+    open_ = config("parallel.tp=2", "parallel.dp=1", "parallel.pp=2", "parallel.microbatches=2", "parallel.tensor_plan=auto")
+    free = bare(open_, kind="cpu")
+    assert free.note is None and not free.plan.tensor_bytes
+    fastest, seconds = free.worst.peak_bytes, []
+    for part in (1.0, 0.8, 0.6):
+        now = bare(open_, int(fastest * part), kind="cpu")
+        assert now.fits and now.worst.peak_bytes <= now.budget
+        assert (now.plan.tensor_bytes == 0) == (part == 1.0)
+        assert Plan.from_toml(now.plan.to_toml()) == now.plan
+        seconds.append(predicted(now.compiled).total)
+    assert seconds == sorted(set(seconds))
+    assert f"a plan of {1e3 * seconds[-1]:.3g} ms a microbatch, for that of {1e3 * seconds[0]:.3g} ms does not fit" in str(
+        now.note
+    )
+    least = bare(open_, 1 << 16, kind="cpu")
+    assert (
+        not least.fits and least.worst.peak_bytes < fastest * 0.6 and "the least plan, and even so too large" in str(least.note)
+    )
+    with pytest.raises(ConfigError, match="tensor_bytes: 7 is not legal; legal: .* or more, which the least plan takes"):
+        free.compiled.under(free.plan.replace(tensor_bytes=7))
+
+
+def test_auto_goes_by_the_rows_of_a_batch_not_of_the_example() -> None:
+    open_ = config("parallel.tp=2", "parallel.dp=1", "parallel.tensor_plan=auto")
+    found = bare(open_, kind="cpu")
+    (rows,) = {len(x) for x in found.compiled.example.values()}
+    whole = {name: x.repeat(8, 1) for name, x in found.compiled.example.items()}
+    assert rows == 2 and predicted(found.compiled) == predicted(Compiled(found.compiled.module, found.plan, whole))
+
+
+def predicted(compiled: Compiled) -> Seconds:
+    assert compiled.general.predicted is not None
+    return compiled.general.predicted()

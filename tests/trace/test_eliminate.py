@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from shardwise.trace.eliminate import Factor, TooWide, least, total
+from shardwise.trace.eliminate import Elimination, Factor, TooWide, least, total
 
 
 def drawn(seed: int) -> tuple[list[int], list[Factor]]:
@@ -34,6 +34,22 @@ def test_the_least_sum_is_that_of_all_values(seed: int) -> None:
     truth = min(total(factors, values) for values in itertools.product(*map(range, sizes)))
     assert found.total == truth == total(factors, found.values)
     assert least(sizes, factors).values == found.values
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_through_every_element_goes_the_least_of_all_values(seed: int) -> None:
+    """Of the variables of a kind: with its value, and the values of its neighbours, the least of everything; alike ones count together."""
+    sizes, factors = drawn(seed)
+    run = Elimination(sizes, factors)
+    every = {values: total(factors, values) for values in itertools.product(*map(range, sizes))}
+    truth = [np.full(kind.shape, np.inf) for kind in run.kinds]
+    for one in run.gone:
+        for values, cost in every.items():
+            at = tuple(values[v] for v in (*one.neighbours, one.variable))
+            truth[one.kind][at] = min(truth[one.kind][at], cost)
+    truth[-1][:] = min(every.values())
+    for found, right in zip(run.through(), truth, strict=True):
+        np.testing.assert_array_equal(found, right)
 
 
 def test_equal_blocks_cost_once() -> None:

@@ -15,7 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import kernels, ops
+from shardwise.trace import drawn, kernels, ops
 from shardwise.trace.kernels import check_kernels
 from shardwise.trace.trace import trace
 from verify.models import CASES
@@ -122,7 +122,7 @@ def test_products_that_are_not_tried_have_kernels() -> None:
         (aten.conv_transpose3d, (x(2, 3, 5, 5, 5), x(3, 4, 3, 3, 3), x(4)), {}),
         (aten.scaled_dot_product_attention, heads, {"is_causal": True}), (aten.scaled_dot_product_attention, (*heads, mask), {}),
         (aten.scaled_dot_product_attention, grouped, {"enable_gqa": True}),
-        (ops.attention, (env, *heads, None, 0.1, True, 0, (0, 1), ()), {}),
+        (drawn.attention, (env, *heads, None, 0.1, True, 0, (0, 1), ()), {}),
     ]  # fmt: skip
     for op, args, kwargs in calls:
         op(*args, **kwargs).sum().backward()

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from harness import OptimizerChoice, Subject, errors, oracle_run, parity, sharded_run
-from shardwise.trace import ops
+from shardwise.trace import drawn
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 from zoo import NAMES, make
@@ -94,12 +94,12 @@ def test_activations_stay_where_they_are(name: str) -> None:
 
 def attentions(trace: Trace) -> list[fx.Node]:
     nodes = [n for u in trace.units for n in (u.graph.nodes if u.graph else ())]
-    return [n for n in nodes if n.target in (aten.scaled_dot_product_attention.default, ops.attention)]
+    return [n for n in nodes if n.target in (aten.scaled_dot_product_attention.default, drawn.attention)]
 
 
 def seen(node: fx.Node) -> tuple[bool, bool]:
     """(has a mask, is causal) of an attention."""
-    at = 1 if node.target is ops.attention else 0
+    at = 1 if node.target is drawn.attention else 0
     mask = node.args[3 + at] if len(node.args) > 3 + at else None
     causal = node.args[5 + at] if len(node.args) > 5 + at else False
     return mask is not None, bool(causal)

@@ -15,7 +15,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import entropy, norms, ops, recall
+from shardwise.trace import drawn, entropy, norms, recall
 from shardwise.trace.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads, verify
 
@@ -92,7 +92,7 @@ def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_wrong_dropout_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_row_start", lambda env, whole: env.offset)
+    monkeypatch.setattr(drawn, "_row_start", lambda env, whole: env.offset)
     assert not _gpt_report()
 
 

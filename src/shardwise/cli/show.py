@@ -113,7 +113,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
             for cause, one in _communicated(unit, trace, plan, rows)
         ],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and tensor_axes(plan) else {}),
-        "notes": [*trace.notes, *trace.everywhere],
+        "notes": [*trace.notes, *trace.everywhere(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }
 
@@ -133,7 +133,7 @@ def _show(
     }  # fmt: skip
     show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(plan, trace, costs, cut))
     show(console, *_decided_table(trace), *_collective_table(plan, trace, rows))
-    for note in [*trace.notes, *trace.everywhere]:
+    for note in [*trace.notes, *trace.everywhere(rows)]:
         print(f"note: {note}")
     for operations in sorted({name for one in costs for name in one.unknown}):
         print(f"note: costs do not know {operations}")

@@ -90,10 +90,12 @@ class Factor:
 
     def ranges(self, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
         """The (start, stop) in this factor that ``rank`` owns, in order; those that touch are one."""
+        if not self.axes:
+            return [(0, self.size)]
         found: list[tuple[int, int]] = []
-        first = 0
+        first, ranks, index = 0, mesh.axis_size(self.axes), mesh.index(rank, self.axes)
         for size in self.parts or (self.size,):
-            start, stop = (first + cut for cut in shard_range(size, mesh.axis_size(self.axes), mesh.index(rank, self.axes)))
+            start, stop = (first + cut for cut in shard_range(size, ranks, index))
             if found and found[-1][1] == start:
                 start = found.pop()[0]
             found.append((start, stop))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from shardwise.core.errors import (
@@ -93,7 +94,7 @@ def _moved(name: str, at: int, place: int) -> int:
     return at // m * m + place if sign == "%" else place * m + at % m
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Mesh:
     """Ranks ``0 … size-1`` on named axes.  An axis that the mesh does not have counts as one of size 1."""
 
@@ -120,34 +121,38 @@ class Mesh:
             found[axis_of(name)] = found.get(axis_of(name), 1) * size
         return Mesh.of(**found)
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the axes, slowest first."""
         return tuple(axis.name for axis in self.axes)
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the axes, slowest first."""
         return tuple(axis.size for axis in self.axes)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
 
     def axis_size(self, names: str | tuple[str, ...]) -> int:
         """The number of ranks along ``names`` together; an absent axis counts as 1."""
-        sizes = {axis.name: axis.size for axis in self.axes}
-        return math.prod(_place(name, sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
+        return math.prod(_place(name, self._sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
+
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        return dict(zip(self.names, self.shape, strict=True))
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of ``rank`` on every axis."""
         if not 0 <= rank < self.size:
             raise ShardwiseError(f"rank {rank} is not in the mesh; legal: 0 to {self.size - 1}.")
-        found = {}
-        for axis in reversed(self.axes):
-            rank, found[axis.name] = divmod(rank, axis.size)
-        return {name: found[name] for name in self.names}
+        found, stride = {}, self.size
+        for axis in self.axes:
+            stride //= axis.size
+            found[axis.name] = rank // stride % axis.size
+        return found
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at ``coordinates``; an axis not named is at 0, an absent axis must be at 0."""
@@ -178,7 +183,8 @@ class Mesh:
         here = self.coordinates(rank)
         position = 0
         for name in _names(names):
-            size, at = _place(name, self.axis_size(axis_of(name)), here.get(axis_of(name), 0))
+            axis = axis_of(name)
+            size, at = _place(name, self._sizes.get(axis, 1), here.get(axis, 0))
             position = position * size + at
         return position
 

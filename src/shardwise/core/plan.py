@@ -114,7 +114,8 @@ class Plan:
     al., arXiv 2401.10241, section 4).  There, and under an asynchronous schedule, the pipeline is empty after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule
     "auto" goes by ``timetable``, a text for each rank over ``pp`` (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in
     the order in which the rank computes them.  ``tensor`` is the recipe of axes that shard parameters; under ``tensor_plan`` "auto" a solver takes its place, under
-    "propagate" and "table" ``pins``, (pattern, where to cut) as in ``core/pins.py``; a mapping may be given.  ``recompute`` says whether units are run forward again in backward, under
+    "propagate" and "table" ``pins``, (pattern, where to cut) as in ``core/pins.py``; a mapping may be given.  ``tensor_bytes`` is the most that what the solver
+    finds may take (``core/rates.py``, ``Machine.memory``; 0: any number).  ``recompute`` says whether units are run forward again in backward, under
     "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
     computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
@@ -149,6 +150,7 @@ class Plan:
     timetable: tuple[str, ...] = ()
     tensor_plan: TensorPlan = "recipe"
     pins: Pins = ()
+    tensor_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.mesh, Mesh):
@@ -206,6 +208,11 @@ class Plan:
             raise ConfigError(f'pins: {self.pins!r} is not legal; legal: a mapping, such as {{"*.q_proj.weight": "column"}}.')
         object.__setattr__(self, "pins", tuple((pattern, text) for pattern, text in pins))
         check_pins(self.tensor_plan, self.pins, self.tensor_axes)
+        check_count("tensor_bytes", self.tensor_bytes, least=0)
+        if self.tensor_bytes and self.tensor_plan != "auto":
+            raise ConfigError(
+                f'tensor_bytes: {self.tensor_bytes} is not legal with tensor_plan = "{self.tensor_plan}"; legal: 0, or tensor_plan = "auto".'
+            )
 
     def _check_shards(self) -> None:
         sharded = next((rule for rule in self.parameters if rule.sharded), None)
@@ -273,7 +280,8 @@ class Plan:
 
     def to_toml(self) -> str:
         """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
-        lines = [f"{field} = {getattr(self, field)}" for field in ("microbatches", "prefetch", "stages_per_rank", "window")]
+        counts = ("microbatches", "prefetch", "stages_per_rank", "window", "tensor_bytes")
+        lines = [f"{field} = {getattr(self, field)}" for field in counts]
         lines += [f"vertical_sync = {str(self.vertical_sync).lower()}"]
         lines += [f"stages = {list(self.stages)}"]
         lines += ["timetable = [", *(f"    {_quote(text)}," for text in self.timetable), "]"]

@@ -52,24 +52,32 @@ class Rates:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``; ``memory`` are the bytes that a rank has for
-    parameters with what belongs to them, ``beside`` bytes for each element that learns, and for what is kept for backward; None: any number."""
+    """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``.
+
+    ``memory`` are the bytes, of all stages of a pipeline together, for parameters with what belongs to them, ``beside`` bytes for each element that learns, and for
+    what is kept for backward of ``live`` microbatches; None: any number.
+    """
 
     rates: Rates
     rows: int
     memory: int | None = None
-    beside: int = 12  # gradient and two moments in fp32
+    beside: float = 12  # gradient and two moments in fp32
+    live: int = 1
 
     def __post_init__(self) -> None:
-        if self.rows < 1 or (self.memory is not None and self.memory < 0):
-            raise ConfigError(f"machine: {self.rows} rows, {self.memory} bytes; legal: 1 row or more, 0 bytes or more")
+        if self.rows < 1 or min(self.memory or 0, self.beside, self.live) < 0:
+            raise ConfigError(
+                f"machine: {self.rows} rows, {self.memory} bytes, {self.beside} beside an element, {self.live} microbatches; legal: 1 row or "
+                "more, none of the others below 0"
+            )
 
 
 def rates(kind: str, precision: str) -> Rates:
     """What is assumed of a device ``kind`` ("cuda" or "cpu") that computes in ``precision``, where nobody says more.
 
-    cuda: NVIDIA's data sheet of the H100 SXM: dense tensor cores (bf16, fp16 989 TFLOP/s; fp32 without TF32 67, fp64 67), 3.35 TB/s of HBM3, and
-    NVLink with 450 GB/s each way; 15 µs a collective is the order of what NCCL takes within a host for small messages.
+    cuda: an H100 SXM as measured: the fastest of many bf16 products reaches 794 TFLOP/s (ml-engineering, MAMF), 0.8 of the data sheet's 989, and the same part is taken
+    of its 67 TFLOP/s in fp32 (without TF32) and fp64; over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest all-reduce of 2 to 8 ranks, and of 256 MiB a
+    rank sends 305 to 431 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Memory is the data sheet's, 3.35 TB/s.
     cpu: a core with 90 GFLOP/s in fp32 (docs/performance.md, "float32 matmul"), half in fp64, 10 GB/s of memory; ranks of a host pass
     2 GB/s through shared memory at 50 µs a collective.
     """
@@ -80,9 +88,9 @@ def rates(kind: str, precision: str) -> Rates:
     return Rates(flops, *table)
 
 
-_CUDA = (3.35e12, Link(15e-6, 450e9))
+_CUDA = (3.35e12, Link(10e-6, 330e9))
 _CPU = (10e9, Link(50e-6, 2e9))
 _FLOPS: tuple[Mapping[str, float], ...] = (
     MappingProxyType({"fp32": 90e9, "bf16": 90e9, "fp16": 90e9, "fp64": 45e9}),
-    MappingProxyType({"fp32": 67e12, "bf16": 989e12, "fp16": 989e12, "fp64": 67e12}),
+    MappingProxyType({"fp32": 54e12, "bf16": 794e12, "fp16": 794e12, "fp64": 54e12}),
 )

@@ -21,10 +21,13 @@ from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.stages import Cut
 from shardwise.parallel.data import batch_axes, shard_axes
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
-from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.compiled import Compiled, traced_for
+from shardwise.trace.price import Seconds
 from shardwise.trace.profile import Profile, profile
+from shardwise.trace.solve import TooFew
 from shardwise.trace.trace import Trace
 
 OPEN = ("gathered", "reduced")
@@ -67,6 +70,8 @@ class Forecast:
         found = Forecast(config, compiled, device, budget or budget_of(config, device), common=common)
         if keys_left := left_open(config):
             found._choose(keys_left, WAYS if before is None else (WAYS[before], *WAYS))
+        if found.plan.tensor_plan == "auto" and found.plan.tensor_axes:
+            found._shrink()
         return found
 
     @property
@@ -174,6 +179,35 @@ class Forecast:
         values = keys({f"parallel.{key}": word for key, word in chosen.items()})
         self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
 
+    def _shrink(self) -> None:
+        """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer as are too many."""
+        first = plan = self.plan
+        while (over := self.predict(plan).peak_bytes - self.budget) > 0:
+            took = self._solved(plan).nbytes
+            try:
+                plan = plan.replace(tensor_bytes=max(took - over * plan.mesh.axis_size(PIPELINE), 1))
+                self._traced(plan)
+            except TooFew as error:
+                plan = plan.replace(tensor_bytes=error.least)
+                if error.least == took:
+                    break
+        if plan is first:
+            return
+        fast, found = (f"{1e3 * self._solved(one).total:.3g} ms" for one in (first, plan))
+        what = "a plan" if self.predict(plan).peak_bytes <= self.budget else "the least plan, and even so too large,"
+        note = f'parallel.tensor_plan = "auto": {what} of {found} a microbatch, for that of {fast} does not fit into {size(self.budget)} a rank'
+        self.take(plan, note)
+
+    def take(self, plan: Plan, note: str) -> None:
+        """Another plan, and what to say of it."""
+        self.compiled = self._traced(plan).under(plan)
+        self.note = note if self.note is None else f"{self.note}; {note}"
+
+    def _solved(self, plan: Plan) -> Seconds:
+        predicted = self._traced(plan).general.predicted
+        assert predicted is not None
+        return predicted()
+
     def _peak(self, changes: Mapping[str, Any]) -> int:
         """What a rank needs under some changes; more than there is of any device where they are not legal, as for a schedule."""
         try:
@@ -185,7 +219,7 @@ class Forecast:
         """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism matter."""
 
         def key(plan: Plan) -> tuple[Any, ...]:
-            return plan.precision, *(plan.mesh.axis_size(axis) for axis in plan.tensor_axes)
+            return traced_for(plan.replace(parameters=self.plan.parameters))
 
         self._compiled.setdefault(key(self.plan), self.compiled)
         if key(plan) not in self._compiled:

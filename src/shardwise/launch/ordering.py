@@ -61,7 +61,7 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
     try:
         kept, *_ = talk.gather(_kept(forecast, folder).encode() if first else b"")
         if kept:
-            _take(forecast, Plan.from_toml(kept.decode()), f'parallel.schedule = "{AUTO}": the order of {folder / PLAN}')
+            forecast.take(Plan.from_toml(kept.decode()), f'parallel.schedule = "{AUTO}": the order of {folder / PLAN}')
             return
         each = [json.loads(one) for one in talk.gather(json.dumps(_measured(forecast, comm, dataset)).encode())]
         answer, *_ = talk.gather(json.dumps(_answer(forecast, each, folder)).encode() if first else b"")
@@ -70,7 +70,7 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
     found = json.loads(answer)
     if "error" in found:
         raise ConfigError(found["error"])
-    _take(forecast, Plan.from_toml(found["plan"]), found["note"])
+    forecast.take(Plan.from_toml(found["plan"]), found["note"])
 
 
 def settle_by_costs(forecast: Forecast) -> None:
@@ -83,7 +83,7 @@ def settle_by_costs(forecast: Forecast) -> None:
         found[c.name] = {"F": f, "B": i + w, "I": i, "W": w}
     chosen = _order(forecast, found, 0.0)
     note = f'parallel.schedule = "{AUTO}": an order for the units\' FLOPs and memory traffic; `shardwise train` measures first'
-    _take(forecast, _planned(forecast.plan, chosen.stages, chosen.found.timetable), note)
+    forecast.take(_planned(forecast.plan, chosen.stages, chosen.found.timetable), note)
 
 
 def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
@@ -97,11 +97,6 @@ def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
         raise ConfigError(f"{path}: damaged: {type(error).__name__}: {error}; legal: what a run has written") from None
-
-
-def _take(forecast: Forecast, plan: Plan, note: str) -> None:
-    forecast.compiled = forecast.compiled.under(plan)
-    forecast.note = note if forecast.note is None else f"{forecast.note}; {note}"
 
 
 def _kept(forecast: Forecast, folder: Path) -> str:

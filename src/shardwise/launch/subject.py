@@ -12,6 +12,7 @@ from shardwise.config import Config, Hardware, build_dataset, build_model, build
 from shardwise.config.build import LossFunction
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.core.rates import rates
 from shardwise.data import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
@@ -56,11 +57,16 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
 
 def settled(config: Config, compiled: Compiled) -> Compiled:
     """``compiled`` under the plan that would be trained on this machine: with a note, where something is open."""
-    if not left_open(config) and not unordered(config):
+    if not opens(config):
         return compiled
     found = _ordered(Forecast.of(config, compiled, _device(config)))
-    found.compiled.general.notes.append(str(found.note))
+    found.compiled.general.notes += [found.note] if found.note is not None else []
     return found.compiled
+
+
+def opens(config: Config) -> bool:
+    """Whether the plan that would be trained depends on the device."""
+    return bool(left_open(config)) or unordered(config) or (config.parallel.tensor_plan == "auto" and config.parallel.tp > 1)
 
 
 def _device(config: Config) -> Device:
@@ -79,8 +85,10 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
     example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
     with uncollected():
         module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
-        compiled = Compiled(module, build_plan(config), example, loss)
-    return _ordered(Forecast.of(config, compiled, device or _device(config)))
+        plan, device = build_plan(config), device or _device(config)
+        own = rates(device.kind, plan.precision)
+        compiled = Compiled(module, plan, example, loss, rates=own, batch_rows=config.data.batch_size)
+    return _ordered(Forecast.of(config, compiled, device))
 
 
 def _ordered(found: Forecast) -> Forecast:

@@ -84,7 +84,9 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
     with uncollected():
-        compiled = Compiled(module, plan, example, loss, comm.device, initial=initial)
+        compiled = Compiled(
+            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size
+        )  # fmt: skip
     progress.phase("predicting the memory")
     forecast = _forecast(config, compiled, comm)
     if unordered(config):

@@ -22,15 +22,13 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     from shardwise.runtime.compiled import Compiled
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
-    from .forecast import left_open
-    from .ordering import unordered
-    from .subject import settled, subject
+    from .subject import opens, settled, subject
 
     found = subject(config, STEPS)
     plan = found.plan
     if plan.overlaps:
         found = subject(config, OVERLAPPING_STEPS)
-    if left_open(config) or unordered(config):
+    if opens(config):
         plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
     run = run_threads if comm is None else _one_rank(comm)
     return verify(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,6 +19,8 @@ from shardwise.trace.units import Unit
 
 FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "cuda": 150.0}
 """What a CPU computes while it moves a byte: products and the rest of a unit in one number."""
+Weights = Mapping[int, float]
+"""What each unit takes, by its index."""
 EVERYWHERE = -1
 """The stage of what follows from batch fields alone: each rank computes it for itself."""
 
@@ -34,8 +36,9 @@ class Cut:
     order: Timetable = ()  # of schedule "auto"
 
     @staticmethod
-    def of(trace: Trace, plan: Plan, like: Mapping[str, int] | None = None) -> Cut:
-        """As the plan says, or balanced by the units' costs; ``like``: the stages of units by name, of another trace of the model."""
+    def of(trace: Trace, plan: Plan, like: Mapping[str, int] | None = None, weights: Callable[[], Weights] | None = None) -> Cut:
+        """As the plan says, or balanced by the units' ``weights``, by default :func:`weights_of` the trace; ``like``: the stages of units by
+        name, of another trace of the model."""
         ranks = plan.mesh.axis_size(PIPELINE)
         number = ranks * plan.stages_per_rank
         if like is not None:
@@ -43,7 +46,7 @@ class Cut:
         elif number == 1:
             stage = tuple(0 for _ in trace.units)
         else:
-            stage = _stages(trace, plan, number)
+            stage = _stages(trace, plan, number, weights or (lambda: weights_of(trace)))
         order = read(plan.timetable, ranks, plan.stages_per_rank, plan.microbatches) if plan.timetable else ()
         return Cut(tuple(trace.units), stage, ranks, plan.schedule, order)
 
@@ -156,7 +159,7 @@ class Cut:
         )
 
 
-def _stages(trace: Trace, plan: Plan, number: int) -> tuple[int, ...]:
+def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
     if trace.opaque is not None:
         raise ConfigError(f"pp: a model that could not be captured cannot be cut into stages ({trace.opaque}); legal: pp = 1")
     everywhere = {u.index for u in trace.units if u.name == "inputs"}
@@ -166,22 +169,20 @@ def _stages(trace: Trace, plan: Plan, number: int) -> tuple[int, ...]:
         raise ConfigError(f"stages: {list(plan.stages)} are {sum(plan.stages)} units; legal: {len(units)} in all: {names}")
     if number > len(units):
         raise ConfigError(f"pp: {number} stages of {len(units)} units are not legal; legal: at most {len(units)} stages")
-    sizes = plan.stages or balance(_costs(trace, units), number)
+    if plan.stages:
+        sizes = plan.stages
+    else:
+        each = weights()
+        sizes = balance([each[u] for u in units], number)
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]
     found = dict(zip(units, stages, strict=True))
     return tuple(found.get(u.index, EVERYWHERE) for u in trace.units)
 
 
-def _costs(trace: Trace, units: Sequence[int]) -> list[float]:
-    """Of each unit, in FLOPs: what memory traffic takes of a device's time, too."""
-    rows = trace.rows or 2
-    each = {c.index: c for c in cost(trace, rows)}
-    found = []
-    for u in units:
-        c = each[u]
-        flops = c.forward_flops + c.backward_flops
-        found.append(flops + 3 * FLOPS_PER_BYTE["cpu"] * c.forward_bytes)
-    return found
+def weights_of(trace: Trace) -> Weights:
+    """What each unit takes of a device's time, in FLOPs: memory traffic too."""
+    moved = FLOPS_PER_BYTE["cpu"]
+    return {c.index: c.forward_flops + c.backward_flops + 3 * moved * c.forward_bytes for c in cost(trace, trace.rows or 2)}
 
 
 def _like(names: Sequence[str], like: Mapping[str, int]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.pieces import parts, range_parts
+from shardwise.core.pieces import Part, parts, range_parts
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
@@ -212,20 +212,28 @@ class BucketMemory:
 
     def _joined(self, own: Tensor, what: str) -> dict[str, Tensor]:
         """The whole parameters of the local pieces of all ranks over the bucket's axes, whose buckets differ in size: all are padded."""
-        comm, axes = self.comm, self.bucket.axes
-        ranks = comm.mesh.group(comm.rank, axes)
-        layouts = [self.bucket.layout(self.choice, comm.mesh, rank) for rank in ranks]
-        most = max(layout.numel for layout in layouts)
+        comm = self.comm
+        most = max(numel for numel, _ in self._pieces)
         padded = torch.zeros(most, dtype=own.dtype, device=comm.device)
         padded[: own.numel()] = own
-        everyone = torch.empty(len(ranks), most, dtype=own.dtype, device=comm.device)
-        comm.all_gather(everyone, padded, axes, lane="state", what=what).wait()
+        everyone = torch.empty(len(self._pieces), most, dtype=own.dtype, device=comm.device)
+        comm.all_gather(everyone, padded, self.bucket.axes, lane="state", what=what).wait()
         found = {p.name: torch.empty(p.shape, dtype=own.dtype, device=comm.device) for p in self.bucket.parameters}
-        for rank, layout, flat in zip(ranks, layouts, everyone, strict=True):
-            for entry in layout.entries:
-                local = flat[entry.offset : entry.stop].view(entry.shape)
-                for part in parts(self.parameters[entry.name].placed, comm.mesh, rank):
-                    found[entry.name][part.whole.slices] = local[part.local.slices]
+        for flat, (_, pieces) in zip(everyone, self._pieces, strict=True):
+            for entry, part in pieces:
+                whole = found[entry.name]
+                piece = _rectangle(flat, entry.offset, entry.shape, part.local)
+                _rectangle(whole, 0, whole.shape, part.whole).copy_(piece)
+        return found
+
+    @cached_property
+    def _pieces(self) -> list[tuple[int, list[tuple[FlatEntry, Part]]]]:
+        """Of each rank over the bucket's axes how many elements its bucket has, and the parts of the parameters in these."""
+        comm, found = self.comm, []
+        for rank in comm.mesh.group(comm.rank, self.bucket.axes):
+            layout = self.bucket.layout(self.choice, comm.mesh, rank)
+            owned = [(e, part) for e in layout.entries for part in parts(self.parameters[e.name].placed, comm.mesh, rank)]
+            found.append((layout.numel, owned))
         return found
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:

@@ -17,15 +17,16 @@ from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Machine, Rates, rates
-from shardwise.lower.stages import Cut
+from shardwise.lower.stages import Cut, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.parallel.data import REPLICAS, SHARDS
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
-from shardwise.trace.trace import Bucket, Parameter, Trace, trace
+from shardwise.trace.trace import Bucket, Captures, Parameter, Trace, trace
 
 MASKS = ("attention_mask",)
 
@@ -50,8 +51,11 @@ class Compiled:
     training: bool = True
     initial: Mapping[str, Tensor] | None = None
     rates: Rates | None = None  # by which a solver of tensor plans goes; None: those of the kind of device
+    batch_rows: int | None = None  # of a whole batch, by which it goes too; None: as many as the example has
     _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
+    _weights: dict[int, Weights] = field(default_factory=dict)  # of the units of a trace, which is not let go of meanwhile
+    _captures: Captures = field(default_factory=dict)  # which serve all plans
     _programs: dict[tuple[int, int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
@@ -69,7 +73,7 @@ class Compiled:
             self.module = self._values.structure()
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
-        self._stages = self._stages or Cut.of(self.general, self.plan).names
+        self._stages = self._stages or Cut.of(self.general, self.plan, weights=self._unit_weights).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
@@ -90,6 +94,7 @@ class Compiled:
         self.module = self.values.whole()
         self._values = Values.of_module(self.module)
         self._traces.clear()
+        self._captures = {}
         found = self.trace((), None)
         found.notes.append("initial weights: every rank builds the whole model, since it could not be captured without")
         return found
@@ -114,13 +119,21 @@ class Compiled:
             return self._evaluation
 
     def under(self, plan: Plan) -> Compiled:
-        """The same model under another plan; traces serve both where nothing that they depend on differs."""
-        same = _traced_for(plan) == _traced_for(self.plan)
-        traces = self._traces if same else {}
+        """The same model under another plan; captures serve both, and traces where nothing that they depend on differs."""
+        same = traced_for(plan) == traced_for(self.plan)
+        traces, weights = (self._traces, self._weights) if same else ({}, {})
         buckets, axes = (self.buckets, self._axes) if same else ([], {})
         return replace(
-            self, plan=plan, buckets=buckets, _axes=axes, _traces=traces, _programs={}, _stages={}, _lock=threading.RLock(), _evaluation=None
+            self, plan=plan, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={}, _stages={},
+            _lock=threading.RLock(), _evaluation=None,
         )  # fmt: skip
+
+    def _unit_weights(self) -> Weights:
+        """By which the general trace is cut into stages."""
+        key = id(self.general)
+        if key not in self._weights:
+            self._weights[key] = weights_of(self.general)
+        return self._weights[key]
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
@@ -132,7 +145,7 @@ class Compiled:
             if key not in self._traces:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule, tensor=self._tensors(),
+                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule, tensor=self._tensors(), captures=self._captures,
                 )  # fmt: skip
         return self._traces[key]
 
@@ -141,14 +154,26 @@ class Compiled:
         known = [p for b in self.buckets for p in b.parameters]
         layouts = {p.name: p.layout for p in known} if known else None
         axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
-        machine = None
-        if self.plan.tensor_plan == "auto":
-            whole = next(iter(self.example.values())).shape[0]
-            ranks = self.plan.mesh.axis_size((SHARDS, REPLICAS))
-            rows = -(-whole // (self.plan.microbatches * ranks))
-            machine = Machine(self.rates or rates(self.device.type, self.plan.precision), max(rows, 1))
         summed = {p.name: p.summed for p in known}
+        machine = self._machine() if axes else None
         return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed)
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Of all ranks together."""
+        whole = self.batch_rows or next(iter(self.example.values())).shape[0]
+        return max(-(-whole // self.plan.microbatches), 1)
+
+    def _machine(self) -> Machine:
+        """What a solver of tensor plans goes by; parameters are taken to be of the last rule, the optimizer to be Adam."""
+        plan, size = self.plan, 8 if self.plan.precision == "fp64" else 4
+        rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
+        rule, shards = plan.parameters[-1], plan.mesh.axis_size(SHARDS)
+        gradient = size / (shards if rule.grad == "S" else 1)
+        state = 0.0 if plan.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
+        live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
+        own = self.rates or rates(self.device.type, plan.precision)
+        return Machine(own, rows, plan.tensor_bytes or None, gradient + state, live)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -182,12 +207,12 @@ def _lying(one: Parameter) -> str:
     return f"{one.placed}, its gradient summed over {', '.join(one.summed)}," if one.summed else str(one.placed)
 
 
-def _traced_for(plan: Plan) -> tuple[Any, ...]:
+def traced_for(plan: Plan) -> tuple[Any, ...]:
     """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
-    tensor = [(axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
+    tensor = tuple((axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan))
     how: tuple[Any, ...] = (plan.tensor, plan.tensor_plan, plan.pins)
     if plan.tensor_plan == "auto":
-        how = (*how, plan.microbatches, plan.mesh.axis_size((SHARDS, REPLICAS)))
+        how = (*how, plan.microbatches, plan.mesh.axis_size((SHARDS, REPLICAS)), plan.tensor_bytes)
     return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 

@@ -155,7 +155,7 @@ class Computing(Multiplier):
             if grad is not None:
                 self.gradients.add(name, grad)
         for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
-            if dy is not None:
+            if dy is not None and operand.counts:
                 add(operand.factors(name, dy))
         for name, grad in zip(live, rest[: len(live)], strict=True):
             if grad is not None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import axis_of
 from shardwise.core.rates import Machine
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import differentiable, is_tensor
@@ -121,3 +122,39 @@ def with_gradient(captured: Captured, graph: fx.Graph) -> dict[fx.Node, bool]:
             good = isinstance(value, Tensor | tuple | list) and differentiable(value)
             found[node] = reached and good and node.target is not torch.ops.aten.detach.default
     return found
+
+
+def postpone(
+    p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, found: Assignment
+) -> None:  # fmt: skip
+    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them alone: their gradients
+    are summed over ranks once a step, as over the axes of the batch, and not for each microbatch where they are used."""
+    nodes, wanted = list(p.normal.graph.nodes), set[fx.Node]()
+    alone = {n for n, states in rows.states.items() if p.carrying.get(n) and set(states) == {"R"}}
+    for node, strategy in found.strategies.items():
+        form = forms[node]
+        operands = (o for o, _ in form.operands) if form is not None else ()
+        wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Place)}
+    for node in reversed(nodes):
+        name = p.captured.parameters.get(node.name)
+        if name is not None and p.tensor.layouts is not None:
+            (wanted.add if axis in p.tensor.summed.get(name, ()) else wanted.discard)(node)
+        if node in alone and node in wanted and set(found.states[node]) == {"I"}:
+            found.states[node] = ("R",) * len(found.states[node])
+            form = forms.get(node)
+            if form is not None:
+                found.strategies[node] = form.whole("R")
+            wanted |= set(node.all_input_nodes)
+
+
+def place_of(layout: Layout | None, axis: str, parts: Mapping[str, int]) -> State:
+    """Where ``axis`` shards a tensor of this layout (None: whole); "I" where it does not."""
+    for dim, factors in enumerate(layout.dims if layout is not None else ()):
+        whole, pre = math.prod(f.size for f in factors), 1
+        for factor in factors:
+            if axis in factor.axes:
+                alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # no sub-axes, which cut alike
+                equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
+                return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
+            pre *= factor.size
+    return "I"

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 from torch import fx
 
 from shardwise.trace import ops
-from shardwise.trace.assign import Assignment
+from shardwise.trace.assign import Assignment, place_of
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.schema import is_tensor
-from shardwise.trace.tensor import place_of
 
 if TYPE_CHECKING:
     from shardwise.trace.price import Prices
@@ -90,7 +89,7 @@ class Choices(Chosen):
         """The state of a parameter whose layout has been chosen before."""
         name = self.p.captured.parameters[node.name]
         layout = (self.p.tensor.layouts or {}).get(name)
-        state = "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
+        state = place_of(layout, self.axis, self.p.tensor.axes)
         return "R" if state == "I" and self.axis in self.p.tensor.summed.get(name, ()) else state
 
     def even(self, node: fx.Node) -> Iterator[Place]:
@@ -154,7 +153,7 @@ class Choices(Chosen):
             self.made_of(form)
         candidates = tuple(tuple(self.candidates(o)) for o, _ in form.operands)
         states = tuple(self.rows.states[o][0] for o, _ in form.operands)
-        key = (self.prices.key(node), candidates, states)
+        key = (self.prices.works.key(node), candidates, states)
         if key not in self.known:
             self.known[key] = tuple(dict.fromkeys(self.legal(form, candidates)))
         self.strategies[node] = found = self.known[key]

@@ -27,7 +27,6 @@ class Cuts:
 
     def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None], parts: int) -> None:
         self.p, self.forms, self.parts = p, forms, parts
-        self.users = {n: list(n.users) for n in p.normal.graph.nodes}
 
     def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Place:
         """A place; where pieces come out equal it says so, whatever they are made of."""
@@ -94,7 +93,7 @@ class Cuts:
     def parts_of(self, value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
         """The (node, size) of the parts, not all equal, into which a value is split or sliced along ``dim``; none where it is not."""
         found: dict[int, tuple[fx.Node, int]] = {}
-        for user in self.users[value]:
+        for user in value.users:
             results = self.results(user) if user in self.forms else []
             if op_name(user) in _SPLITS and given(user, "dim", 0) % len(self.p.shape(value)) == dim:
                 whole = user.meta["val"]
@@ -169,7 +168,7 @@ class Cuts:
 
     def uses(self, value: fx.Node) -> Iterator[tuple[fx.Node, int, Form]]:
         """(op, position among its operands, its form) of those that read a value."""
-        for user in self.users[value]:
+        for user in value.users:
             form = self.forms.get(user)
             for position, (operand, _) in enumerate(form.operands if form is not None else ()):
                 if operand is value and form is not None:
@@ -179,7 +178,7 @@ class Cuts:
         """The nodes of an op's results, of those that are read."""
         if not isinstance(user.meta["val"], tuple | list):
             return [user]
-        picked = {u.args[1]: u for u in self.users[user] if u not in self.forms}
+        picked = {u.args[1]: u for u in user.users if u not in self.forms}
         return [picked.get(i) for i in range(len(user.meta["val"]))]
 
     def gathered(self, node: fx.Node, place: Place) -> int:

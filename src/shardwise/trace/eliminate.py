@@ -1,7 +1,7 @@
 """The least sum of tables over variables with few values each: exact elimination, one variable after the other.
 
 Which variable goes next is a greedy choice: that whose elimination makes the smallest table.  Equal parts of a problem (the blocks of a
-model) cost once: what is made of the same tables in the same way is kept.
+model) cost once: what is made of the same tables in the same way is of one :class:`Kind`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 Table = np.ndarray[Any, np.dtype[np.float64]]
+Places = np.ndarray[Any, np.dtype[np.intp]]
 
 
 class Factor(NamedTuple):
@@ -23,7 +24,7 @@ class Factor(NamedTuple):
     """
 
     variables: tuple[int, ...]
-    table: Table
+    table: Any
 
 
 class TooWide(Exception):
@@ -38,12 +39,29 @@ class Least(NamedTuple):
     largest: int
 
 
-class _Gone(NamedTuple):
-    """An eliminated variable: its best value for each of its neighbours' values."""
+class Kind(NamedTuple):
+    """What is alike in the elimination of alike variables: the ``shape`` of the sum of ``terms``, tables with the dims that each has of it, the last
+    that of the variable; the least along this (``table``), and where it is (``best``)."""
+
+    shape: tuple[int, ...]
+    terms: tuple[tuple[Table, tuple[int, ...]], ...]
+    table: Table
+    best: Places
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], terms: tuple[tuple[Table, tuple[int, ...]], ...]) -> Kind:
+        whole = _sum(shape, terms)
+        best = whole.argmin(-1)
+        return cls(shape, terms, np.take_along_axis(whole, best[..., None], -1)[..., 0], best)
+
+
+class Gone(NamedTuple):
+    """An eliminated variable, its neighbours, the number of its kind and of the factors that went with it, in the order of the kind's terms."""
 
     variable: int
     neighbours: tuple[int, ...]
-    best: np.ndarray[Any, np.dtype[np.intp]]
+    kind: int
+    taken: tuple[int, ...]
 
 
 def least(sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 26) -> Least:
@@ -51,32 +69,40 @@ def least(sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 26)
 
     :class:`TooWide` where a table would have more than ``limit`` elements.
     """
-    run = _Elimination(sizes, limit)
-    for factor in factors:
-        run.add(factor)
-    return run.solve()
+    return Elimination(sizes, factors, limit).least()
 
 
-class _Elimination:
-    def __init__(self, sizes: Sequence[int], limit: int) -> None:
+class Elimination:
+    """All variables, eliminated: which tables went into which is the same for all factors that share tables in the same way.
+
+    Factors are numbered as they are given; after them comes what each of ``gone`` leaves.  The last of ``kinds`` is what is left when all are gone: of
+    one element.
+    """
+
+    def __init__(self, sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 26) -> None:
         self.sizes, self.limit = sizes, limit
-        self.factors: list[dict[int, Factor]] = [{} for _ in sizes]  # of each variable, by number
-        self.number, self.total, self.largest = 0, 0.0, 0
-        self.known: dict[Any, tuple[Table, Any]] = {}
+        self.around: list[dict[int, Factor]] = [{} for _ in sizes]  # of each variable, by number
+        self.ended: dict[int, Factor] = {}  # without variables
+        self.number, self.largest = 0, 0
+        self.known: dict[Any, int] = {}
+        self.kinds: list[Kind] = []
+        self.gone: list[Gone] = []
         self.tables: list[Table] = []  # whose identities are in keys
+        for factor in factors:
+            self.add(factor)
+        self.run()
 
     def add(self, factor: Factor) -> None:
         self.tables.append(factor.table)
         if not factor.variables:
-            self.total += float(factor.table)
+            self.ended[self.number] = factor
         for variable in factor.variables:
-            self.factors[variable][self.number] = factor
+            self.around[variable][self.number] = factor
         self.number += 1
 
-    def solve(self) -> Least:
+    def run(self) -> None:
         heap = [(self.weight(v), v) for v in range(len(self.sizes))]
         heapq.heapify(heap)
-        gone: list[_Gone] = []
         done = [False] * len(self.sizes)
         while heap:
             weight, variable = heapq.heappop(heap)
@@ -86,58 +112,78 @@ class _Elimination:
                 heapq.heappush(heap, (now, variable))
                 continue
             done[variable] = True
-            gone.append(self.eliminate(variable))
-            for neighbour in gone[-1].neighbours:
+            self.eliminate(variable)
+            for neighbour in self.gone[-1].neighbours:
                 heapq.heappush(heap, (self.weight(neighbour), neighbour))
+        self.kinds.append(Kind.of((1,), tuple((f.table, ()) for f in self.ended.values())))
+
+    def least(self) -> Least:
         values = [0] * len(self.sizes)
-        for variable, neighbours, best in reversed(gone):
-            values[variable] = int(best[tuple(values[n] for n in neighbours)])
-        return Least(self.total, values, self.largest)
+        for variable, neighbours, kind, _ in reversed(self.gone):
+            values[variable] = int(self.kinds[kind].best[tuple(values[n] for n in neighbours)])
+        return Least(float(self.kinds[-1].table), values, self.largest)
 
     def neighbours(self, variable: int) -> tuple[int, ...]:
         """In the order in which its factors name them."""
-        found = dict.fromkeys(v for factor in self.factors[variable].values() for v in factor.variables)
+        found = dict.fromkeys(v for factor in self.around[variable].values() for v in factor.variables)
         found.pop(variable, None)
         return tuple(found)
 
     def weight(self, variable: int) -> int:
         return math.prod(self.sizes[v] for v in self.neighbours(variable)) * self.sizes[variable]
 
-    def eliminate(self, variable: int) -> _Gone:
+    def eliminate(self, variable: int) -> None:
         around = self.neighbours(variable)
         place = {v: i for i, v in enumerate((*around, variable))}
-        terms = list(self.factors[variable].items())
-        key = (self.sizes[variable], *((id(f.table), tuple(place[v] for v in f.variables)) for _, f in terms))
+        taken = dict(self.around[variable])
+        terms = tuple((f.table, tuple(place[v] for v in f.variables)) for f in taken.values())
+        key = (self.sizes[variable], *((id(table), dims) for table, dims in terms))
         if key not in self.known:
-            shape = [self.sizes[v] for v in (*around, variable)]
+            shape = tuple(self.sizes[v] for v in (*around, variable))
             self.largest = max(self.largest, math.prod(shape))
             if self.largest > self.limit:
                 raise TooWide(f"a table of {self.largest} elements; limit: {self.limit}")
-            self.known[key] = _minimum(shape, [(f.table, [place[v] for v in f.variables]) for _, f in terms])
-        table, best = self.known[key]
-        for number, factor in terms:
+            self.known[key] = len(self.kinds)
+            self.kinds.append(Kind.of(shape, terms))
+        for number, factor in taken.items():
             for v in factor.variables:
-                del self.factors[v][number]
-        self.add(Factor(around, table))
-        return _Gone(variable, around, best)
+                del self.around[v][number]
+        self.gone.append(Gone(variable, around, self.known[key], tuple(taken)))
+        self.add(Factor(around, self.kinds[self.known[key]].table))
+
+    def through(self) -> list[Table]:
+        """Of each kind, and each element of its sum: the least sum of everything in which this is a part; of alike variables the least of all."""
+        made = {id(kind.table): number for number, kind in enumerate(self.kinds)}
+        rest = [np.full(kind.table.shape, math.inf) for kind in self.kinds]  # the least of all that a kind's table is not made of
+        rest[-1] = np.zeros(())
+        found: list[Table] = []
+        for number, kind in reversed(list(enumerate(self.kinds))):  # what takes a table is of a later kind than what made it
+            whole = _sum(kind.shape, kind.terms) + rest[number][..., None]
+            found.append(whole)
+            for table, dims in kind.terms:
+                if id(table) in made:
+                    least = whole.min(tuple(d for d in range(whole.ndim) if d not in dims)).transpose(
+                        np.argsort(np.argsort(dims))
+                    )
+                    good, other = np.isfinite(table), rest[made[id(table)]]
+                    np.minimum(other, least - np.where(good, table, 0), out=other, where=good)
+        return found[::-1]
 
 
-def _minimum(shape: Sequence[int], terms: Sequence[tuple[Table, Sequence[int]]]) -> tuple[Table, Any]:
-    """The least of a sum of tables along the last of its dims, and where that is; each table has some of the dims."""
-    total = np.zeros(shape)
+def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]]) -> Table:
+    """Of tables, each with some dims of ``shape``."""
+    found = np.zeros(shape)
     for table, dims in terms:
-        order = np.argsort(dims)
         wide = [1] * len(shape)
         for d in dims:
             wide[d] = shape[d]
-        total += table.transpose(order).reshape(wide)
-    best = total.argmin(-1)
-    return np.take_along_axis(total, best[..., None], -1)[..., 0], best
+        found += table.transpose(np.argsort(dims)).reshape(wide)
+    return found
 
 
-def total(factors: Iterable[Factor], values: Sequence[int]) -> float:
+def total(factors: Iterable[Factor], values: Sequence[int]) -> Any:
     """The sum at some values."""
-    return float(sum(f.table[tuple(values[v] for v in f.variables)] for f in factors))
+    return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
 
 
-__all__ = ["Factor", "Least", "TooWide", "least", "total"]
+__all__ = ["Elimination", "Factor", "Gone", "Kind", "Least", "Places", "Table", "TooWide", "least", "total"]

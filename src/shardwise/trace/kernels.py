@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.trace import ops
+from shardwise.trace import drawn, ops
 from shardwise.trace.capture import example_rows
 from shardwise.trace.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
 from shardwise.trace.opaque import first_loss
@@ -22,7 +22,7 @@ ROWS = 2
 PRODUCTS = frozenset(
     (
         aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d,
-        aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d, aten.scaled_dot_product_attention, ops.attention,
+        aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d, aten.scaled_dot_product_attention, drawn.attention,
     )
 )  # fmt: skip
 """What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32 here."""

@@ -19,13 +19,12 @@ from torch import fx
 
 from shardwise.core.pins import starred
 from shardwise.parallel.tensor import Role
-from shardwise.trace.assign import Assignment
+from shardwise.trace.assign import Assignment, place_of
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.naming import named
-from shardwise.trace.ops import ROWS
 from shardwise.trace.pins import Pin, Pins, Places, check_table
 from shardwise.trace.sizes import ratio
-from shardwise.trace.tensor import TensorWalk, place_of
+from shardwise.trace.tensor import TensorWalk
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -71,7 +70,7 @@ class PinnedWalk(TensorWalk):
             for node in self.p.normal.graph.nodes:
                 if node.op == "placeholder" and (name := self.p.captured.parameters.get(node.name)) is not None:
                     layout = self.p.tensor.layouts.get(name)
-                    state = "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
+                    state = place_of(layout, self.axis, self.p.tensor.axes)
                     self.facts[node] = Fact(state if isinstance(state, Place) else None, name)
         for node, pin in self.about(self.pins.results):
             self.facts[node] = Fact(places.result(node, pin), pin.text)
@@ -118,7 +117,7 @@ class Following:
                 self.facts[node] = fact
                 self.push(node)
         self.spread(BACKWARD)
-        self.walk.p.sharded.conflicts.update(self.conflicts)
+        self.walk.p.sharded.notes.update(self.conflicts)
         decided = self.walk.p.sharded.decided
         for node in self.walk.p.normal.graph.nodes:
             if node.op == "placeholder" and node.users and (name := self.walk.p.captured.parameters.get(node.name)) is not None:
@@ -219,8 +218,7 @@ class Following:
             if size < self.walk.parts:
                 return
             place = self.walk.cuts.even(size, place.dim, place.pre, place.post)
-        others = {g: one.states[node][0] for g, one in ((ROWS, self.walk.rows), *self.walk.before.items())}
-        if not self.walk.p.fits(self.walk.p.shape(node), {**others, self.walk.axis: place}):
+        if not self.walk.fits(node, place):
             return
         known, waits = self.facts.get(node), self.walk.later.get(node)
         if known is None and waits is not None and waits.place is not None and waits.place.dim == place.dim:

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.pins import Cut, cuts, starred
 from shardwise.trace.forms import Form, Place
-from shardwise.trace.ops import ROWS
 
 if TYPE_CHECKING:
     from shardwise.trace.pinned import PinnedWalk
@@ -211,8 +210,7 @@ class Places:
         else:
             rows = self.walk.rows.states[node][0]
             place = rows if isinstance(rows, Place) and rows.dim == dim and pin.cut.parts is None else None
-        others = {g: one.states[node][0] for g, one in ((ROWS, self.walk.rows), *self.walk.before.items())}
-        if place is None or not self.p.fits(self.p.shape(node), {**others, self.walk.axis: place}):
+        if place is None or not self.walk.fits(node, place):
             raise ConfigError(
                 f"pins: {pin.text}: dim {dim} of what {pin.name} returns, {list(self.p.shape(node))}, cannot be cut into pieces for "
                 f'{self.walk.parts} ranks over {self.walk.axis}; legal: "whole", or another dim.'

@@ -13,23 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shardwise.core.layout import shard_range
 from shardwise.core.rates import Rates
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Place, State, Strategy
-from shardwise.trace.meter import Meter, tensors_in
 from shardwise.trace.moves import COLLECTIVES, CUTTING, ORDER, step_towards
 from shardwise.trace.ops import ROWS
-from shardwise.trace.saved import COMPOSED
-from shardwise.trace.sizes import factored, known
+from shardwise.trace.sizes import factored
+from shardwise.trace.work import Works
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
-
-META = torch.device("meta")
 
 States = tuple[State, ...]
 """Of a value, on each axis of tensor parallelism."""
@@ -65,14 +61,6 @@ class Talk(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
-    """FLOPs and bytes of the kernels of an op, forward and backward."""
-
-    forward: tuple[float, float]
-    backward: tuple[float, float] = (0.0, 0.0)
-
-
-@dataclass(frozen=True)
 class Seconds:
     """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``once`` what there is at the end of its step, ``nbytes`` what it
     keeps: parameters with what belongs to them, results of ops, and what moves make of these."""
@@ -93,15 +81,14 @@ class Prices:
     """Over ``axes``, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
 
     def __init__(
-        self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: int = 12
-    ) -> None:
-        self.p, self.rates, self.rows, self.kind, self.state = p, rates, rows, kind, beside
+        self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: float = 12,
+        live: int = 1,
+    ) -> None:  # fmt: skip
+        self.p, self.rates, self.rows, self.kind, self.state, self.live = p, rates, rows, kind, beside, live
         self.ranks_of = dict(p.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
         self.values: dict[fx.Node, Value] = {}
-        self.works: dict[Any, Work] = {}
-        self.keys: dict[fx.Node, Any] = {}
-        self.known: dict[Any, int] = {}
+        self.works = Works(p, rows, kind)
         self.ops: dict[Any, float] = {}
         self.path = functools.cache(self._path)
         self.step = functools.cache(self._step)
@@ -113,17 +100,10 @@ class Prices:
         if node not in self.values:
             tensor = node.meta["val"]
             where = self.p.assignments[ROWS].states[node][0]
-            self.values[node] = Value(self.sizes(tensor), self.p.shape(node), tensor.dtype.itemsize, self.p.carrying[node], where)
+            self.values[node] = Value(
+                self.works.sizes(tensor), self.p.shape(node), tensor.dtype.itemsize, self.p.carrying[node], where
+            )
         return self.values[node]
-
-    def sizes(self, tensor: Tensor) -> tuple[int, ...]:
-        """For as many rows as are priced; a size that depends on data is the number of rows, too."""
-        return tuple(s if isinstance(s, int) else self.size(s.node.expr, s) for s in tensor.shape)
-
-    def size(self, expression: Any, size: Any) -> int:
-        if expression not in self.known:
-            self.known[expression] = known(size, self.rows, self.rows)
-        return self.known[expression]
 
     def piece(self, shape: Sequence[int], states: Sequence[State]) -> tuple[int, ...]:
         """The largest local shape."""
@@ -273,84 +253,43 @@ class Prices:
 
     def kept(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> int:
         """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
-        if not self.p.carrying[node] or not self.work(node).forward[1]:
+        if not self.p.carrying[node] or not self.works.work(node).forward[1]:
             return 0
         value = node.meta["val"]
         found = 0
         for i, tensor in enumerate(value if isinstance(value, tuple | list) else [value]):
             states = [s.results[i] for s in strategies] or ["I"] * len(self.axes)
-            found += math.prod(self.piece(self.sizes(tensor), states)) * tensor.dtype.itemsize
-        return found
+            found += math.prod(self.piece(self.works.sizes(tensor), states)) * tensor.dtype.itemsize
+        return found * self.live
 
     def copied(self, value: Value, step: Step) -> int:
         """Bytes of what a move makes of a value with a gradient."""
         new = step.name in ("gather", "all_reduce", "scatter") and value.grad
-        return math.prod(self.piece(value.shape, _after(step))) * value.itemsize if new else 0
+        return math.prod(self.piece(value.shape, _after(step))) * value.itemsize * self.live if new else 0
 
     def resting(self, node: fx.Node, states: Sequence[State]) -> int:
         """Bytes of a parameter, with what belongs to one that learns."""
         value = self.value(node)
-        return math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad)
+        return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad))
 
     # ---- ops -----------------------------------------------------------------------------------------------------------
 
-    def key(self, node: fx.Node) -> Any:
-        """Equal for ops that do the same with tensors of the same sizes."""
-        if node not in self.keys:
-            arguments = fx.map_arg((node.args, dict(node.kwargs)), self._argument)
-            symbols = [str(n.meta["val"].shape) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-            self.keys[node] = repr((str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.p.counted))
-        return self.keys[node]
-
-    def work(self, node: fx.Node) -> Work:
-        """Of an op on the whole batch."""
-        key = self.key(node)
-        if key not in self.works:
-            self.works[key] = self._measured(node, fx.map_arg((node.args, dict(node.kwargs)), self._argument))
-        return self.works[key]
-
-    def _argument(self, node: fx.Node) -> Any:
-        value = node.meta.get("val")
-        grad = self.p.carrying.get(node, False)
-        if isinstance(value, Tensor):
-            return _Meta(self.sizes(value), value.dtype, grad and value.dtype.is_floating_point)
-        return known(value, self.rows, self.rows) if isinstance(value, torch.SymInt) else value
-
-    def _measured(self, node: fx.Node, arguments: Any) -> Work:
-        """An op that the meta device cannot run is priced by the bytes of its operands and results."""
-        args, kwargs = fx.node.map_aggregate(arguments, _made)
-        target: Any = node.target
-        run = functools.partial(COMPOSED[target], self.kind) if target in COMPOSED else target
-        operands = tensors_in((args, kwargs))
-        there, back = Meter(self.kind), Meter(self.kind)
-        try:
-            with torch.device(META):
-                with there:
-                    results = tensors_in(run(*args, **kwargs))
-                wanted, good = ([t for t in ts if t.requires_grad] for ts in (operands, results))
-                if wanted and good:
-                    with back:
-                        torch.autograd.grad(good, wanted, [torch.empty_like(g) for g in good], allow_unused=True)
-        except Exception:  # of many kinds: no kernel, or one that needs to see values
-            several = isinstance(node.meta["val"], tuple | list)
-            shapes = [self.sizes(v) for v in (node.meta["val"] if several else [node.meta["val"]])]
-            nbytes = sum(t.nbytes for t in operands) + sum(map(math.prod, shapes)) * 4
-            return Work((0, nbytes), (0, 2 * nbytes if self.p.carrying[node] else 0))
-        return Work((there.flops, there.bytes), (back.flops, back.bytes))
-
     def op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
         """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
-        key = (self.key(node), tuple(strategies))
+        key = (self.works.key(node), tuple(strategies))
         if key not in self.ops:
             self.ops[key] = self._op(node, form, strategies)
         return self.ops[key]
 
     def _op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
-        work = self.work(node)
+        work = self.works.work(node)
         flops = nbytes = 1.0
         if form is not None and strategies:
             sides = [
-                *((self.sizes(o.meta["val"]), [s.operands[i] for s in strategies]) for i, (o, _) in enumerate(form.operands)),
+                *(
+                    (self.works.sizes(o.meta["val"]), [s.operands[i] for s in strategies])
+                    for i, (o, _) in enumerate(form.operands)
+                ),
                 *((shape, [s.results[i] for s in strategies]) for i, shape in enumerate(self.results(node))),
             ]
             whole, local = (sum(map(math.prod, ts)) for ts in zip(*((s, self.piece(s, at)) for s, at in sides), strict=True))
@@ -368,14 +307,15 @@ class Prices:
 
     def results(self, node: fx.Node) -> list[tuple[int, ...]]:
         value = node.meta["val"]
-        return [self.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
+        return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
 
     def exchanges(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
         """What an op communicates by itself."""
         if form is None or form.exchange is None or not strategies:
             return
         shapes = [
-            self.piece(self.sizes(o.meta["val"]), [s.operands[k] for s in strategies]) for k, (o, _) in enumerate(form.operands)
+            self.piece(self.works.sizes(o.meta["val"]), [s.operands[k] for s in strategies])
+            for k, (o, _) in enumerate(form.operands)
         ]
         along: dict[int, list[int]] = {}  # axes that shard the same dim exchange together
         for i, strategy in enumerate(strategies):
@@ -385,18 +325,6 @@ class Prices:
             for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
                 if not backward or self.p.carrying[node]:
                     yield Talk(backward, kind, tuple(axes), nbytes)
-
-
-class _Meta(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    grad: bool
-
-
-def _made(argument: Any) -> Any:
-    if isinstance(argument, _Meta):
-        return torch.empty(argument.shape, dtype=argument.dtype, device=META, requires_grad=argument.grad)
-    return META if isinstance(argument, torch.device) else argument
 
 
 def _with(states: States, groups: Iterable[int], after: State) -> States:

@@ -17,8 +17,9 @@ from torch import fx
 
 from shardwise.trace.assign import Assignment
 from shardwise.trace.choices import Chosen
-from shardwise.trace.eliminate import Factor, Table, least
+from shardwise.trace.eliminate import Factor, least
 from shardwise.trace.forms import Form, State, Strategy
+from shardwise.trace.limited import BYTES, EXACT, MOST, SECONDS, Costs, Weights, fewest
 from shardwise.trace.price import Prices, Seconds, States, Step, Talk, Value
 from shardwise.trace.schema import is_tensor
 from shardwise.trace.sizes import Unfit
@@ -107,31 +108,23 @@ def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seco
 
 
 class Solved(NamedTuple):
-    """What each axis is, and the seconds and bytes that this is predicted to take."""
+    """What each axis is, and the seconds and bytes that this is predicted to take; no plan within the limit of memory takes fewer seconds than ``bound``,
+    where that is known."""
 
     assignments: dict[str, Assignment]
     seconds: Seconds
+    bound: float | None = None
 
-
-class Weights(NamedTuple):
-    """What a second and a byte count for."""
-
-    seconds: float = 1.0
-    nbytes: float = 0.0
-
-    def of(self, seconds: float, nbytes: float) -> float:
-        return self.seconds * seconds + self.nbytes * nbytes
-
-    def cost(self, one: Solved) -> float:
-        return self.of(one.seconds.total, one.seconds.nbytes)
-
-
-SECONDS = Weights()
+    @property
+    def gap(self) -> float:
+        """By what part of the best's seconds these may be more; 0 where this is the best, or nothing is known."""
+        more = 0.0 if self.bound is None else self.seconds.total / self.bound - 1
+        return more if more > EXACT else 0.0
 
 
 @dataclass
 class Problem:
-    """Variables with their choices, and tables over them."""
+    """Variables with their choices, and tables over them of seconds, and of bytes as the imaginary part."""
 
     choices: list[Sequence[Any]] = field(default_factory=list)
     factors: list[Factor] = field(default_factory=list)
@@ -146,28 +139,29 @@ class Problem:
 
 
 class Solver:
-    """Chooses for the axes of ``prices`` together, of what there is to choose on each."""
+    """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are left out."""
 
     def __init__(
         self, p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices, choices: Mapping[str, Chosen],
-        weights: Weights = SECONDS, direct: int = DIRECT,
+        limited: bool = False, direct: int = DIRECT,
     ) -> None:  # fmt: skip
         self.p, self.forms, self.prices, self.choices = p, forms, prices, choices
-        self.weights, self.direct = weights, direct
+        self.limited, self.direct = limited, direct
         self.flow = Flow(p, forms)
-        self.problem = Problem()
         self.variables: dict[fx.Node, int] = {}
         self.tables: dict[Any, Any] = {}
         self.options: dict[fx.Node, Sequence[Choice]] = {}
+        self.problem = Problem()
+        self.build()
 
-    def build(self) -> Problem:
+    def build(self) -> None:
         """Ops and parameters, then the values between them."""
         joint: dict[Any, Sequence[Choice]] = {}
         for node in self.p.normal.graph.nodes:
             axes = [self.choices[axis] for axis in self.prices.axes]
             if node in axes[0].states:
                 variable = self.add(node, [one.states[node] for one in axes], joint)
-                self.problem.factors.append(Factor((variable,), np.array([self.rest(node, own) for own in self.options[node]])))
+                self.problem.factors.append(Factor((variable,), self.rest(node, self.options[node])))
             elif node in axes[0].strategies:
                 variable = self.add(node, [one.strategies[node] for one in axes], joint)
                 self.problem.factors.append(Factor((variable,), self.op_table(node, self.options[node])))
@@ -175,11 +169,10 @@ class Solver:
                 self.problem.factors.append(Factor((), np.array(self.op_cost(node, ()))))
         for node in self.flow.values:
             self.connect(node)
-        return self.problem
 
     def add(self, node: fx.Node, own: list[Sequence[Any]], joint: dict[Any, Sequence[Choice]]) -> int:
         form = self.forms.get(node)
-        key = (node if form is None else self.prices.key(node), tuple(map(id, own)))
+        key = (node if form is None else self.prices.works.key(node), tuple(map(id, own)))
         if form is None or key not in joint:
             good = tuple(one for one in itertools.product(*own) if len(own) == 1 or self.together(node, form, one))
             joint[key] = good or ((("I",) if form is None else (form.whole("I"),)) * len(own),)
@@ -203,25 +196,31 @@ class Solver:
     def fits(self, shape: Sequence[int], states: Sequence[State], rows: State) -> bool:
         return self.prices.beside(shape, list(zip(self.prices.axes, states, strict=True)), rows)
 
-    def rest(self, node: fx.Node, states: States) -> float:
+    def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
         """What a parameter costs where it rests."""
+        key = (self.prices.value(node), tuple(options))
+        if key not in self.tables:
+            self.tables[key] = np.array([self.rest_cost(node, own) for own in options])
+        return self.tables[key]
+
+    def rest_cost(self, node: fx.Node, states: States) -> complex:
         took = sum(map(self.prices.seconds, self.prices.once(node, states)))
-        return self.weights.of(took, self.prices.resting(node, states) if self.weights.nbytes else 0)
+        return complex(took, self.prices.resting(node, states) if self.limited else 0)
 
     def op_table(self, node: fx.Node, options: Sequence[Choice]) -> Any:
-        key = (self.prices.key(node), id(options))
+        key = (self.prices.works.key(node), id(options))
         if key not in self.tables:
             self.tables[key] = np.array([self.op_cost(node, one) for one in options])
         return self.tables[key]
 
-    def op_cost(self, node: fx.Node, strategies: Choice) -> float:
+    def op_cost(self, node: fx.Node, strategies: Choice) -> complex:
         form, prices = self.forms[node], self.prices
         took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(node, form, strategies)))
-        return self.weights.of(took, prices.kept(node, form, strategies))
+        return complex(took, prices.kept(node, form, strategies) if self.limited else 0)
 
-    def step(self, value: Value, step: Step) -> float:
+    def step(self, value: Value, step: Step) -> complex:
         """What a move costs."""
-        return self.weights.of(self.prices.step(value, step), self.prices.copied(value, step) if self.weights.nbytes else 0)
+        return complex(self.prices.step(value, step), self.prices.copied(value, step) if self.limited else 0)
 
     # ---- values --------------------------------------------------------------------------------------------------------
 
@@ -229,12 +228,6 @@ class Solver:
         """Tables for the moves of a value."""
         value, (maker, index) = self.prices.value(node), self.flow.maker(node)
         whole = ("I",) * len(self.prices.axes)
-        if maker in self.variables:
-            made: Sequence[States] = [self.state(one, index) for one in self.options[maker]]
-        elif value.grad:
-            made = [whole]
-        else:
-            return  # slices of what is whole and has no gradient are free
         fixed: set[States] = set()
         readers: dict[int, list[tuple[States, ...]]] = {}
         for reader in self.flow.readers(node):
@@ -246,8 +239,20 @@ class Solver:
                     tuple(dict.fromkeys(tuple(s.operands[i] for s in one) for i in reader.positions))
                     for one in self.options[reader.node]
                 ]
-        first = (self.variables[maker],) if maker in self.variables else ()
-        self.moves(value, first, made, sorted(fixed), list(readers.items()))
+        if maker in self.variables:
+            made = [self.state(one, index) for one in self.options[maker]]
+            self.moves(value, (self.variables[maker],), made, sorted(fixed), list(readers.items()))
+        elif value.grad:
+            self.moves(value, (), [whole], sorted(fixed), list(readers.items()))
+        else:
+            self.slices(value, whole, readers)
+
+    def slices(self, value: Value, whole: States, readers: Mapping[int, Sequence[tuple[States, ...]]]) -> None:
+        """Of what is whole and has no gradient: they are free, where there are such."""
+        for variable, needs in readers.items():
+            legal = [self.prices.steps(value, whole, goals) is not None for goals in needs]
+            if not all(legal):
+                self.problem.factors.append(Factor((variable,), np.where(legal, 0.0, math.inf)))
 
     @staticmethod
     def state(choice: Choice, index: int) -> States:
@@ -269,7 +274,8 @@ class Solver:
                         self.moving(value, s, (*fixed, *itertools.chain(*wanted)))
                         for s in states
                         for wanted in itertools.product(*distinct)
-                    ]
+                    ],
+                    complex,
                 ).reshape(len(states), *map(len, distinct))
                 at = [[own.index(one) for one in every] for own, every in zip((states, *distinct), (made, *needs), strict=True)]
                 self.tables[key] = core[np.ix_(*at)] if first else core[0][np.ix_(*at[1:])] if readers else core[0]
@@ -277,7 +283,7 @@ class Solver:
             return
         self.chain(key, value, first, made, fixed, readers)
 
-    def moving(self, value: Value, states: States, goals: Sequence[States]) -> float:
+    def moving(self, value: Value, states: States, goals: Sequence[States]) -> complex:
         steps = self.prices.steps(value, states, dict.fromkeys(goals))
         return math.inf if steps is None else sum(self.step(value, step) for step in sorted(steps, key=repr))
 
@@ -305,25 +311,25 @@ class Solver:
 
     def links(
         self, value: Value, made: Sequence[States], fixed: Sequence[States], needs: Sequence[Sequence[tuple[States, ...]]]
-    ) -> tuple[Table, list[Table]]:
-        """The seconds of what fixed readers need, and for each other reader a table over (before, its choice, after)."""
-        start = np.array([self.moving(value, states, fixed) for states in made])
+    ) -> tuple[Costs, list[Costs]]:
+        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after)."""
+        start = np.array([self.moving(value, states, fixed) for states in made], complex)
         before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
-        tables: list[Table] = []
+        tables: list[Costs] = []
         for number, need in enumerate(needs):
             later = {
                 s for one in needs[number + 1 :] for n in set(one) for states in set(made) for s in self.costly(value, states, n)
             }
             distinct, known = list(dict.fromkeys(need)), list(dict.fromkeys(before))
             after: dict[Made, int] = {}
-            found = []  # (before, need, after, seconds)
+            found = []  # (before, need, after, cost)
             for i, (states, there) in enumerate(known):
                 for j, goals in enumerate(distinct):
                     if self.prices.steps(value, states, goals) is not None:
                         new = self.costly(value, states, goals) - there
                         k = after.setdefault((states, (there | new) & later), len(after))
                         found.append((i, j, k, sum(self.step(value, s) for s in sorted(new, key=repr))))
-            table = np.full((len(known), len(distinct), len(after)), math.inf)
+            table = np.full((len(known), len(distinct), len(after)), math.inf, complex)
             for i, j, k, cost in found:
                 table[i, j, k] = cost
             rows, columns = ([own.index(one) for one in every] for own, every in ((known, before), (distinct, need)))
@@ -338,13 +344,21 @@ class Solver:
 
     # ---- the answer ----------------------------------------------------------------------------------------------------
 
-    def least(self) -> Solved:
-        """That which takes least."""
-        problem = self.build()
-        best = least(problem.sizes, problem.factors)
+    def least(self, weights: Weights = SECONDS) -> Solved:
+        """That which costs least."""
+        best = least(self.problem.sizes, weights.factors(self.problem.factors))
         if math.isinf(best.total):
             raise Unfit("of what there is to choose on several axes nothing goes together")
-        found = self.assignments(best.values)
+        return self.solved(best.values)
+
+    def within(self, limit: int, known: Solved, price: Weights, most: Sequence[int] = MOST) -> Solved:
+        """The fastest of at most ``limit`` bytes, where one is ``known`` that is best at some ``price`` of a byte."""
+        prices = (price, SECONDS, BYTES)
+        found = fewest(self.problem.sizes, self.problem.factors, limit, known.seconds.total, prices, most)
+        return (known if found.values is None else self.solved(found.values))._replace(bound=found.bound)
+
+    def solved(self, values: Sequence[int]) -> Solved:
+        found = self.assignments(values)
         return Solved(found, seconds(self.prices, self.flow, found))
 
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
@@ -369,4 +383,4 @@ class Solver:
         return out
 
 
-__all__ = ["SECONDS", "Flow", "Reader", "Solved", "Solver", "Weights", "seconds"]
+__all__ = ["Flow", "Reader", "Solved", "Solver", "seconds"]

@@ -372,10 +372,11 @@ def watch(
     """
     later = []
     for name, one in zip(names, operands, strict=True):
-        if not one.counts:
-            continue
         if not one.x.requires_grad:
+            # Also where it does not count: behind it there may be collectives, which all ranks must meet.
             later.append((name, one))
+            continue
+        if not one.counts:
             continue
         held = [one._replace(x=one.x.detach())]
 

@@ -383,7 +383,7 @@ class _Work(Multiplier):
             del outputs, kept, seeds
             rest = grads[len(parameters) :]
             for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
-                if dy is not None:
+                if dy is not None and operand.counts:
                     add(operand.factors(name, dy))
             both = zip(before, rest[: len(live)], strict=True)
             found = [old if new is None else new if old is None else old + new for old, new in both]

@@ -26,7 +26,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.trace import multiply, ops, products
+from shardwise.trace import drawn, multiply, ops, products
 from shardwise.trace.meter import tensors_in
 from shardwise.trace.ops import Env
 from shardwise.trace.torch_private import OpOverload, schema, storage_key
@@ -38,7 +38,11 @@ _PRODUCTS = """
 KEPT = frozenset(_PRODUCTS.split())
 """The ops whose results are kept; those of ATen without namespace."""
 
-OWN: dict[str, Callable[..., Tensor]] = {"attention": ops.attention, "grouped": multiply.grouped, "convolved": multiply.convolved}
+OWN: dict[str, Callable[..., Tensor]] = {
+    "attention": drawn.attention,
+    "grouped": multiply.grouped,
+    "convolved": multiply.convolved,
+}
 """Our own functions that are kept, under the names that stand for them in a graph."""
 
 _BLIND = """
@@ -48,7 +52,7 @@ MOVES: dict[str, Callable[..., Tensor]] = {"all_reduce": ops.all_reduce, "gather
 """The moves that communicate forward, under the names that stand for them in a graph."""
 
 _MOVES = {ops.all_reduce, ops.replicate, ops.gather, ops.scatter, ops.shard, ops.shard_leaf, ops.own, ops.partial}
-BLIND = {*_BLIND.split(), operator.getitem, products.begun, ops.dropout, ops.feature_dropout, *_MOVES}
+BLIND = {*_BLIND.split(), operator.getitem, products.begun, drawn.dropout, drawn.feature_dropout, *_MOVES}
 """Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
 
 

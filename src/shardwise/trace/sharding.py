@@ -25,7 +25,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.pins import PLANS
 from shardwise.trace import ops
-from shardwise.trace.assign import Assignment, Tensors, Walk, with_gradient
+from shardwise.trace.assign import Assignment, Tensors, Walk, postpone, with_gradient
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
@@ -38,8 +38,9 @@ from shardwise.trace.price import Seconds
 from shardwise.trace.schema import differentiable, is_tensor
 from shardwise.trace.sizes import Sizes, concrete, expression, factored, of_rows
 from shardwise.trace.solve import predicted, solve
-from shardwise.trace.tensor import postpone, recipe
+from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
+from shardwise.trace.work import Repeats, repeats
 
 aten = torch.ops.aten
 
@@ -56,23 +57,24 @@ _FACTORY_OPTIONS = ("pin_memory", "layout")
 class Sharded:
     """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum, *updates)``.
 
-    ``replicated`` counts the ops without a rule, as (op, module path), that every rank computes for the whole batch;
+    ``replicated`` are the ops without a rule that every rank computes for the whole batch, by (op, module path), and ``repeats`` (rows) what they cost;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says which pin or op made
-    them so, by name and axis, and ``conflicts`` what did not get its way.  ``tensor`` are the axes, or sub-axes, with their sizes.
+    them so, by name and axis, and ``notes`` what did not get its way, or may be not the best.  ``tensor`` are the axes, or sub-axes, with their sizes.
     ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
     """
 
     graph: fx.Graph
     normal: Normal
-    replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
+    replicated: dict[tuple[str, str], list[fx.Node]] = field(default_factory=dict)
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     layouts: dict[str, Layout] = field(default_factory=dict)
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)
     decided: dict[str, dict[str, str]] = field(default_factory=dict)
-    conflicts: dict[str, None] = field(default_factory=dict)
+    notes: dict[str, None] = field(default_factory=dict)
     tensor: Mapping[str, int] = field(default_factory=dict)
     predicted: Callable[[], Seconds] | None = None
+    repeats: Repeats | None = None
 
 
 def propagate(
@@ -128,6 +130,7 @@ class Propagation:
         for axis in self.tensor.axes:
             postpone(self, forms, axis, rows, found[axis])
         self.sharded.predicted = functools.cache(lambda: predicted(self, forms))
+        self.sharded.repeats = lambda rows: repeats(self, rows)
         for node, copy in zip(places, copies, strict=True):
             self.placeholder(node, copy)
         for node in nodes:
@@ -230,7 +233,7 @@ class Propagation:
             raise Uncapturable(f"{node.target} depends on how a tensor lies in memory, which is different on several ranks")
         operands = [a for a in node.all_input_nodes if is_tensor(a)]
         if any(self.layout(self.value[a]).axes_used for a in operands):
-            self.sharded.replicated[(str(node.target), module_path(node))] += 1
+            self.sharded.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
         layouts = [Layout.replicated(s) for s in self.shapes(node)]
         many = isinstance(node.meta["val"], tuple | list)
         new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), layouts if many else layouts[0])

@@ -151,6 +151,10 @@ def factored(size: int, places: Sequence[tuple[str, Place]], parts: Mapping[str,
             raise Unfit(f"a dim of {size} is no {pre} times so many times {own[axes[0]]}")
         if len(concatenated) > 1:
             raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of different parts")
+        if len(axes) > 1 and any(parts.get(axes[0]) in concatenation for concatenation in concatenated):
+            raise Unfit(
+                f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of parts, of which one by itself stands for equal pieces"
+            )
         if len(set(own.values())) > 1 or (len(axes) > 1 and ops.ROWS not in axes and extent == parts[axes[0]]):
             extent = math.prod(parts[g] for g in axes if g != ops.ROWS)
             if ops.ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):

@@ -1,6 +1,7 @@
 """``tensor_plan = "auto"``: the strategy of each op, and where each parameter rests, of which the predicted step is shortest.
 
-On one axis the answer is exact.  Several are solved in turn and then together, of what was chosen on the way.  A limit of memory gives bytes a price.
+On one axis the answer is exact, also within a limit of memory.  Several are solved in turn and then together, of what was chosen on the way; there a
+limit only gives bytes a price.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from shardwise.trace.assign import Assignment
 from shardwise.trace.choices import Choices, Chosen
 from shardwise.trace.eliminate import TooWide
 from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.limited import BYTES, EXACT, SECONDS, Weights
 from shardwise.trace.ops import ROWS
 from shardwise.trace.price import Prices, Seconds
-from shardwise.trace.problem import SECONDS, Flow, Solved, Solver, Weights, seconds
+from shardwise.trace.problem import Flow, Solved, Solver, seconds
 from shardwise.trace.sizes import Unfit
 from shardwise.trace.tensor import recipe
 
@@ -34,43 +36,72 @@ def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found."""
     prices = priced(p)
     choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
+    limit = None if p.tensor.machine is None else p.tensor.machine.memory
+    solver = Solver(p, forms, prices, choices, limited=limit is not None) if len(choices) == 1 else None
 
     def find(weights: Weights) -> Solved:
-        if len(choices) == 1:
-            return Solver(p, forms, prices, choices, weights).least()
-        return _Several(p, forms, prices, choices, weights).least()
+        return solver.least(weights) if solver else _Several(p, forms, prices, choices, weights).least()
 
-    limit = None if p.tensor.machine is None else p.tensor.machine.memory
-    return find(SECONDS) if limit is None else within(find, limit)
+    def fitting(limit: int) -> Solved:
+        return best_within(solver, limit) if solver else within(find, limit)[0]
+
+    if limit is None:
+        return find(SECONDS)
+    try:
+        found = fitting(limit)
+    except TooFew as error:
+        if p.tensor.layouts is None:
+            raise
+        found = fitting(error.least)  # parameters lie as in another trace, which fits
+    if found.gap:
+        note = f"tensor_plan: a microbatch takes at most {found.gap:.2%} longer than the fastest plan of {limit} bytes would"
+        p.sharded.notes[note] = None
+    return found
 
 
-def within(find: Callable[[Weights], Solved], limit: int) -> Solved:
-    """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963): no plan of as many bytes as it
-    has, or fewer, is faster.  :class:`ConfigError`, with what the least takes, where none has so few."""
+class TooFew(ConfigError):
+    """No plan has as few bytes; ``least`` are those of the least one."""
+
+    def __init__(self, limit: int, least: int) -> None:
+        super().__init__(f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes")
+        self.least = least
+
+
+def best_within(solver: Solver, limit: int) -> Solved:
+    """The fastest plan of ``limit`` bytes or less; :class:`TooFew` where none has so few."""
+    found, price = within(solver.least, limit)
+    return found._replace(bound=found.seconds.total) if price == SECONDS else solver.within(limit, found, price)
+
+
+def within(find: Callable[[Weights], Solved], limit: int) -> tuple[Solved, Weights]:
+    """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963), and that price: no plan of as many
+    bytes as it has, or fewer, is faster.  :class:`TooFew` where none has so few."""
     fast = find(SECONDS)
     if fast.seconds.nbytes <= limit:
-        return fast
-    small = find(Weights(0.0, 1.0))
+        return fast, SECONDS
+    small = find(BYTES)
     if small.seconds.nbytes > limit:
-        raise ConfigError(
-            f"tensor_plan: memory of {limit} bytes is not legal; legal: {small.seconds.nbytes} or more, which the least plan takes"
-        )
+        raise TooFew(limit, small.seconds.nbytes)
     while True:
         # The price at which both cost the same: what is cheaper then lies between them.
         weights = Weights(1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes))
         found = find(weights)
-        if weights.cost(found) >= weights.cost(fast) * (1 - 1e-9):
-            return small
+        if cost(weights, found) >= cost(weights, fast) * (1 - EXACT):
+            return small, weights
         if found.seconds.nbytes <= limit:
             small = found
         else:
             fast = found
 
 
+def cost(weights: Weights, one: Solved) -> float:
+    return weights.seconds * one.seconds.total + weights.nbytes * one.seconds.nbytes
+
+
 def priced(p: Propagation) -> Prices:
     """By the machine that the plan is for, else by one row on a device of the kind."""
     machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
-    return Prices(p, machine.rates, machine.rows, p.device.type, beside=machine.beside)
+    return Prices(p, machine.rates, machine.rows, p.device.type, beside=machine.beside, live=machine.live)
 
 
 def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:
@@ -91,15 +122,19 @@ class _Several:
         weights: Weights,
     ) -> None:
         self.p, self.forms, self.prices, self.choices, self.weights = p, forms, prices, choices, weights
+        self.limited = weights.nbytes > 0
         self.seen: list[dict[str, Assignment]] = []
 
     def least(self) -> Solved:
         starts = [found for start in self.starts() if (found := self.tried([start])) is not None]
-        best = self.descended(min(starts, key=self.weights.cost))
+        best = self.descended(min(starts, key=self.cost))
         joint = self.tried(self.seen)
         if joint is None:
             return best
-        return self.descended(joint) if self.weights.cost(joint) < self.weights.cost(best) else best
+        return self.descended(joint) if self.cost(joint) < self.cost(best) else best
+
+    def cost(self, one: Solved) -> float:
+        return cost(self.weights, one)
 
     def tried(self, several: Sequence[Mapping[str, Assignment]]) -> Solved | None:
         """The best of what several plans choose; None where that does not go together, or is too much."""
@@ -109,7 +144,7 @@ class _Several:
             return None
 
     def solved(self, chosen: Mapping[str, Chosen]) -> Solved:
-        found = Solver(self.p, self.forms, self.prices, chosen, self.weights).least()
+        found = Solver(self.p, self.forms, self.prices, chosen, self.limited).least(self.weights)
         self.seen.append(found.assignments)
         return found
 
@@ -130,10 +165,11 @@ class _Several:
             self.prices.kind,
             {name: math.prod(self.prices.parts)},
             beside=self.prices.state,
+            live=self.prices.live,
         )
         found = (
-            Solver(self.p, self.forms, one, {name: Choices(self.p, self.forms, name, one)}, self.weights)
-            .least()
+            Solver(self.p, self.forms, one, {name: Choices(self.p, self.forms, name, one)}, self.limited)
+            .least(self.weights)
             .assignments[name]
         )
         yield {axis: self.shared(found, axis) for axis in self.choices}
@@ -161,11 +197,11 @@ class _Several:
         for axis in itertools.cycle(self.choices):
             found = self.solved({a: one if a == axis else one.only([best.assignments[a]]) for a, one in self.choices.items()})
             since += 1
-            if self.weights.cost(found) < self.weights.cost(best) * (1 - 1e-9):
+            if self.cost(found) < self.cost(best) * (1 - 1e-9):
                 best, since = found, 1
             if since >= len(self.choices):
                 break
         return best
 
 
-__all__ = ["predicted", "solve", "within"]
+__all__ = ["TooFew", "predicted", "solve", "within"]

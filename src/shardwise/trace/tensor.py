@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from shardwise.core.layout import Layout
 from shardwise.core.mesh import axis_of, sub_axes
 from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
-from shardwise.trace.assign import Assignment, Walk
+from shardwise.trace.assign import Assignment, Walk, place_of
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
 
@@ -90,7 +89,7 @@ class TensorWalk(Walk):
             return Place(0) if self.role.rows and node.name in self.p.captured.fields else "I"
         if self.p.tensor.layouts is not None:
             layout = self.p.tensor.layouts.get(name)
-            return "I" if layout is None else place_of(layout, self.axis, self.p.tensor.axes)
+            return place_of(layout, self.axis, self.p.tensor.axes)
         self.views[node], self.origin[node] = [], node
         return OPEN
 
@@ -176,6 +175,11 @@ class TensorWalk(Walk):
             if strategy is not None and self.together(form, strategy):
                 return strategy
         return None
+
+    def fits(self, node: fx.Node, place: Place) -> bool:
+        """Whether a value can be sharded at ``place`` beside what other axes make of it."""
+        others = {group: one.states[node][0] for group, one in ((ops.ROWS, self.rows), *self.before.items())}
+        return self.p.fits(self.p.shape(node), {**others, self.axis: place})
 
     def together(self, form: Form, strategy: Strategy) -> bool:
         """Whether a strategy's shards go together with those of other axes."""
@@ -405,40 +409,4 @@ def recipe(
     return found, None
 
 
-def postpone(
-    p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, found: Assignment
-) -> None:  # fmt: skip
-    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them alone: their gradients
-    are summed over ranks once a step, as over the axes of the batch, and not for each microbatch where they are used."""
-    nodes, wanted = list(p.normal.graph.nodes), set[fx.Node]()
-    alone = {n for n, states in rows.states.items() if p.carrying.get(n) and set(states) == {"R"}}
-    for node, strategy in found.strategies.items():
-        form = forms[node]
-        operands = (o for o, _ in form.operands) if form is not None else ()
-        wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Place)}
-    for node in reversed(nodes):
-        name = p.captured.parameters.get(node.name)
-        if name is not None and p.tensor.layouts is not None:
-            (wanted.add if axis in p.tensor.summed.get(name, ()) else wanted.discard)(node)
-        if node in alone and node in wanted and set(found.states[node]) == {"I"}:
-            found.states[node] = ("R",) * len(found.states[node])
-            form = forms.get(node)
-            if form is not None:
-                found.strategies[node] = form.whole("R")
-            wanted |= set(node.all_input_nodes)
-
-
-def place_of(layout: Layout, axis: str, parts: Mapping[str, int]) -> State:
-    """Where ``axis`` shards a tensor of this layout; "I" where it does not."""
-    for dim, factors in enumerate(layout.dims):
-        whole, pre = math.prod(f.size for f in factors), 1
-        for factor in factors:
-            if axis in factor.axes:
-                alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # no sub-axes, which cut alike
-                equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
-                return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
-            pre *= factor.size
-    return "I"
-
-
-__all__ = ["TensorWalk", "place_of", "postpone", "recipe"]
+__all__ = ["TensorWalk", "recipe"]

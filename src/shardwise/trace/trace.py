@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -21,7 +21,7 @@ from shardwise.parallel.data import SHARDS
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype
-from shardwise.trace.functional import functionalise
+from shardwise.trace.functional import Normal, functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, summands, targets_of, unweighted
 from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
@@ -29,9 +29,14 @@ from shardwise.trace.price import Seconds
 from shardwise.trace.rules import find
 from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
+from shardwise.trace.work import Repeats
 
 DECAY = "decay"
 """The group of parameters with weight decay in a flat buffer."""
+
+CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
+"""Precision, training, the fields that are all ones, static rows: what the graph of a module, loss and batch depends on."""
+Captures = dict[CaptureKey, Normal]
 
 NOTHING_LEARNS = (
     "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's output, and "
@@ -141,6 +146,7 @@ class Trace:
     why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.  ``tensor`` are the axes of
     tensor parallelism that its graphs are for, each with its number of ranks; ``decided`` says of parameters, by axis, which pin or op made them
     lie as they do, where users pin some.  ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes.
+    ``replicated`` are the ops without a rule, as (op, module path).
     """
 
     units: list[Unit]
@@ -152,25 +158,27 @@ class Trace:
     rows: int | None = None
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
-    replicated: Counter[tuple[str, str]] = field(default_factory=Counter)
+    replicated: Sequence[tuple[str, str]] = ()
     collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     ones: tuple[str, ...] = ()
     beside: Beside = Beside()
     tensor: Mapping[str, int] = field(default_factory=dict)
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     predicted: Callable[[], Seconds] | None = None
+    repeats: Repeats | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
         """Those that learn."""
         return tuple(p for b in self.buckets if b.learns for p in b.parameters)
 
-    @property
-    def everywhere(self) -> list[str]:
-        """The ops without a rule, a line for each."""
+    def everywhere(self, rows: int) -> list[str]:
+        """The ops without a rule, a line for each, with what they cost of a microbatch of ``rows`` rows."""
+        found = self.repeats(rows) if self.repeats is not None else {}
         return [
-            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x)"
-            for (op, path), n in self.replicated.items()
+            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x): of {rows} rows "
+            f"{work.forward[0] + work.backward[0]:,.0f} FLOPs and {work.forward[1] + work.backward[1]:,.0f} bytes of memory traffic"
+            for (op, path), (n, work) in found.items()
         ]
 
 
@@ -188,6 +196,7 @@ def trace(
     opaque: bool = True,
     group: Callable[[str], Hashable] | None = None,
     tensor: Tensors | None = None,
+    captures: Captures | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``, sharded over the axes of the batch.
 
@@ -198,11 +207,11 @@ def trace(
         group: parameters (by name) for which it differs never share a bucket.
         tensor: what tensor parallelism does to it; a model that cannot be captured takes none.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
+        captures: what earlier traces of this module, loss and batch have captured; what this one does is put there.
     """
     try:
-        captured = capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows)
-        normal = functionalise(captured)
-        normalise(normal)
+        normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
+        captured = normal.captured
         entropy = mean_cross_entropy(normal)
         sharded = propagate(
             normal,
@@ -230,9 +239,21 @@ def trace(
     buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
-        [*captured.notes, *sharded.conflicts], sharded.replicated, sharded.collectives, ones, _beside(module, batch, buckets, precision),
-        sharded.tensor, sharded.decided, sharded.predicted,
+        [*captured.notes, *sharded.notes], tuple(sharded.replicated), sharded.collectives, ones, _beside(module, batch, buckets, precision),
+        sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats,
     )  # fmt: skip
+
+
+def _normal(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures
+) -> Normal:
+    """The graph that is sharded, which is the same under all plans; nobody changes it."""
+    if key not in captures:
+        precision, training, ones, rows = key
+        normal = functionalise(capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows))
+        normalise(normal)
+        captures[key] = normal
+    return captures[key]
 
 
 def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> Beside:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import entropy, norms, ops
+from shardwise.trace import drawn, entropy, norms, ops
 from shardwise.trace.capture import Captured
 from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import note_unread, recallable
@@ -350,8 +350,8 @@ class _Builder:
 
 
 ORDINAL_AT = {
-    ops.dropout: 3, ops.feature_dropout: 3, ops.alpha_dropout: 3, ops.feature_alpha_dropout: 3, ops.attention: 7, ops.random_like: 2,
-    ops.random_of: 2, ops.bernoulli: 2,
+    drawn.dropout: 3, drawn.feature_dropout: 3, drawn.alpha_dropout: 3, drawn.feature_alpha_dropout: 3, drawn.attention: 7, drawn.random_like: 2,
+    drawn.random_of: 2, drawn.bernoulli: 2,
 }  # fmt: skip
 RUNNING_AT = {norms.batch_norm: (3, 4), norms.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
-from shardwise.trace import ops
+from shardwise.trace import drawn, ops
 from shardwise.trace.forms import Emit, Form, Place, Solved, State, Strategy
 from shardwise.trace.rules.draws import keys, ordered
 from shardwise.trace.rules.table import Table, aligned, given, rank_of
@@ -116,6 +116,6 @@ def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
         mask = solved.values[3] if len(solved.values) > 3 else None
         args = (p.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
         kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
-        return p.emit(node, args, kwargs, solved.layout, ops.attention)
+        return p.emit(node, args, kwargs, solved.layout, drawn.attention)
 
     return emit

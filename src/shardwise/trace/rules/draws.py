@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.trace import ops
+from shardwise.trace import drawn
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.forms import Form, Place, Solved, State, Strategy
 from shardwise.trace.rules.table import Table, given, op_name, rank_of
@@ -80,8 +80,8 @@ def _drawn(p: Propagation, node: fx.Node, x: fx.Node, emit: Any) -> Form:
     return ordered(p, p.labelled(node, [(x, labels)], labels, emit=local))
 
 
-_DROPOUTS = {"dropout": ops.dropout, "feature_dropout": ops.feature_dropout, "alpha_dropout": ops.alpha_dropout,
-             "feature_alpha_dropout": ops.feature_alpha_dropout}  # fmt: skip
+_DROPOUTS = {"dropout": drawn.dropout, "feature_dropout": drawn.feature_dropout, "alpha_dropout": drawn.alpha_dropout,
+             "feature_alpha_dropout": drawn.feature_alpha_dropout}  # fmt: skip
 
 
 @RULES.rule(*_DROPOUTS)
@@ -113,7 +113,7 @@ def _random_like(p: Propagation, node: fx.Node) -> Any:
     def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
         if node.meta["val"].dtype != node.args[0].meta["val"].dtype:
             value = p.emit(node, (value, node.meta["val"].dtype), {}, layout, aten.to.dtype)
-        return p.emit(node, (p.env, kind, *key(node.meta["val"].shape), value, a, b), {}, layout, ops.random_like)
+        return p.emit(node, (p.env, kind, *key(node.meta["val"].shape), value, a, b), {}, layout, drawn.random_like)
 
     return _drawn(p, node, node.args[0], emit)
 
@@ -128,7 +128,7 @@ def _bernoulli(p: Propagation, node: fx.Node) -> Any:
     def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
         if chance is not None and x is not chance:
             value = p.emit(node, (value, chance), {}, layout, aten.full_like.default)
-        return p.emit(node, (p.env, value, *key(node.meta["val"].shape)), {}, layout, ops.bernoulli)
+        return p.emit(node, (p.env, value, *key(node.meta["val"].shape)), {}, layout, drawn.bernoulli)
 
     return _drawn(p, node, x, emit)
 
@@ -144,6 +144,6 @@ def _random(p: Propagation, node: fx.Node) -> Any:
         key = keys(p, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
         local = p.local_sizes(node, solved.layout)
         args = (p.env, kind, *key, local, node.meta["val"].dtype, p.device, low, high)
-        return p.emit(node, args, {}, solved.layout, ops.random_of)
+        return p.emit(node, args, {}, solved.layout, drawn.random_of)
 
     return p.labelled(node, [], range(len(sizes)), fresh=Place(fresh[0]) if fresh else None, emit=emit)

@@ -256,10 +256,12 @@ def _slice(p: Propagation, node: fx.Node) -> Any:
             factor = next(f for f in solved.values[0].meta["layout"].dims[dim] if f.axes)
             ends = [_local_end(p, factor, joined, end) for end in (start, min(end, p.shape(x)[dim]))]
             return p.emit(node, (solved.values[0], dim, *ends), {}, solved.layout)
-        cut = next(((q, c) for q in places if isinstance(q, Place) and q.dim == dim and (c := whole_copies(q))), None)
-        if cut is None:
+        cuts = [(q, c) for q in places if isinstance(q, Place) and q.dim == dim and (c := whole_copies(q))]
+        if not cuts:
             return p.plain(node, solved)
-        (place, (first, last)), whole = cut, x.meta["val"].shape[dim]
+        # Of several axes the outermost says it: what is sharded within its blocks leaves no whole ones of the others'.
+        place, (first, last) = min(cuts, key=lambda cut: cut[0].pre if isinstance(cut[0].pre, int) else 0)
+        whole = x.meta["val"].shape[dim]
         block = p.sizes.fold(operator.floordiv, [p.local_dim(solved.values[0].meta["layout"], whole, dim), place.pre])
         bounds = [p.sizes.fold(operator.mul, [block, i]) for i in (first, last)]
         return p.emit(node, (solved.values[0], dim, *bounds), {}, solved.layout)
