@@ -22,7 +22,7 @@ TINY = [
 ]  # fmt: skip
 Start = Callable[..., "Training"]
 STEPS = 3  # that a run takes before something happens
-AN_INSTRUCTION = r"[A-Z_]+( [um]\d+)*( (to|from) pp[+-]\d)?( over [a-z,]+)?"
+AN_INSTRUCTION = r"[A-Z_]+( [umb]\d+)*( (to|from) pp[+-]\d)?( over [a-z,]+)?"
 
 
 class Training:
