@@ -26,7 +26,7 @@ from shardwise.trace.capture import Captured, capture
 from shardwise.trace.choices import Choices, Chosen
 from shardwise.trace.forms import Form
 from shardwise.trace.functional import Normal, functionalise
-from shardwise.trace.limited import BYTES
+from shardwise.trace.limited import BYTES, SECONDS
 from shardwise.trace.normalise import normalise
 from shardwise.trace.ops import ROWS, Env
 from shardwise.trace.price import Prices, Seconds
@@ -35,7 +35,7 @@ from shardwise.trace.rules import find
 from shardwise.trace.schema import is_tensor
 from shardwise.trace.sharding import Propagation, picks
 from shardwise.trace.sizes import Sizes
-from shardwise.trace.solve import best_within, solve, within
+from shardwise.trace.solve import best_within, least, solve, within
 from shardwise.trace.traffic import traffic
 
 aten = torch.ops.aten
@@ -178,6 +178,8 @@ def test_within_a_limit_of_memory_no_plan_is_faster(seed: int) -> None:
     every = [seconds(prices, flow, one) for one in every_plan(p, forms, chosen)]
     fewest = min(one.nbytes for one in every)
     assert solver.least(BYTES).seconds.nbytes == fewest
+    fast = min(one.total for one in every) * (1 + 1e-9)
+    assert least(solver, SECONDS).seconds.nbytes == min(one.nbytes for one in every if one.total <= fast)
     for limit in {draw.randint(fewest, max(one.nbytes for one in every)) for _ in range(4)} | {fewest}:
         found = best_within(solver, limit)
         truth = min(one.total for one in every if one.nbytes <= limit)
@@ -364,7 +366,9 @@ def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPa
     """Where the solver could not keep all sums: by how much at most."""
     normal, slow = whole_model("gpt", 3), Rates(100e12, 2e12, Link(1e-6, 10e9))
     fast = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8))[1]
-    limit = fast.nbytes * 3 // 4
+    with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
+        by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, 1))
+    limit = (int(re.findall(r"legal: (\d+) or more", str(refused.value))[0]) + fast.nbytes) // 2
     p, best = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
     assert not p.sharded.notes
     monkeypatch.setattr(Solver.within, "__defaults__", ((1,),))

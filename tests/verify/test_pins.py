@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -316,7 +316,7 @@ def any_pins(draw: st.DrawFn) -> tuple[dict[str, str], int, str]:
     kind, tp = draw(st.sampled_from([("1d", 2), ("1d", 3), ("2d", 4)]))
     axis = st.sampled_from(["@tp_i", "@tp_j"] if kind == "2d" else [""])
     of_parameters = st.dictionaries(
-        st.sampled_from(parameters), st.sampled_from(["column", "row", "0", "1", "0/3", "whole"]), max_size=3
+        st.sampled_from(parameters), st.sampled_from(["column", "row", "0", "1", "0/2", "0/3", "1/3", "1/5", "whole"]), max_size=3
     )
     of_results = st.dictionaries(st.sampled_from(modules), st.sampled_from(["0", "1", "2", "whole"]), max_size=2)
     pins = {name: what + draw(axis) for name, what in {**draw(of_parameters), **draw(of_results)}.items()}
@@ -340,6 +340,8 @@ SLOW = {"deadline": None, "suppress_health_check": list(HealthCheck), "database"
 
 
 @settings(max_examples=6, derandomize=True, **SLOW)  # type: ignore[arg-type]
+@example(({"wpe.weight": "0/3"}, 2, "1d"))  # rows of a table that are not in one piece
+@example(({"wpe.weight": "0/3@tp_j"}, 4, "2d"))
 @given(any_pins())
 def test_any_pins_are_right_or_refused_by_name(case: tuple[dict[str, str], int, str]) -> None:
     right_or_refused(case)

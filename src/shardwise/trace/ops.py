@@ -297,16 +297,32 @@ def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
 # ---- rows of a table that is sharded --------------------------------------------------------------------------------------
 
 
-def own_index(env: Env, index: Tensor, rows: int, axes: Groups) -> Tensor:
-    """Indices into this rank's part of ``rows`` rows; of those of other ranks, its first row."""
-    start, stop = shard_range(rows, *env.group(axes))
-    return torch.where((index >= start) & (index < stop), index - start, 0)
+Factors = Sequence[tuple[int, Groups]]
+"""Of the rows of a table, the major one first: each with the axes that shard it."""
 
 
-def own_only(env: Env, found: Tensor, index: Tensor, rows: int, axes: Groups, padding: int = -1) -> Tensor:
+def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+    """Where rows lie within this rank's part of a table, and whether they do."""
+    local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    for number, (size, axes) in reversed(list(enumerate(factors))):
+        start, stop = shard_range(size, *env.group(axes))
+        digit = index % size if number else index
+        index = index // size if number else index
+        here &= (digit >= start) & (digit < stop)
+        local, each = local + (digit - start) * each, each * (stop - start)
+    return local, here
+
+
+def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
+    """Indices into this rank's part of the rows; of those of other ranks, its first row."""
+    local, here = _found(env, index, factors)
+    return torch.where(here, local, 0)
+
+
+def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: int = -1) -> Tensor:
     """What was looked up, zero where the row is another rank's; where it is row ``padding``, without a gradient."""
-    start, stop = shard_range(rows, *env.group(axes))
-    out = found.masked_fill(((index < start) | (index >= stop))[..., None], 0)
+    _, here = _found(env, index, factors)
+    out = found.masked_fill(~here[..., None], 0)
     return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
 
 
@@ -336,6 +352,26 @@ def never_empty(op: Callable[..., Tensor], dim: int, x: Tensor, *args: Any, **op
     """``op(x, …)``, which keeps ``dim``, where the op's kernel wants at least one row in it."""
     if x.shape[dim]:
         return op(x, *args, **options)
+    return op(_one_more(x, dim), *args, **options).narrow(dim, 0, 0)
+
+
+def convolution(
+    op: Callable[..., Tensor], rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **options: Any
+) -> Tensor:
+    """``op``, one of torch's convolutions in one group, whose kernels want a channel at both ends: a rank may have none of either; ``rows`` is that
+    dim of the weight which has those that come in."""
+    channels = x.dim() - weight.dim() + 1
+    count = weight.shape[1 - rows]
+    if not weight.shape[rows]:
+        x, weight = _one_more(x, channels), _one_more(weight, rows)
+    if not count:
+        weight = _one_more(weight, 1 - rows)
+        bias = None if bias is None else _one_more(bias, 0)
+    return op(x, weight, bias, *args, **options).narrow(channels, 0, count)
+
+
+def _one_more(x: Tensor, dim: int) -> Tensor:
+    """With one more in ``dim``, of zeros."""
     shape = list(x.shape)
     shape[dim] = 1
-    return op(torch.cat([x, x.new_zeros(shape)], dim), *args, **options).narrow(dim, 0, 0)
+    return torch.cat([x, x.new_zeros(shape)], dim)

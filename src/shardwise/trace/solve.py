@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -37,10 +38,10 @@ def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     prices = priced(p)
     choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
     limit = None if p.tensor.machine is None else p.tensor.machine.memory
-    solver = Solver(p, forms, prices, choices, limited=limit is not None) if len(choices) == 1 else None
+    solver = Solver(p, forms, prices, choices, limited=True) if len(choices) == 1 else None
 
     def find(weights: Weights) -> Solved:
-        return solver.least(weights) if solver else _Several(p, forms, prices, choices, weights).least()
+        return least(solver, weights) if solver else _Several(p, forms, prices, choices, weights).least()
 
     def fitting(limit: int) -> Solved:
         return best_within(solver, limit) if solver else within(find, limit)[0]
@@ -59,6 +60,14 @@ def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     return found
 
 
+def least(solver: Solver, weights: Weights) -> Solved:
+    """The least plan, of several that are equally fast the one of fewest bytes."""
+    found = solver.least(weights)
+    if weights != SECONDS or not found.seconds.nbytes:
+        return found
+    return solver.least(Weights(1.0, EXACT * found.seconds.total / found.seconds.nbytes))
+
+
 class TooFew(ConfigError):
     """No plan has as few bytes; ``least`` are those of the least one."""
 
@@ -69,7 +78,7 @@ class TooFew(ConfigError):
 
 def best_within(solver: Solver, limit: int) -> Solved:
     """The fastest plan of ``limit`` bytes or less; :class:`TooFew` where none has so few."""
-    found, price = within(solver.least, limit)
+    found, price = within(partial(least, solver), limit)
     return found._replace(bound=found.seconds.total) if price == SECONDS else solver.within(limit, found, price)
 
 

@@ -27,13 +27,12 @@ def _embedding(p: Propagation, node: fx.Node) -> Any:
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         (table, where), padding = solved.values, given(node, "padding_idx", -1)
-        axes = tuple(axis for factor in table.meta["layout"].dims[0] for axis in factor.axes)  # as they lie within each other
-        if not axes:
+        factors = tuple((factor.size, factor.axes) for factor in table.meta["layout"].dims[0])
+        if not any(axes for _, axes in factors):
             return p.emit(node, (table, where, padding), {}, solved.layout)
-        rows = p.shape(weight)[0]
-        own = p.emit(index, (p.env, where, rows, axes), {}, where.meta["layout"], ops.own_index)
+        own = p.emit(index, (p.env, where, factors), {}, where.meta["layout"], ops.own_index)
         found = p.emit(node, (table, own, -1), {}, solved.layout)
-        return p.emit(node, (p.env, found, where, rows, axes, padding), {}, solved.layout, ops.own_only)
+        return p.emit(node, (p.env, found, where, factors, padding), {}, solved.layout, ops.own_only)
 
     return p.labelled(node, [(weight, ["row", "width"]), (index, labels)], [*labels, "width"], emit=emit)
 

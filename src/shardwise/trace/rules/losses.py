@@ -42,8 +42,11 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
         if form.operands[position][1][place.dim] != "class":
             return form.by_label(position, place)
         simple = plain and not classes and weight is None and not smoothing and reduction == _MEAN and rank == 2
-        fixed = place.pre == 1 and p.size(x, place) != p.rows
-        return Strategy((place, "I"), ("I",)) if simple and fixed and position == 0 else None
+        return (
+            Strategy((place, "I"), ("I",))
+            if simple and place == Place(1) and position == 0 and p.size(x, place) != p.rows
+            else None
+        )
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         values = list(solved.values)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardwise.core.mesh import Mesh
+from shardwise.trace import ops
+from shardwise.trace.forms import Solved
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 from shardwise.trace.sharding import Propagation
 
@@ -124,11 +128,21 @@ def _conv(p: Propagation, node: fx.Node) -> Any:
     inner: list[Any] = [None] * spatial
     single = given(node, "groups", 1) == 1
     n, c = ("n", "c") if single else (None, None)
-    weight = [c, n] if op_name(node).startswith("conv_transpose") else [n, c]
+    rows = 0 if op_name(node).startswith("conv_transpose") else 1
+    weight = [n, n]
+    weight[rows] = c
     pairs: list[tuple[fx.Node, Sequence[Any]]] = [(operands[0], [*lead, c, *inner]), (operands[1], [*weight, *inner])]
     pairs += [(o, [n]) for o in operands[2:]]
     out = [*lead, n or "channels", *[f"s{i}" for i in range(spatial)]]
-    return p.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))))
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        kernel, mesh = solved.values[1].meta["layout"], Mesh.spanned(p.tensor.axes)
+        if all(math.prod(kernel.local_shape(mesh, rank)) for rank in range(mesh.size)):
+            return p.plain(node, solved)
+        args, options = p.filled(node, solved.values)
+        return p.emit(node, (node.target, rows, *args), options, solved.layout, ops.convolution)
+
+    return p.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit if single else None, factors=True)
 
 
 @RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")
