@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +121,36 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     assert block == 8 * 1024 * whole * (2 - 1) / 2, "four all-reduces, or their halves"
     summed = {one["name"]: one["summed"] for one in found["parameters"]}
     assert summed["blocks.1.norm1.weight"] == ([] if tensor == "1d" else ["tp"]) and summed["blocks.1.mlp.up.weight"] == []
+    assert_sums_of_buckets_are_shown(found, text)
+
+
+def assert_sums_of_buckets_are_shown(found: dict[str, Any], text: str) -> None:
+    """Of partial sums over ``tp`` all_reduces, once a step: of 2 ranks each sends what a bucket holds of the parameters, in fp32."""
+    partial = [one for one in found["parameters"] if one["summed"]]
+    (program,) = found["programs"]
+    reduced = [i["bucket"] for i in program["instructions"] if i["op"] == "REDUCE" and "bucket" in i]
+    if not partial:
+        assert found["collectives_of_buckets"] == [] and reduced == [] and "collectives of buckets" not in text
+        return
+    (one,) = found["collectives_of_buckets"]
+    assert (one["of"], one["axes"], one["kind"], one["buckets"]) == ("gradients", ["tp"], "all_reduce", reduced)
+    assert {p["bucket"] for p in partial} == set(reduced)
+    assert one["sent_bytes"] >= 4 * sum(math.prod(p["shape"]) for p in partial) > 0.8 * one["sent_bytes"], "but for padding"
+    assert "\ngradients tp all_reduce b" in text
+
+
+def test_show_keeps_shapes_readable_in_80_columns() -> None:
+    """Long names and shapes are broken where a part of them ends."""
+    given = [*TINY, "model.heads=4", "parallel.tp=4", "parallel.dp=1", "parallel.tensor=2d"]
+    lines = call("show", *given).stdout.split("all ranks:")[0].splitlines()
+    assert max(map(len, lines)) <= 80
+    at = next(i for i, line in enumerate(lines) if line.startswith("blocks.*.attention.qkv.weight "))
+    assert lines[at].split()[1] + lines[at + 1].split()[0] == "3*2:tp_j*8x2:tp_i*8" and lines[at].split()[1].endswith("x")
+
+
+def test_show_says_that_tensor_alone_changes_nothing() -> None:
+    shown = " ".join(call("show", *TINY, "parallel.dp=1", "parallel.tensor=2d").stdout.split())
+    assert 'tensor parallel.tensor = "2d" changes nothing, for parallel.tp = 1' in shown
 
 
 @pytest.mark.parametrize(("kind", "tp", "rows"), [("1d-sp", 2, 6), ("2d", 4, 3), ("2.5d", 8, 2), ("3d", 8, 2)])

@@ -110,6 +110,17 @@ def test_paths_are_relative_to_where_they_are_written(tmp_path: Path, monkeypatc
     assert config.model.factory == f"{tmp_path / 'code.py'}:h"
 
 
+def test_a_way_to_share_layers_among_no_ranks_is_noted() -> None:
+    given, one = ["parallel.tensor=2d", "parallel.tensor_plan=auto"], Hardware(cores=1)
+    alone = load(*given, hardware=one).notices
+    assert [notice.split(" changes nothing")[0] for notice in alone] == [
+        'parallel.tensor = "2d"',
+        'parallel.tensor_plan = "auto"',
+    ]
+    assert load("parallel.tensor=1d", hardware=one).notices == ()
+    assert load(*given, "parallel.tp=4", "parallel.dp=1", hardware=Hardware(cores=4)).notices == ()
+
+
 @pytest.mark.parametrize("cores", range(1, 70))
 def test_the_defaults_suit_any_number_of_cores(cores: int) -> None:
     config = load(hardware=Hardware(cores))
@@ -337,10 +348,10 @@ TOGETHER = [
     (["train.devices=8", "parallel.dp=4", "parallel.pp=2", "parallel.tp=2"],
      ["parallel.dp", "2, train.devices = 8 over parallel.pp x parallel.tp = 2 x 2"]),
     (["parallel.tensor_plan=propagate", 'parallel.pins={a = "0"}'], ["parallel.tensor_plan", '"recipe", or tp of 2 or more']),
-    (["parallel.tp=2", "parallel.tensor_plan=table"], ["parallel.pins", "one or more"]),
+    (["parallel.tp=2", "parallel.tensor_plan=table"], ['parallel.tensor_plan = "table"', '"recipe", "auto", or pins', "there are none"]),
     (["parallel.tp=2", 'parallel.pins={a = "0"}'], ["parallel.pins", 'none, or tensor_plan = "propagate", "table"', '"a" is not legal']),
     (["parallel.tp=2", "parallel.tensor_plan=auto", 'parallel.pins={a = "0"}'], ["parallel.pins", "which decides itself"]),
-    (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={a = "colum"}'], ["parallel.pins", '"row"', 'Did you mean "column"?']),
+    (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={a = "colum"}'], ["parallel.pins", '"row"', '"a" = "colum" is not legal. Did you mean "column"?']),
     (["parallel.tp=4", "parallel.tensor=2d", "parallel.tensor_plan=table", 'parallel.pins={a = "row"}'],
      ["parallel.pins", '"row@tp_i" or "row@tp_j"', "does not say over which axis"]),
     (["train.devices=4", "parallel.tp=4", "parallel.zero=1"], ["parallel.zero", "0, or parallel.dp of at least 2"]),

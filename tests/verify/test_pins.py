@@ -256,6 +256,9 @@ def test_what_a_table_leaves_out_is_listed_with_what_is_legal() -> None:
     ("pins", "message"),
     [
         ({"*.qvk.weight": "column"}, 'pins: "*.qvk.weight" matches no parameter that is read and no module with a result; legal: patterns of such names.'),
+        ({"*.upp.weight": "column"}, 'Did you mean "*.up.weight"?'),
+        ({"*.mpl.up.weight": "column"}, 'Did you mean "*.mlp.up.weight"?'),
+        ({"blocks.*.atention": "1"}, 'Did you mean "blocks.*.attention"?'),
         ({"blocks.0.atention": "1"}, 'Did you mean "blocks.0.attention"?'),
         (
             {"*.qkv.weight": "column", "blocks.0.attention.*": "whole"},

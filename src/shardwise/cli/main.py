@@ -96,7 +96,12 @@ def show(
         Path | None, typer.Option(metavar="FILE.svg", help="Draw the program of a step instead: .svg, .png or .pdf.")
     ] = None,
     per_host: Annotated[
-        int | None, typer.Option(metavar="RANKS", min=1, help="Ranks of a host.  [default: this machine's GPUs; of CPUs all]")
+        int | None,
+        typer.Option(
+            metavar="RANKS",
+            min=1,
+            help="Ranks of a host; says which axes reach over several.  [default: this machine's GPUs; of CPUs all]",
+        ),
     ] = None,
 ) -> None:
     """The plan, the model's units with their costs, and the program of a step."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from shardwise.config import Config, Hardware
+from shardwise.config import Config, Hardware, build_optimizer
+from shardwise.core.instruction import Op
 from shardwise.core.layout import Layout
 from shardwise.core.pins import starred
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
+from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import load_anywhere, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
@@ -24,13 +26,16 @@ from shardwise.parallel.data import batch_axes
 from shardwise.parallel.tensor import across_hosts, row_parts, tensor_axes
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
-from shardwise.report.tables import count, grid, make_console, pairs, print_json, show, size
+from shardwise.report.tables import count, folded, grid, make_console, pairs, plural, print_json, show, size
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace.cost import UnitCost, cost
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
 from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
 from shardwise.trace.units import Unit
+
+OF_NAME = r"(?<=\.)(?!\d)"
+"""Where a name of a parameter or unit may be broken."""
 
 
 def run(
@@ -51,11 +56,23 @@ def run(
     programs = compiled.programs(trace, plan.microbatches, batches)
     if picture is not None:
         what = "A step" if batches == 1 else f"{batches} batches of a window"
-        title = f"{what} of {plan.mesh.size} ranks, {plan.microbatches} microbatches"
+        title = f"{what} of {plural(plan.mesh.size, 'rank')}, {plural(plan.microbatches, 'microbatch')}"
         draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
     elif json:
-        print_json({**_plain(plan, trace, rows, costs, programs), "links": plan.mesh.links(per_host)})
+        buckets = [
+            {
+                "of": of,
+                "axes": over.split(","),
+                "kind": kind,
+                "buckets": [b for b, _ in own],
+                "sent_bytes": sum(n for _, n in own),
+            }
+            for (of, over, kind), own in _of_buckets(config, plan, trace, compiled.cut(trace)).items()
+        ]
+        print_json(
+            {**_plain(plan, trace, rows, costs, programs), "collectives_of_buckets": buckets, "links": plan.mesh.links(per_host)}
+        )
     else:
         _show(config, plan, trace, rows, costs, programs, compiled.cut(trace), per_host)
 
@@ -128,11 +145,21 @@ def _show(
     most = -(-each // (plan.mesh.axis_size(batch_axes(plan)) * row_parts(plan)))  # of uneven shares
     values = {
         "mesh": mesh, "links": _links(plan, per_host), "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
-        "tensor": _tensor(plan) if tensor_axes(plan) else None, "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
+        "tensor": _tensor(config, plan), "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout, **_predicted(plan, trace),
     }  # fmt: skip
-    show(console, pairs("plan", values), _parameter_table(plan, trace), _unit_table(plan, trace, costs, cut))
-    show(console, *_decided_table(trace), *_collective_table(plan, trace, rows))
+    show(
+        console,
+        pairs("plan", values),
+        _parameter_table(plan, trace, console.width),
+        _unit_table(plan, trace, costs, cut, console.width),
+    )
+    show(
+        console,
+        *_decided_table(trace),
+        *_collective_table(plan, trace, rows),
+        *_bucket_table(plan, _of_buckets(config, plan, trace, cut)),
+    )
     for note in [*trace.notes, *trace.everywhere(rows)]:
         print(f"note: {note}")
     for operations in sorted({name for one in costs for name in one.unknown}):
@@ -159,23 +186,36 @@ def _rule(plan: Plan, name: str) -> dict[str, str]:
     }
 
 
-def _parameter_table(plan: Plan, trace: Trace) -> Any:
+def _parameter_table(plan: Plan, trace: Trace, width: int) -> Any:
     """Parameters that differ only in the number of their block are one row."""
     found: dict[tuple[str, ...], list[int]] = {}
+    alike: dict[str, set[Layout]] = {}
+    for p in trace.parameters:
+        alike.setdefault(starred(p.name), set()).add(p.placed)
     for bucket in trace.buckets:
         for p in bucket.parameters:
-            name = starred(p.name)
+            one = starred(p.name)
+            name = one if len(alike[one]) == 1 else starred(p.name, count=1)  # blocks' own parts have numbers too
             shape = str(p.placed)[1:-1].replace(", ", "x")
             key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
             found.setdefault(key, []).append(bucket.index)
-    rows = [(*key[:2], len(buckets), _ranges(buckets), key[2]) for key, buckets in found.items()]
+    room = width - 38  # for names and shapes, beside the other columns
+    longest = max((len(shape) for _, shape, _ in found), default=0)
+    if (names := max((len(name) for name, _, _ in found), default=0)) + longest > room:
+        longest = max(room - names, max(len(dim) for _, shape, _ in found for dim in shape.split("x")) + 1)
+    rows = [
+        (folded(name, OF_NAME, room - longest), folded(shape, "(?<=x)", longest), len(buckets), _ranges(buckets), rule)
+        for (name, shape, rule), buckets in found.items()
+    ]
     columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
     pieces = ", :axis over axis" if tensor_axes(plan) else ""
     return grid(f"parameters (R replicated, P partial sum, S sharded over dp{pieces})", columns, rows)
 
 
-def _tensor(plan: Plan) -> str:
-    """``1d``, or ``propagate`` where pins say what is sharded."""
+def _tensor(config: Config, plan: Plan) -> str | None:
+    """``1d``, or ``propagate`` where pins say what is sharded; where nothing is, what was asked for in vain."""
+    if not tensor_axes(plan):
+        return "; ".join(notice for notice in config.notices if "parallel.tensor" in notice) or None
     return plan.tensor if plan.tensor_plan == "recipe" else plan.tensor_plan
 
 
@@ -226,6 +266,34 @@ def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
     return [grid(title, columns, cells, totals=("", "all units", *[""] * (len(columns) - 3), size(total)))]
 
 
+def _of_buckets(config: Config, plan: Plan, trace: Trace, cut: Cut) -> dict[tuple[str, str, str], list[tuple[int, float]]]:
+    """What rank 0 communicates of whole buckets, (bucket, bytes sent) each time: of gradients that are summed and of parameters that
+    ranks do not keep, over which axes, by which collective."""
+    words = {Op.REDUCE: "gradients", Op.GATHER: "parameters"}
+    found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
+    traces, choice = [trace] * plan.microbatches, build_optimizer(config)
+    for moment in step_traffic(traces, plan, choice, rows=config.data.batch_size, cut=cut):
+        one = moment.instruction
+        for t in moment.traffic if one.op in words and one.bucket >= 0 else ():
+            sent = t.ring(plan.mesh.axis_size(t.axes))
+            found.setdefault((words[one.op], ",".join(t.axes), t.kind), []).append((one.bucket, sent))
+    return found
+
+
+def _bucket_table(plan: Plan, found: dict[tuple[str, str, str], list[tuple[int, float]]]) -> list[Any]:
+    """No table where nothing is communicated."""
+    if not found:
+        return []
+    cells = [
+        (*key, _runs(sorted({b for b, _ in own}), "b"), len(own), size(sum(n for _, n in own))) for key, own in found.items()
+    ]
+    batches = steady(plan)
+    when = "a step" if batches == 1 else f"{batches} batches of a window"
+    total = size(sum(n for own in found.values() for _, n in own))
+    columns = ("of", "over", "", "buckets", ">times", ">sent")
+    return [grid(f"collectives of buckets (sent: by rank 0, in {when})", columns, cells, totals=("", "", "", "all", "", total))]
+
+
 def _within(cause: Cause, unit: str) -> Cause:
     """In short, with the path from the unit on."""
     return Cause(cause.op.removeprefix("aten.").partition(".")[0], cause.path.removeprefix(unit).removeprefix("."))
@@ -239,21 +307,22 @@ def _kinds(several: Sequence[Traffic]) -> str:
     return ", ".join(t.kind for t in several)
 
 
-def _runs(units: Sequence[int]) -> str:
+def _runs(units: Sequence[int], letter: str = "u") -> str:
     """``u1-u3, u5``."""
     starts = [u for u in units if u - 1 not in units]
     stops = [u for u in units if u + 1 not in units]
-    return ", ".join(f"u{a}" if a == b else f"u{a}-u{b}" for a, b in zip(starts, stops, strict=True))
+    return ", ".join(f"{letter}{a}" if a == b else f"{letter}{a}-{letter}{b}" for a, b in zip(starts, stops, strict=True))
 
 
-def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: Cut) -> Any:
+def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: Cut, width: int) -> Any:
     """A parameter that several units read is in the row of each, and once in the sum."""
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1
+    name = max(8, width - 72 - 8 * pipe)  # beside the other columns
     columns = (*(("stage",) if pipe else ()), "unit", "name", ">parameters", ">forward FLOPs", ">backward", ">saved", ">outputs")
     rows = [
         (
-            *((stage[one.index],) if pipe else ()), f"u{one.index}", one.name, count(one.parameters), count(one.forward_flops), count(one.backward_flops),
+            *((stage[one.index],) if pipe else ()), f"u{one.index}", folded(one.name, OF_NAME, name), count(one.parameters), count(one.forward_flops), count(one.backward_flops),
             size(one.saved_bytes), size(one.output_bytes),
         )
         for one in costs

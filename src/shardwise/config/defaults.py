@@ -163,7 +163,14 @@ def _pins(draft: Draft) -> None:
     except ConfigError as error:
         key, _, rest = str(error).partition(": ")
         what, _, legal = rest.partition("; legal: ")
-        draft.refuse(f"parallel.{key}", legal.rstrip("."), what.rstrip("."))
+        legal, mean, near = legal.partition(" Did you mean ")
+        draft.refuse(f"parallel.{key}", legal.rstrip("."), what.rstrip(".") + (f".{mean}{near}" if mean else ""))
+    if not axes:
+        draft.notices += [
+            f'{key} = "{draft[key]}" changes nothing, for parallel.tp = 1: no ranks share a layer'
+            for key, usual in (("parallel.tensor", "1d"), ("parallel.tensor_plan", "recipe"))
+            if draft[key] != usual
+        ]
 
 
 def _devices(draft: Draft, hardware: Hardware) -> None:

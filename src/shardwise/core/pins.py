@@ -31,7 +31,7 @@ class Cut:
 
 def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, Cut]:
     """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says nothing legal."""
-    where = f'pins: "{pattern}" = {text!r}'
+    where = f'pins: "{pattern}" = ' + (f'"{text}"' if isinstance(text, str) else repr(text))
     found: dict[str, Cut] = {}
     for part in text.split(",") if isinstance(text, str) else [""]:
         one = _ONE.fullmatch(part.strip())
@@ -47,11 +47,11 @@ def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, Cut]:
             raise ConfigError(f"{where} does not say over which axis; legal: {legal}.")
         for axis in axes if named is None else (named,):
             if axis in found:
-                raise ConfigError(f"{where} says two things of {axis}; legal: one.")
+                raise ConfigError(f"{where} says two things of {axis}; legal: one for each axis.")
             found[axis] = Cut(word) if word else Cut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
     return found
 
 
-def starred(name: str) -> str:
-    """The pattern of a name and of those that differ only in the numbers of blocks."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+def starred(name: str, count: int = 0) -> str:
+    """The pattern of a name and of those that differ only in the numbers of blocks, or in the first ``count`` of them."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name, count=count)

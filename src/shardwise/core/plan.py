@@ -334,7 +334,8 @@ def check_pins(tensor_plan: str, pins: Sequence[tuple[str, str]], axes: Sequence
         )
     if not given:
         raise ConfigError(
-            f'pins: none are not legal with tensor_plan = "{tensor_plan}"; legal: one or more, such as "*.q_proj.weight" = "column".'
+            f'tensor_plan: "{tensor_plan}" goes by pins, and there are none; legal: "recipe", "auto", or pins, such as '
+            '{"*.q_proj.weight" = "column"}.'
         )
     for pattern, text in given.items():
         check_text("pins: pattern", pattern)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,14 @@ def grid(
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     return _titled(title, table)
+
+
+def folded(text: str, at: str, width: int) -> str:
+    """``text`` in lines of at most ``width``, broken where the pattern ``at`` says, if that can be."""
+    lines = [""]
+    for piece in re.split(at, text):
+        lines = [*lines, piece] if lines[-1] and len(lines[-1] + piece) > width else [*lines[:-1], lines[-1] + piece]
+    return "\n".join(lines)
 
 
 def _titled(title: str, table: Table) -> RenderableType:

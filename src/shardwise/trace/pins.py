@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ def read_pins(p: Propagation) -> Pins:
         if not nodes and p.tensor.layouts is None:
             raise ConfigError(
                 f'pins: "{pattern}" matches no parameter that is read and no module with a result; legal: patterns of such names.'
-                + did_you_mean(pattern, (*aliases, *results))
+                + _near(pattern, (*aliases, *results))
             )
         for node, name in nodes.items():
             for axis, cut in wanted.items():
@@ -57,6 +57,16 @@ def read_pins(p: Propagation) -> Pins:
                 if known.cut != cut:
                     raise ConfigError(f"pins: {known.text} and {new.text} disagree on {name}; legal: one of them.")
     return Pins(*found)
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    """The pattern that may have been meant: instead of ``*.x.y`` one of the last two parts of a name."""
+    rest = pattern.removeprefix("*.")
+    if rest != pattern:
+        names = (f"*.{'.'.join(name.split('.')[-rest.count('.') - 1 :])}" for name in names)
+    elif "*" in pattern:
+        names = map(starred, names)
+    return did_you_mean(pattern, dict.fromkeys(names))
 
 
 def used_parameters(p: Propagation) -> dict[str, fx.Node]:
