@@ -91,9 +91,11 @@ class Board:
 
 @dataclass(eq=False, slots=True)
 class Operation:
-    """``x`` is ``parts`` times ``length`` elements that the others read, and write if ``in_place``.
+    """``x`` is ``parts`` times ``length`` elements that the others read.
 
-    ``signature`` must be the same on all members; None as ``x`` shares nothing.
+    With a ``result`` they write where they read, and what is there at the end is the result: ``x`` itself, or another
+    tensor, and then it is a copy of ``x`` that they write to.  ``signature`` must be the same on all members; None as
+    ``x`` shares nothing.
     """
 
     call: Call
@@ -103,7 +105,7 @@ class Operation:
     dtype: torch.dtype
     signature: int
     work: Work
-    in_place: bool = False
+    result: Tensor | None = None
     reads_only: bool = False  # this rank's part is all: the others need nothing of it
     remaining: int = 0  # pieces
 
@@ -125,10 +127,8 @@ class Piece:
     shared: Tensor | None = None
     staged: bool = False
 
-    def input(self) -> Tensor | None:
-        x = self.operation.x
-        if x is None:
-            return None
+    def of(self, x: Tensor) -> Tensor:
+        """This piece of what has the shape of the input: by part."""
         parts = x.view(self.operation.parts, -1)
         return parts if parts.size(1) == self.stop - self.start else parts[:, self.start : self.stop]
 
@@ -218,9 +218,10 @@ class Channel:
 
     def _share(self, piece: Piece) -> bool:
         """Make the input visible and write the entry; False while there is no room for it."""
-        x, fd, offset, stride = piece.input(), -1, 0, 0
-        if x is not None:
-            place = self._board.arena.locate(x)
+        whole, result, fd, offset, stride = piece.operation.x, piece.operation.result, -1, 0, 0
+        if whole is not None:
+            x = piece.of(whole)
+            place = self._board.arena.locate(x) if result is None or result is whole else None
             if place is None:
                 if self._staged == STAGES:
                     return False
@@ -278,11 +279,9 @@ class Channel:
             self._retired += 1
             if piece.staged:
                 self._staged -= 1
-                if piece.operation.in_place:
-                    target = piece.input()
-                    assert target is not None
+                if piece.operation.result is not None:
                     assert piece.shared is not None
-                    target.copy_(piece.shared)
+                    piece.of(piece.operation.result).copy_(piece.shared)
             piece.operation.remaining -= 1
 
     def _error(self, call: Call, reason: str) -> CommunicationError:

@@ -128,19 +128,11 @@ class SharedMemoryCommunicator(BaseCommunicator):
             channel.close()
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:
-        size, me, step = call.group.size, call.group.index, max(1, LINE // x.itemsize)
-
-        def work(source: Source, start: int, stop: int) -> None:
-            lines = -(-(stop - start) // step)
-            mine = slice(lines * me // size * step, min(lines * (me + 1) // size * step, stop - start))
-            inputs = [source(member, 0)[mine] for member in range(size)]
-            _sum_into(inputs, inputs)
-
-        return self._post(call, x, 1, x, work, in_place=True)
+        return self._post(call, x, 1, x, _sum_everywhere(call, x), result=x)
 
     def _all_reduce_into(self, call: Call, out: Tensor, x: Tensor) -> Handle:
         if call.group.size > 2:  # each would read what all have, not its part
-            return super()._all_reduce_into(call, out, x)
+            return self._post(call, x, 1, x, _sum_everywhere(call, x), result=out)
 
         def work(source: Source, start: int, stop: int) -> None:
             _sum_into([out[start:stop]], [source(member, 0) for member in range(call.group.size)])
@@ -207,11 +199,11 @@ class SharedMemoryCommunicator(BaseCommunicator):
         x: Tensor,
         work: Work,
         *,
-        in_place: bool = False,
+        result: Tensor | None = None,
         reads_only: bool = False,
         detail: str = "",
     ) -> Handle:
-        """``x`` gives size and dtype; ``shared`` is what the others may read, and write when ``in_place``."""
+        """``x`` gives size and dtype; ``shared`` is what the others may read, and write where it is ``result``."""
         pair = call.kind in ("send", "receive")
         key = (call.group.ranks, call.channel if pair else call.lane)
         channel = self._channels.get(key)
@@ -220,7 +212,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             channel = self._channels[key] = Channel(self._board, call.group.ranks, name)
         kind = "message" if pair else call.kind
         signature = zlib.crc32(f"{kind} {detail} {x.dtype} {x.numel()}".encode())
-        operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, in_place, reads_only)
+        operation = Operation(call, shared, parts, x.numel() // parts, x.dtype, signature, work, result, reads_only)
         channel.post(operation)
         self._active[channel] = None
         return _SharedHandle(self, channel, operation)
@@ -335,6 +327,19 @@ def _meet(met: Rendezvous, control: Segment, bell: Bell) -> tuple[Board, _Health
         raise ShardwiseError("shared memory: " + "; ".join(filter(None, verdicts)))
     health = _Health({rank: pid for rank, pid in enumerate(pids) if rank != met.rank})
     return Board(met.rank, pids, controls, ropes), health
+
+
+def _sum_everywhere(call: Call, x: Tensor) -> Work:
+    """Each member sums its part of the lines and writes it to all."""
+    size, me, step = call.group.size, call.group.index, max(1, LINE // x.itemsize)
+
+    def work(source: Source, start: int, stop: int) -> None:
+        lines = -(-(stop - start) // step)
+        mine = slice(lines * me // size * step, min(lines * (me + 1) // size * step, stop - start))
+        inputs = [source(member, 0)[mine] for member in range(size)]
+        _sum_into(inputs, inputs)
+
+    return work
 
 
 def _sum_into(outs: list[Tensor], inputs: list[Tensor]) -> None:
