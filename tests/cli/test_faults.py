@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -95,6 +96,16 @@ def whole(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     output = command.end()
     assert command.process.returncode == 0, output
     assert [path.name for path in checkpoints(folder / "checkpoints")] == ["step_00000280", "step_00000300"]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
+    """A finished run of four steps on one rank, to be copied."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    command = Command(folder, text, *ALONE, steps=4)
+    output = command.end()
+    assert command.process.returncode == 0 and (folder / "weights.safetensors").exists(), output
     return folder
 
 
@@ -224,10 +235,10 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
         subprocess.run(["umount", "--lazy", str(disk)], check=False)
 
 
-def test_what_is_in_the_folder(tmp_path: Path, text: str) -> None:
+def test_what_is_in_the_folder(tmp_path: Path, text: str, short: Path) -> None:
     """A finished run is set aside or gets more steps; an unfinished one of another configuration is refused; "never" sets it aside."""
     folder = tmp_path / "run"
-    assert Command(folder, text, *ALONE, steps=4).end() and (folder / "weights.safetensors").exists()
+    shutil.copytree(short, folder)
     first = Command(folder, text, *ALONE, steps=4)
     assert "the earlier run is now in" in first.end() and (tmp_path / "run-1" / "weights.safetensors").exists()
     unfinished = Command(folder, text, *ALONE, steps=8)  # longer than the last checkpoint: it goes on
@@ -254,17 +265,17 @@ def test_sigterm_to_all_processes(tmp_path: Path, text: str, whole: Path) -> Non
     assert checkpoints(folder / "checkpoints")[-1].name == f"step_{len(metrics(folder)):08d}"
 
 
-def test_cut_between_the_last_checkpoint_and_the_result(tmp_path: Path, text: str) -> None:
+def test_cut_between_the_last_checkpoint_and_the_result(tmp_path: Path, text: str, short: Path) -> None:
     folder = tmp_path / "run"
-    Command(folder, text, *ALONE, steps=8).end()
+    shutil.copytree(short, folder)
     for name in ("result.json", "weights.safetensors"):
         (folder / name).unlink()
     before = (folder / "metrics.jsonl").read_text()
-    fewer = Command(folder, text, *ALONE, steps=6)
-    assert "is at step 8 already" in " ".join(fewer.end().split()) and fewer.process.returncode == 2
-    again = Command(folder, text, *ALONE, steps=8)
+    fewer = Command(folder, text, *ALONE, steps=3)
+    assert "is at step 4 already" in " ".join(fewer.end().split()) and fewer.process.returncode == 2
+    again = Command(folder, text, *ALONE, steps=4)
     output = again.end()
-    assert again.process.returncode == 0 and "going on from step 8" in output, output
+    assert again.process.returncode == 0 and "going on from step 4" in output, output
     assert (folder / "metrics.jsonl").read_text() == before and (folder / "weights.safetensors").exists()
     assert not (tmp_path / "run-1").exists()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,8 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trace.casts import cast_field
+from shardwise.trace.profile import Profile, profile
+from shardwise.trace.trace import Trace
 from shardwise.trace.tracker import StorageTracker
 
 COMPUTING = (Op.COUNT, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
@@ -60,11 +63,26 @@ def compiled(
 
 
 def predicted(
-    subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL, rank: int | None = 0
+    subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL, rank: int | None = 0,
+    profiled: Callable[..., Profile] = profile,
 ) -> Prediction:  # fmt: skip
     ones = subject.masks if all(bool((batch[m] == 1).all()) for m in subject.masks) else ()
     rows = len(next(iter(batch.values())))
-    return predict(lambda n: subject.trace(ones, n), subject.plan, optimizer, rows=rows, rank=rank)
+    return predict(lambda n: subject.trace(ones, n), subject.plan, optimizer, rows=rows, rank=rank, profiled=profiled)
+
+
+@functools.cache
+def remembering() -> Callable[..., Profile]:
+    """:func:`profile` that walks the units of a trace, which it holds, once for ranks and plans that differ in nothing that it is told."""
+    known: dict[str, tuple[Trace, Profile]] = {}
+
+    def profiled(one: Trace, *args: Any, **options: Any) -> Profile:
+        key = repr((id(one), args, options))
+        if key not in known:
+            known[key] = one, profile(one, *args, **options)
+        return known[key][1]
+
+    return profiled
 
 
 def measured(
@@ -126,7 +144,8 @@ def differences(
     bytes than so many ``scalars`` have."""
     found = []
     # First, since what is captured only now would count as the engine's.
-    expectations = [predicted(subject, batch, optimizer, rank).timeline for rank in range(subject.plan.mesh.size)]
+    profiled = remembering()
+    expectations = [predicted(subject, batch, optimizer, rank, profiled).timeline for rank in range(subject.plan.mesh.size)]
     for rank, (ours, truth) in enumerate(zip(expectations, measured(subject, batch, optimizer), strict=True)):
         for one, moment, real in zip(ours.instructions, ours.moments, truth.seen, strict=True):
             expected, actual = (total(moment.before), total(moment.peak)), (real.before, real.peak)

@@ -31,6 +31,7 @@ from shardwise.runtime.threads import run_ranks
 from shardwise.trace.profile import profile
 from split import ORDERS, split
 
+TRACED = ("precision", "tensor", "tp")  # what a trace depends on
 HALTED = 4  # bytes of the flag that is there before the first step
 KNOWN = [n for n in zoo.NAMES if n != "own tagger"]  # an LSTM is composed otherwise on meta, and said to be unknown
 ONE: list[dict[str, Any]] = [
@@ -56,9 +57,22 @@ def case(one: dict[str, Any]) -> str:
 
 def made(name: str, one: dict[str, Any]) -> tuple[Compiled, dict[str, Tensor]]:
     """A model under a plan, with a batch in its precision: each rank has a row of each microbatch, some have two."""
+    subject = traced(name, planned({k: v for k, v in one.items() if k in TRACED})).under(planned(one))
+    return subject, dict(subject.example)
+
+
+@functools.cache
+def alone(name: str, precision: Any) -> Compiled:
+    """Its capture serves all plans of this precision."""
     model = zoo.make(name)
-    batch = {k: v.double() if one.get("precision") == "fp64" and v.is_floating_point() else v for k, v in model.batch.items()}
-    return Compiled(model.module, planned(one), batch, model.loss), batch
+    batch = {k: v.double() if precision == "fp64" and v.is_floating_point() else v for k, v in model.batch.items()}
+    return Compiled(model.module, planned({"precision": precision}), batch, model.loss)
+
+
+@functools.cache
+def traced(name: str, plan: Plan) -> Compiled:
+    """A trace serves all plans with these tensor axes."""
+    return alone(name, plan.precision).under(plan)
 
 
 def planned(one: dict[str, Any]) -> Plan:
@@ -97,24 +111,11 @@ SHARDED: list[Sharded] = [
 ]  # fmt: skip
 
 
-@functools.cache
-def alone(name: str) -> Compiled:
-    """Its capture serves all plans."""
-    return made(name, {})[0]
-
-
-@functools.cache
-def captured(name: str, kind: str, tp: int) -> Compiled:
-    """A trace serves all plans with these tensor axes."""
-    return alone(name).under(planned({"tensor": kind, "tp": tp}))
-
-
 def sharded(one: Sharded) -> None:
     name, kind, tp, ranks, zero, pp, recompute, m = one
     fields = {"pp": pp, "schedule": "1f1b", "recompute": recompute, "microbatches": m}
-    plan = planned({"tensor": kind, "tp": tp, "ranks": ranks, "zero": zero, **fields})
-    subject = captured(name, kind, tp).under(plan)
-    assert differences(subject, dict(subject.example)) == []
+    subject, batch = made(name, {"tensor": kind, "tp": tp, "ranks": ranks, "zero": zero, **fields})
+    assert differences(subject, batch) == []
 
 
 @pytest.mark.parametrize("one", list(covering(SHARDED)), ids=lambda one: "-".join(map(str, one)))
@@ -134,8 +135,7 @@ def test_every_instruction_with_parts_cut_each_by_itself() -> None:
 
 def test_the_rank_that_is_named_holds_most() -> None:
     """Of three ranks the last has two of four heads, and eleven of 31 words."""
-    subject = captured("own gpt", "1d", 3)
-    batch = dict(subject.example)
+    subject, batch = made("own gpt", {"tensor": "1d", "tp": 3})
     real = [one.peak for one in measured(subject, batch)]
     named = predicted(subject, batch, rank=None)
     assert named.rank == 2 and named.peak_bytes == real[2] == max(real) > 1.2 * min(real)

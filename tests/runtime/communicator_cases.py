@@ -15,6 +15,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -223,19 +224,28 @@ def messages(c: BaseCommunicator) -> None:
 
 
 def a_receive_does_not_wait_for_what_the_sender_does_next(c: BaseCommunicator) -> None:
-    """It computes, and looks after its messages only then."""
+    """It computes until it hears, by a file, that the other has received, and looks after its messages only then."""
+    processes = os.environ.get("MASTER_PORT")  # one for each set of ranks
+    told = Path(tempfile.gettempdir()) / f"shardwise-received-{processes or os.getpid()}"
+    in_time = True
+    told.unlink(missing_ok=True)  # of a run that was killed
     c.barrier()
     if c.rank == 0 and c.mesh.size > 1:
         sent = c.send(value(0, 100, torch.float32), 1)
-        time.sleep(4.0)
+        limit = time.monotonic() + 10.0
+        while not told.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        in_time = told.exists()
         sent.wait()
     if c.rank == 1:
-        time.sleep(0.5)
-        began, x = time.monotonic(), torch.zeros(100)
+        time.sleep(0.3)
+        x = torch.zeros(100)
         c.receive(x, 0).wait()
-        assert time.monotonic() - began < 2.5
+        told.touch()
         same(x, value(0, 100, torch.float32), "message")
     c.barrier()
+    told.unlink(missing_ok=True)
+    assert in_time
 
 
 def messages_both_ways(c: BaseCommunicator) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
 from shardwise.models.llama import Llama
+from shardwise.runtime.compiled import Compiled
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -171,6 +174,14 @@ CASES: dict[str, Callable[[], Case]] = {
     "qwen3-ones": lambda: (_transformers("qwen3"), lambda rows: tokens(rows, "ones"), None),
     "vit": lambda: (_transformers("vit"), _vit_batch, None),
 }
+
+
+@functools.cache
+def captured(name: str) -> tuple[Compiled, Callable[[int], dict[str, Tensor]], Any]:
+    """One of these in training mode, whose capture serves all plans, what makes its batches, and its loss."""
+    torch.manual_seed(len(name))
+    module, make, loss = CASES[name]()
+    return Compiled(module.train(), Plan(precision="fp64"), make(13), loss), make, loss
 
 
 def deep(name: str, layers: int) -> tuple[nn.Module, Callable[[int], dict[str, Tensor]]]:

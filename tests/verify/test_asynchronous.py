@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -41,6 +42,13 @@ def batches(number: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [tokens(rows) for _ in range(number)]
 
 
+@functools.cache
+def alone(name: str) -> Compiled:
+    """Four blocks, whose capture serves all plans."""
+    torch.manual_seed(0)
+    return Compiled(deep(name, 4)[0], Plan(precision="fp64"), batches(1)[0])
+
+
 CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
     ("llama", "pipedream", 2, 1, 1, {}),
     ("llama", "pipedream", 3, 1, 2, {"recompute": "full", "window": 5}),
@@ -55,20 +63,18 @@ CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
 def test_a_replay_with_the_same_versions_is_matched(
     name: str, schedule: str, pp: int, microbatches: int, dp: int, changes: dict[str, Any]
 ) -> None:
-    torch.manual_seed(0)
-    module, _ = deep(name, 4)
+    one = alone(name)
     plan = plan_of(schedule, pp, microbatches, dp, **changes)
     clip = None if schedule == "pipedream" else 1.0
-    report = verify(module, batches(OVERLAPPING_STEPS), plan, clip_norm=clip)
+    report = verify(one.module, batches(OVERLAPPING_STEPS), plan, clip_norm=clip, captured=one)
     assert report.passed, report.worst[0]
     assert report.largest <= TOLERANCE
 
 
 def test_vertical_sync() -> None:
-    torch.manual_seed(0)
-    module, _ = deep("llama", 4)
+    one = alone("llama")
     plan = plan_of("pipedream", 3).replace(vertical_sync=True)
-    assert verify(module, batches(6), plan, clip_norm=None).passed
+    assert verify(one.module, batches(6), plan, clip_norm=None, captured=one).passed
 
 
 def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,11 +93,9 @@ def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pyte
 def test_the_programs_have_the_papers_versions(pp: int) -> None:
     """PipeDream's stage s of n uses weights n - s - 1 updates old and keeps as many beside the newest; 2BW's are one update old, and
     two versions are there."""
-    torch.manual_seed(0)
-    module, _ = deep("llama", 4)
     number = 12
     for schedule, m in (("pipedream", 1), ("pipedream-2bw", pp)):
-        compiled = Compiled(module, plan_of(schedule, pp, m), batches(1)[0])
+        compiled = alone("llama").under(plan_of(schedule, pp, m, precision="fp64"))
         programs = compiled.programs(compiled.general, m, number)
         for stage, program in enumerate(programs):
             used = {one.microbatch: one.version for one in program.instructions if one.op in (Op.FORWARD, Op.BACKWARD)}

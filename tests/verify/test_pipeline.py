@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from covering import covering
-from models import CASES, deep, tokens
+from models import CASES, captured, deep, tokens
 from shardwise.core.check import ProgramError
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
@@ -179,10 +179,10 @@ def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp:
 @pytest.mark.parametrize("name", ["conv", "mixtral", "mlp", "bert", "vit", "llama-padded", "static"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_other_models(name: str, schedule: str) -> None:
+    one, make, loss = captured(name)
     torch.manual_seed(0)
-    module, make, loss = CASES[name]()
     plan = pipeline(data_parallel(Plan(microbatches=3), 2, 1), 2, schedule)
-    report = verify(module.train(), [make(rows) for rows in (13, 12, 7)], plan, loss=loss)
+    report = verify(one.module, [make(rows) for rows in (13, 12, 7)], plan, loss=loss, captured=one)
     assert report.passed, (report.largest, report.worst[:3])
     assert report.ranks_agree
 
@@ -298,11 +298,11 @@ def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
     plan = pipeline(data_parallel(base, dp, seed % 4 if dp > 1 else 0), ranks, "auto", timetable=written(order))
     plan = Plan.from_toml(plan.to_toml())
     name = MODELS[seed % 3]
+    compiled = subject(name)[2]
     found = compare(steps(name, plan)[0], truth(name, m))
     assert len(found.differences) > 100
     assert found.passes(TOLERANCE), (found.largest, found.worst(3))
-    module, make = deep(name, 6)
-    few = verify(module, [make(3), make(9)], plan.replace(precision="fp32"))
+    few = verify(compiled.module, [tokens(3), tokens(9)], plan.replace(precision="fp32"), captured=compiled)
     assert few.passed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from training import trained
 
 from covering import covering
-from models import CASES, deep, tokens
+from models import captured, deep, tokens
 from processes import run_processes
 from shardwise.core.check import ProgramError, check
 from shardwise.core.errors import ConfigError
@@ -58,11 +59,17 @@ def batches(number: int = STEPS, rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{k: v[:1].expand_as(v).contiguous() for k, v in one.items()} if i % 2 else one for i, one in enumerate(found)]
 
 
+@functools.cache
+def alone(name: str, layers: int, precision: Any = "fp64") -> Compiled:
+    """Its capture serves all plans of this precision."""
+    torch.manual_seed(0)
+    return Compiled(deep(name, layers)[0].train(), Plan(precision=precision), batches(1)[0])
+
+
 def verified(name: str, plan: Plan, clip: float, **changes: Any) -> tuple[Report, int]:
     """The report, and how many updates were made again."""
-    torch.manual_seed(0)
-    module, _ = deep(name, 6)
-    report = verify(module.train(), batches(), plan, clip_norm=clip, **changes)
+    one = alone(name, 6)
+    report = verify(one.module, batches(), plan, clip_norm=clip, captured=one, **changes)
     note = next(one for one in report.notes if "made again" in one)
     return report, int(note.split()[3])
 
@@ -109,14 +116,12 @@ def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_any_order_on_any_backend(home: tuple[int, ...], ranks: dict[str, Any]) -> None:
     """Whatever ranks compute first, and however slow messages are: the bits are those with a barrier."""
-    torch.manual_seed(0)
-    module, _ = deep("gpt", 6)
     order = any_order(home, 3, random.Random(len(home)))
     plan = pipeline(
         data_parallel(Plan(microbatches=3, norm="post-validate"), 2, 3), 1 + max(home), "auto", timetable=written(order)
     )
     ours, theirs = (
-        trained(one, batches(), module, clip_norm=OFTEN, ranks=more)[0]
+        trained(one, batches(), alone("gpt", 6, "fp32"), clip_norm=OFTEN, ranks=more)[0]
         for one, more in ((plan, ranks), (plan.replace(norm="barrier"), {}))
     )
     assert any(result.repeated for result in ours[0]) and not any(result.repeated for result in theirs[0])
@@ -128,9 +133,10 @@ def test_any_order_on_any_backend(home: tuple[int, ...], ranks: dict[str, Any]) 
 @pytest.mark.parametrize("name", ["conv", "mixtral", "bert", "llama-padded", "static"])
 def test_other_models(name: str) -> None:
     """Also buffers that a forward writes, which is run twice."""
+    one, make, loss = captured(name)
     torch.manual_seed(0)
-    module, make, loss = CASES[name]()
-    report = verify(module.train(), [make(13) for _ in range(4)], plan_of("1f1b", 2, 3, 2, 1), loss=loss, clip_norm=0.1)
+    given = [make(13) for _ in range(4)]
+    report = verify(one.module, given, plan_of("1f1b", 2, 3, 2, 1), loss=loss, clip_norm=0.1, captured=one)
     assert report.passed, (report.largest, report.worst[:3])
     assert any(note.startswith("of 4 updates 3") for note in report.notes)
 
@@ -146,7 +152,7 @@ def test_stages_without_a_backward(pp: int, schedule: str, window: int) -> None:
     compiled = Compiled(module, plan, batches(1)[0])
     kinds = [{one.op for one in program.instructions} for program in compiled.programs(compiled.general, 4, 2)]
     assert [found for found in kinds if Op.VALIDATE in found and Op.BACKWARD not in found and Op.BACKWARD_INPUT not in found]
-    ours, theirs = (trained(one, batches(), module, clip_norm=OFTEN / 2)[0] for one in (plan, plan.replace(norm="barrier")))
+    ours, theirs = (trained(one, batches(), compiled, clip_norm=OFTEN / 2)[0] for one in (plan, plan.replace(norm="barrier")))
     assert any(result.repeated for result in ours[0])
     assert [float(r.loss) for r in ours[0]] == [float(r.loss) for r in theirs[0]]
     assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
@@ -209,10 +215,8 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
 
 
 def programs(schedule: str = "zb-h2", pp: int = 3, m: int = 6, number: int = 3) -> tuple[tuple[Program, ...], Plan]:
-    torch.manual_seed(0)
-    module, _ = deep("llama", 4)
     plan = plan_of(schedule, pp, m)
-    compiled = Compiled(module, plan, batches(1)[0])
+    compiled = alone("llama", 4, "fp32").under(plan)
     return compiled.programs(compiled.general, m, number), plan
 
 

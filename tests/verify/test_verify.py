@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from models import CASES, ConvNet, image_loss, tokens
+from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
@@ -33,12 +33,11 @@ def covering() -> Iterator[tuple[str, int, int, str]]:
 
 
 def check(name: str, dp: int, microbatches: int, recompute: str, precision: str = "fp32") -> None:
+    one, make, loss = captured(name)
     torch.manual_seed(len(name) + dp)
-    module, make, loss = CASES[name]()
-    module.train()
     batches = [make(rows) for rows in (13, 12, 7)]
     plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute, precision=precision)  # type: ignore[arg-type]
-    report = verify(module, batches, plan, loss=loss)
+    report = verify(one.module, batches, plan, loss=loss, captured=one)
     assert report.compared > 20
     assert report.passed, (report.largest, report.worst[:3], report.low_precision)
     assert report.ranks_agree

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from covering import covering
-from models import CASES, tokens
+from models import CASES, captured, tokens
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, ParameterRule, Plan
 from shardwise.lower import gather
@@ -26,9 +26,9 @@ PRODUCT = list(itertools.product(MODELS, ZERO, DP, MICROBATCHES, RECOMPUTE))
 
 
 def check(name: str, plan: Plan) -> None:
+    one, make, loss = captured(name)
     torch.manual_seed(len(name) + plan.mesh.size)
-    module, make, loss = CASES[name]()
-    report = verify(module.train(), [make(rows) for rows in (13, 12, 7)], plan, loss=loss)
+    report = verify(one.module, [make(rows) for rows in (13, 12, 7)], plan, loss=loss, captured=one)
     assert report.compared > 20
     assert report.passed, (report.largest, report.worst[:3], report.low_precision)
     assert report.ranks_agree

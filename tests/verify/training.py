@@ -26,7 +26,7 @@ def rows_of(comm: Communicator, plan: Plan, fields: dict[str, Tensor]) -> Batch:
 def trained(
     plan: Plan,
     given: list[dict[str, Tensor]],
-    module: nn.Module,
+    module: nn.Module | Compiled,
     *,
     stop_after: int | None = None,
     ranks: Any = None,
@@ -34,9 +34,9 @@ def trained(
 ) -> list[Any]:
     """Of each rank: the results of all steps, the error that ended them or whether it was asked to stop, and the state after them.
 
-    ``ranks`` are options of the threads.
+    ``ranks`` are options of the threads.  A compiled module's capture serves this plan too.
     """
-    compiled = Compiled(module, plan, given[0])
+    compiled = module.under(plan) if isinstance(module, Compiled) else Compiled(module, plan, given[0])
 
     def rank(comm: Communicator) -> Any:
         with Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, given[0], comm=comm, **options) as trainer:

@@ -87,17 +87,19 @@ def verify(
     seed: int = 0,
     tolerance: float = TOLERANCE,
     run: Runner | None = None,
+    captured: Compiled | None = None,
 ) -> Report:
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
     Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the
     step; where batches overlap, parameters and buffers where the pipeline is empty.  Under an asynchronous schedule one device uses the old
     weights that the programs say.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
+    ``captured`` is ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.
     """
     start = time.perf_counter()
     run = run or run_threads
     exact = plan.replace(precision="fp64", dropout="exact")
-    compiled = Compiled(module, exact, batches[0], loss)
+    compiled = _ready(module, exact, batches[0], loss, captured)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
     oracle = Oracle(
         module,
@@ -114,7 +116,7 @@ def verify(
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
     low = None
     if plan.precision in LOW_PRECISIONS:
-        low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients)
+        low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
     notes = list(compiled.general.notes)
     if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
@@ -133,6 +135,12 @@ def verify(
         passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
     )  # fmt: skip
+
+
+def _ready(
+    module: nn.Module, plan: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None
+) -> Compiled:  # fmt: skip
+    return Compiled(module, plan, batch, loss) if captured is None else captured.under(plan)
 
 
 def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
@@ -214,12 +222,13 @@ def low_precision(
     seed: int,
     run: Runner,
     truth: Mapping[str, Tensor],
+    captured: Compiled | None = None,
 ) -> dict[str, float]:
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
 
     Under fp16 both multiply their loss by the largest power of two that does not make one device's gradients overflow.
     """
-    compiled = Compiled(module, plan.replace(dropout="exact"), batch, loss)
+    compiled = _ready(module, plan.replace(dropout="exact"), batch, loss, captured)
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
