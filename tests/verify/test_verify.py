@@ -12,7 +12,7 @@ from torch import Tensor
 
 from models import CASES, ConvNet, image_loss, tokens
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, Precision
 from shardwise.models.gpt import GPT
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import drawn, entropy, norms, recall
@@ -225,6 +225,17 @@ def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
         curves.append([s.loss for s in steps[0]])
     assert max(abs(a - b) for other in curves[1:] for a, b in zip(curves[0], other, strict=True)) < 1e-12
     assert len({round(v, 6) for v in curves[0]}) == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_in_evaluation_mode_trains_on_both_sides(precision: Precision) -> None:
+    """As ``from_pretrained`` gives it."""
+    torch.manual_seed(0)
+    module = GPT(vocabulary=11, width=8, layers=1, heads=2, context=4, dropout=0.3).eval()
+    batch = {name: torch.randint(0, 11, (5, 4)) for name in ("input_ids", "labels")}
+    report = verify(module, [batch], Plan(mesh=Mesh.of(dp=2), precision=precision))
+    assert report.passed, report.worst
+    assert not module.training
 
 
 def test_uncapturable_model_says_what_it_loses() -> None:

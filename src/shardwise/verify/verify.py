@@ -109,6 +109,7 @@ def verify(
         decays=optimizer.decays,
         version=versions(compiled, len(batches)) if exact.asynchronous else None,
     )
+    in_training(oracle)
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
     comparison = compare(ours[0], truth)
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
@@ -133,6 +134,12 @@ def verify(
         passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
     )  # fmt: skip
+
+
+def in_training(oracle: Oracle) -> None:
+    """Let one device train what the plan trains: a module that is in evaluation mode as a whole, as ``from_pretrained`` gives it, too."""
+    if not oracle.module.training:
+        oracle.module.train()
 
 
 def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
@@ -223,6 +230,7 @@ def low_precision(
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
+        in_training(oracle)
         single = oracle.step(batch).gradients
         if scale <= LEAST_SCALE or plan.precision != "fp16" or all(bool(g.isfinite().all()) for g in single.values()):
             break
