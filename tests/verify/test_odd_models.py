@@ -45,3 +45,10 @@ def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # typ
 def test_an_odd_model(name: str, kind: str, tp: int) -> None:
     one, batches, truth = subject(name)
     check(one.under(tensor_parallel(ALONE, tp, kind)), batches, truth, PLAIN)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("2d", 4)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_solver_takes_odd_models(name: str, kind: str, tp: int) -> None:
+    one, batches, truth = subject(name)
+    check(one.under(tensor_parallel(ALONE, tp, kind, "auto")), batches, truth, PLAIN)  # type: ignore[arg-type]
