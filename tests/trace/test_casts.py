@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -81,6 +82,40 @@ def test_low_precision_of_a_model_in_any(precision: str, dtype: torch.dtype, fro
     theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
     assert total_error(found.gradients, truth) <= 1.25 * total_error(theirs, truth) < 0.05
     assert all(found.buffers[n].dtype is torch.float32 for n in ("norm.running_mean", "table"))
+
+
+MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w), "einsum of a list": lambda x, w: torch.einsum("bi,oi->bo", [x, w]),
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([1], [1])), "mv": lambda x, w: w.mv(x[0]), "inner": torch.inner,
+    "prelu": lambda x, w: nn.functional.prelu(x, w[0]), "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w.mT, w]),
+    "addbmm": lambda x, w: torch.addbmm(x @ w.mT, x[None], w.mT[None]),
+}  # fmt: skip
+
+
+class Mixed(nn.Module):
+    """A parameter, in low precision, and a buffer, which is not, as the two operands of ``op``."""
+
+    table: Tensor
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op, self.first, self.weight = op, nn.Linear(8, 8), nn.Parameter(torch.randn(8, 8))
+        self.register_buffer("table", torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.op(self.first(x) * self.table, self.weight).square().mean()
+
+
+@pytest.mark.parametrize("precision", LOW_PRECISIONS)
+@pytest.mark.parametrize("name", MIXED)
+def test_operands_of_products_may_be_of_two_dtypes(name: str, precision: str) -> None:
+    """As under torch.autocast, also where the product is not called matmul."""
+    torch.manual_seed(0)
+    module, fields = Mixed(MIXED[name]), {"x": torch.randn(4, 8)}
+    found = one_step(module, fields, precision)
+    truth = Oracle(module).step(fields).gradients
+    theirs = Oracle(module, precision=precision).step(fields).gradients  # type: ignore[arg-type]
+    assert total_error(found.gradients, truth) <= 1.25 * total_error(theirs, truth) < 0.05
 
 
 class Range(nn.Module):

@@ -24,6 +24,7 @@ from shardwise.trace import sharding
 from shardwise.trace.assign import Assignment, Tensors, Walk
 from shardwise.trace.capture import Captured, capture
 from shardwise.trace.choices import Choices, Chosen
+from shardwise.trace.eliminate import Elimination
 from shardwise.trace.forms import Form
 from shardwise.trace.functional import Normal, functionalise
 from shardwise.trace.limited import BYTES, SECONDS
@@ -35,7 +36,7 @@ from shardwise.trace.rules import find
 from shardwise.trace.schema import is_tensor
 from shardwise.trace.sharding import Propagation, picks
 from shardwise.trace.sizes import Sizes
-from shardwise.trace.solve import best_within, least, solve, within
+from shardwise.trace.solve import NOT_EXACT, best_within, least, solve, within
 from shardwise.trace.traffic import traffic
 
 aten = torch.ops.aten
@@ -378,6 +379,25 @@ def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPa
         rf"tensor_plan: a microbatch takes at most (\S+)% longer than the fastest plan of {limit} bytes would", note
     )
     assert said is not None and best.total * (1 - 1e-9) <= rough.total <= best.total * (1 + float(said[1]) / 100 + 1e-4)
+
+
+@pytest.mark.parametrize(("axes", "recipe"), [({"tp": 4}, "1d"), ({"tp_i": 2, "tp_j": 2}, "2d")])
+@pytest.mark.parametrize("part", [None, 0.9])
+def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_so(
+    monkeypatch: pytest.MonkeyPatch, axes: Mapping[str, int], recipe: str, part: float | None
+) -> None:
+    """Many steps that read the same weights make tables that are too large; so does a small limit."""
+    normal, slow = whole_model("gpt", 2), Rates(100e12, 2e12, Link(1e-6, 10e9))
+    ruled = by(normal, axes, recipe, "recipe", Machine(slow, 8))[1]
+    limit = None if part is None else int(part * by(normal, axes, recipe, "auto", Machine(slow, 8))[1].nbytes)
+    wide = Elimination.__init__
+    monkeypatch.setattr(
+        Elimination, "__init__", lambda self, sizes, factors, limit=256: wide(self, sizes, factors, min(limit, 256))
+    )
+    p, took = by(normal, axes, recipe, "auto", Machine(slow, 8, limit))
+    assert NOT_EXACT in p.sharded.notes
+    assert limit is None or took.nbytes <= limit
+    assert limit is not None or took.total <= ruled.total
 
 
 @pytest.mark.full

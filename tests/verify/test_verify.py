@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan
+from shardwise.core.plan import Plan, Precision
 from shardwise.models.gpt import GPT
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import drawn, entropy, norms, recall
 from shardwise.trace.trace import Trace
-from shardwise.verify.verify import OPTIMIZER, run_steps, run_threads, verify
+from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads, verify
 
 DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "selective", "full")
 PLANS = list(itertools.product(DP, MICROBATCHES, RECOMPUTE))
@@ -224,6 +225,37 @@ def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
         curves.append([s.loss for s in steps[0]])
     assert max(abs(a - b) for other in curves[1:] for a, b in zip(curves[0], other, strict=True)) < 1e-12
     assert len({round(v, 6) for v in curves[0]}) == 6
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_in_evaluation_mode_trains_on_both_sides(precision: Precision) -> None:
+    """As ``from_pretrained`` gives it."""
+    torch.manual_seed(0)
+    module = GPT(vocabulary=11, width=8, layers=1, heads=2, context=4, dropout=0.3).eval()
+    batch = {name: torch.randint(0, 11, (5, 4)) for name in ("input_ids", "labels")}
+    report = verify(module, [batch], Plan(mesh=Mesh.of(dp=2), precision=precision))
+    assert report.passed, report.worst
+    assert not module.training
+
+
+def test_an_overflow_of_the_plan_alone_lowers_the_scale_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fp16: what one device sums in larger parts may overflow there later; a run would lower its scale."""
+    torch.manual_seed(0)
+    module = GPT(vocabulary=11, width=8, layers=1, heads=2, context=4)
+    batch = {name: torch.randint(0, 11, (5, 4)) for name in ("input_ids", "labels")}
+    scales: list[float] = []
+
+    def overflowing(compiled: Compiled, comm: Any, batches: Any, *rest: Any) -> list[RankStep]:
+        steps = run_steps(compiled, comm, batches, *rest)
+        if compiled.plan.precision == "fp16":
+            scales.append(rest[-1].initial)
+            if scales[-1] > 2.0**12:
+                steps[0].gradients = {name: value / 0 for name, value in steps[0].gradients.items()}
+        return steps
+
+    monkeypatch.setattr("shardwise.verify.verify.run_steps", overflowing)
+    report = verify(module, [batch], Plan(precision="fp16"))
+    assert report.passed and min(scales) == 2.0**12 < max(scales), scales
 
 
 def test_uncapturable_model_says_what_it_loses() -> None:

@@ -11,7 +11,7 @@ A model that comes in low precision trains as if it had come in fp32.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,12 @@ _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 _MATMULS = frozenset(
     f
     for f in (
-        F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.bilinear,
-        torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.conv1d, torch.conv2d, torch.conv3d,
-        Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, F.scaled_dot_product_attention, F.layer_norm, F.group_norm,
+        F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.bilinear,
+        torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm,
+        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot, Tensor.inner, Tensor.addmm,
+        Tensor.addmv, Tensor.addbmm, Tensor.baddbmm, torch.einsum, torch.tensordot, torch.linalg.multi_dot, torch.linalg.vecdot,
+        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+        F.scaled_dot_product_attention, F.layer_norm, F.group_norm, F.prelu, torch.prelu,
     )
 )  # fmt: skip
 _LOSSES = frozenset(
@@ -124,6 +127,15 @@ def _double(value: Any, position: int) -> Any:
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and position else value
 
 
+def flat(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in lists of them, as ``einsum`` takes its operands."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from flat(value)
+        else:
+            yield value
+
+
 class CastOperands:
     """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of fp16, take
     at least fp32."""
@@ -134,7 +146,7 @@ class CastOperands:
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _MATMULS:
-            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()]
+            operands = [a for a in flat((*args, *kwargs.values())) if isinstance(a, Tensor) and a.is_floating_point()]
             if len({a.dtype for a in operands}) > 1:
                 args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
         elif func in self.wide:
@@ -146,6 +158,8 @@ class CastOperands:
         args: Sequence[Any], kwargs: dict[str, Any], to: torch.dtype, these: Sequence[torch.dtype]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         def cast(a: Any) -> Any:
+            if isinstance(a, list | tuple) and any(isinstance(b, Tensor) for b in a):
+                return [cast(b) for b in a]
             return a.to(to) if isinstance(a, Tensor) and a.dtype in these else a
 
         return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}

@@ -121,17 +121,20 @@ class Choices(Chosen):
                         self.parameters[parameter].setdefault(Place(dim, pre, place.post))
 
     def made_of(self, form: Form) -> None:
-        """Let weights be cut along the factors that views and splits of the product show."""
+        """Let weights be cut along the factors that views and splits of the product show; of several results those of the first."""
+        product = self.cuts.results(form.node)[0]
+        if product is None:
+            return
         for operand, labels in form.operands:
             if self.under(operand) is None or form.moves is not None:
                 continue
             for dim, label in enumerate(labels):
                 if label is not None and label in form.results[0]:
                     at, size = list(form.results[0]).index(label), self.p.shape(operand)[dim]
-                    for pre, post in self.cuts.made_of(form.node, at):
+                    for pre, post in self.cuts.made_of(product, at):
                         if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
                             self.wish(operand, self.cuts.even(size, dim, pre, post))
-                    joined = self.cuts.joined(form.node, at)
+                    joined = self.cuts.joined(product, at)
                     if joined is not None:
                         self.wish(operand, joined._replace(dim=dim))
 

@@ -16,6 +16,9 @@ import numpy as np
 Table = np.ndarray[Any, np.dtype[np.float64]]
 Places = np.ndarray[Any, np.dtype[np.intp]]
 
+LIMIT = 1 << 26
+"""Elements of a table."""
+
 
 class Factor(NamedTuple):
     """A term of the sum: ``table[values of variables]``; infinite where these do not go together.
@@ -64,7 +67,7 @@ class Gone(NamedTuple):
     taken: tuple[int, ...]
 
 
-def least(sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 26) -> Least:
+def least(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LIMIT) -> Least:
     """The least sum of ``factors`` over variables with ``sizes`` values each; of equal sums always the same one.
 
     :class:`TooWide` where a table would have more than ``limit`` elements.
@@ -79,7 +82,7 @@ class Elimination:
     one element.
     """
 
-    def __init__(self, sizes: Sequence[int], factors: Iterable[Factor], limit: int = 1 << 26) -> None:
+    def __init__(self, sizes: Sequence[int], factors: Iterable[Factor], limit: int = LIMIT) -> None:
         self.sizes, self.limit = sizes, limit
         self.around: list[dict[int, Factor]] = [{} for _ in sizes]  # of each variable, by number
         self.ended: dict[int, Factor] = {}  # without variables
@@ -186,4 +189,4 @@ def total(factors: Iterable[Factor], values: Sequence[int]) -> Any:
     return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
 
 
-__all__ = ["Elimination", "Factor", "Gone", "Kind", "Least", "Places", "Table", "TooWide", "least", "total"]
+__all__ = ["LIMIT", "Elimination", "Factor", "Gone", "Kind", "Least", "Places", "Table", "TooWide", "least", "total"]

@@ -17,7 +17,7 @@ from torch import fx
 
 from shardwise.trace.assign import Assignment
 from shardwise.trace.choices import Chosen
-from shardwise.trace.eliminate import Factor, least
+from shardwise.trace.eliminate import LIMIT, Factor, least
 from shardwise.trace.forms import Form, State, Strategy
 from shardwise.trace.limited import BYTES, EXACT, MOST, SECONDS, Costs, Weights, fewest
 from shardwise.trace.price import Prices, Seconds, States, Step, Talk, Value
@@ -344,9 +344,9 @@ class Solver:
 
     # ---- the answer ----------------------------------------------------------------------------------------------------
 
-    def least(self, weights: Weights = SECONDS) -> Solved:
-        """That which costs least."""
-        best = least(self.problem.sizes, weights.factors(self.problem.factors))
+    def least(self, weights: Weights = SECONDS, limit: int = LIMIT) -> Solved:
+        """That which costs least; ``limit`` is of the elements of a table."""
+        best = least(self.problem.sizes, weights.factors(self.problem.factors), limit)
         if math.isinf(best.total):
             raise Unfit("of what there is to choose on several axes nothing goes together")
         return self.solved(best.values)

@@ -20,7 +20,7 @@ from shardwise.core.rates import Link, Machine, rates
 from shardwise.parallel.tensor import role
 from shardwise.trace.assign import Assignment
 from shardwise.trace.choices import Choices, Chosen
-from shardwise.trace.eliminate import TooWide
+from shardwise.trace.eliminate import LIMIT, TooWide
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.limited import BYTES, EXACT, SECONDS, Weights
 from shardwise.trace.ops import ROWS
@@ -32,20 +32,34 @@ from shardwise.trace.tensor import recipe
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
 
+PARTS = 16
+"""Of so many parts of the ops of an axis the choices are free one after the other, where those of all, or of larger parts, are too many together."""
+NOT_EXACT = "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that were looked at this is the fastest"
+
 
 def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
-    """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found."""
+    """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found, and so
+    of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights."""
     prices = priced(p)
     choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
     limit = None if p.tensor.machine is None else p.tensor.machine.memory
-    solver = Solver(p, forms, prices, choices, limited=True) if len(choices) == 1 else None
+    if len(choices) == 1:
+        try:
+            solver = Solver(p, forms, prices, choices, limited=True)
+            return limited(p, limit, partial(least, solver), lambda limit: best_within(solver, limit))
+        except TooWide:
+            p.sharded.notes[NOT_EXACT] = None
 
     def find(weights: Weights) -> Solved:
-        return least(solver, weights) if solver else _Several(p, forms, prices, choices, weights).least()
+        return _Several(p, forms, prices, choices, weights).least()
 
-    def fitting(limit: int) -> Solved:
-        return best_within(solver, limit) if solver else within(find, limit)[0]
+    return limited(p, limit, find, lambda limit: within(find, limit)[0])
 
+
+def limited(
+    p: Propagation, limit: int | None, find: Callable[[Weights], Solved], fitting: Callable[[int], Solved]
+) -> Solved:  # fmt: skip
+    """What ``find`` gives without a ``limit`` of bytes, or ``fitting`` within it."""
     if limit is None:
         return find(SECONDS)
     try:
@@ -119,7 +133,7 @@ def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:
 
 
 class _Several:
-    """Several axes, whose choices together are too many: the axes are solved in turn, from the best of a few plans; then together, of what
+    """Several axes, or one, whose choices together are too many: the axes are solved in turn, from the best of a few plans; then together, of what
     was chosen on the way."""
 
     def __init__(
@@ -152,8 +166,8 @@ class _Several:
         except (TooWide, Unfit):
             return None
 
-    def solved(self, chosen: Mapping[str, Chosen]) -> Solved:
-        found = Solver(self.p, self.forms, self.prices, chosen, self.limited).least(self.weights)
+    def solved(self, chosen: Mapping[str, Chosen], limit: int = LIMIT) -> Solved:
+        found = Solver(self.p, self.forms, self.prices, chosen, self.limited).least(self.weights, limit)
         self.seen.append(found.assignments)
         return found
 
@@ -164,6 +178,12 @@ class _Several:
             yield recipe(self.p, self.forms, self.p.assignments[ROWS])[0]
         if self.p.tensor.layouts is not None:
             return
+        found = self.together() if len(self.choices) > 1 else None
+        if found is not None:
+            yield {axis: self.shared(found, axis) for axis in self.choices}
+
+    def together(self) -> Assignment | None:
+        """What is best on one axis of all ranks, if that can be told."""
         own, name = self.prices.rates, "*".join(self.choices)
         links = [own.links.get(axis, own.link) for axis in self.choices]
         slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
@@ -176,12 +196,11 @@ class _Several:
             beside=self.prices.state,
             live=self.prices.live,
         )
-        found = (
-            Solver(self.p, self.forms, one, {name: Choices(self.p, self.forms, name, one)}, self.limited)
-            .least(self.weights)
-            .assignments[name]
-        )
-        yield {axis: self.shared(found, axis) for axis in self.choices}
+        try:
+            solver = Solver(self.p, self.forms, one, {name: Choices(self.p, self.forms, name, one)}, self.limited)
+            return solver.least(self.weights).assignments[name]
+        except TooWide:
+            return None
 
     def shared(self, found: Assignment, axis: str) -> Assignment:
         """What each of several axes does where they do together what one axis did: equal pieces of equal pieces."""
@@ -204,13 +223,33 @@ class _Several:
         """Each axis solved in turn, the others held, until none finds anything better."""
         since = 0
         for axis in itertools.cycle(self.choices):
-            found = self.solved({a: one if a == axis else one.only([best.assignments[a]]) for a, one in self.choices.items()})
+            found = self.freed(best, axis, list(self.choices[axis].strategies))
             since += 1
             if self.cost(found) < self.cost(best) * (1 - 1e-9):
                 best, since = found, 1
             if since >= len(self.choices):
                 break
         return best
+
+    def freed(self, best: Solved, axis: str, nodes: Sequence[fx.Node]) -> Solved:
+        """The best with the choices of ``nodes`` on an axis free, and all others held; where that is too much, of these in halves."""
+        chosen = {a: one.only([best.assignments[a]]) for a, one in self.choices.items()}
+        every = self.choices[axis]
+        chosen[axis] = replace(
+            chosen[axis],
+            strategies=chosen[axis].strategies | {node: every.strategies[node] for node in nodes},
+            states=every.states,
+        )
+        whole = len(nodes) == len(every.strategies)
+        try:
+            found = self.solved(chosen, LIMIT if whole else LIMIT // 16)
+        except TooWide:
+            self.p.sharded.notes[NOT_EXACT] = None
+            if len(nodes) * PARTS > len(every.strategies):
+                half = len(nodes) // 2
+                best = self.freed(self.freed(best, axis, nodes[:half]), axis, nodes[half:])
+            return best
+        return found if self.cost(found) < self.cost(best) else best
 
 
 __all__ = ["TooFew", "predicted", "solve", "within"]

@@ -245,7 +245,7 @@ class TensorWalk(Walk):
 
     def large_table(self, form: Form, table: int) -> bool:
         """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
-        rows, found = (math.prod(self.p.shape(node)) for node in (form.operands[table][0], form.node))
+        rows, found = math.prod(self.p.shape(form.operands[table][0])), sum(map(math.prod, self.p.shapes(form.node)))
         return self.looks_up(form, table) and rows > found
 
     def looks_up(self, form: Form, table: int) -> bool:

@@ -13,7 +13,8 @@ from shardwise.trace.torch_private import BatchNormBase
 
 _MATMULS = frozenset(
     (
-        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "addbmm", "baddbmm",
+        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "inner", "addmm", "addmv", "addbmm", "baddbmm",
+        "einsum", "tensordot", "linalg_multi_dot", "linalg_vecdot", "prelu",
         "grouped_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
         "conv_transpose3d", "scaled_dot_product_attention", "layer_norm", "group_norm", "rms_norm",
     )
@@ -48,7 +49,9 @@ class LowPrecision:
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         name = getattr(func, "__name__", "")
         if name in _MATMULS:
-            floats = {a.dtype for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.is_floating_point()}
+            lists = [a for a in args if isinstance(a, list | tuple)]
+            several = [*args, *kwargs.values(), *(a for one in lists for a in one)]
+            floats = {a.dtype for a in several if isinstance(a, Tensor) and a.is_floating_point()}
             if len(floats) > 1:
                 return proceed(func, *_cast(args, kwargs, floats, self.dtype))
         elif name in self.wide:
@@ -79,6 +82,8 @@ def _cast(
     to: torch.dtype,
 ) -> tuple[list[Any], dict[str, Any]]:
     def cast(value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(isinstance(one, Tensor) for one in value):
+            return [cast(one) for one in value]
         return value.to(to) if isinstance(value, Tensor) and value.dtype in these else value
 
     return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}

@@ -111,6 +111,7 @@ def verify(
         decays=optimizer.decays,
         version=versions(compiled, len(batches)) if exact.asynchronous else None,
     )
+    in_training(oracle)
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
     comparison = compare(ours[0], truth)
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
@@ -141,6 +142,12 @@ def _ready(
     module: nn.Module, plan: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None
 ) -> Compiled:  # fmt: skip
     return Compiled(module, plan, batch, loss) if captured is None else captured.under(plan)
+
+
+def in_training(oracle: Oracle) -> None:
+    """Let one device train what the plan trains: a module that is in evaluation mode as a whole, as ``from_pretrained`` gives it, too."""
+    if not oracle.module.training:
+        oracle.module.train()
 
 
 def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
@@ -226,18 +233,20 @@ def low_precision(
 ) -> dict[str, float]:
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
 
-    Under fp16 both multiply their loss by the largest power of two that does not make one device's gradients overflow.
+    Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are taken in other parts.
     """
     compiled = _ready(module, plan.replace(dropout="exact"), batch, loss, captured)
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
+        in_training(oracle)
         single = oracle.step(batch).gradients
-        if scale <= LEAST_SCALE or plan.precision != "fp16" or all(bool(g.isfinite().all()) for g in single.values()):
+        fixed = ScaleChoice.fixed(scale)
+        ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed, fixed))[0][0].gradients  # noqa: B023
+        finite = all(bool(g.isfinite().all()) for g in (*single.values(), *ours.values()))
+        if finite or scale <= LEAST_SCALE or plan.precision != "fp16":
             break
         scale /= 2
-    fixed = ScaleChoice.fixed(scale)
-    ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed, fixed))[0][0].gradients
     mine, theirs = distance(ours, truth), distance(single, truth)
     return {"plan": mine, "one_device": theirs, "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf)}
 

@@ -1,0 +1,54 @@
+"""Models that nobody would call usual, under all recipes, equal one device."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from test_tensor import ALONE, KINDS, PLAIN, check, oracle
+from torch import Tensor, nn
+
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime.compiled import Compiled
+
+
+class PartsOfAParameter(nn.Module):
+    """A parameter of a product that is taken apart as well, by ops with several results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.out = nn.Parameter(torch.randn(4, 8)), nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = (x @ self.table.T).softmax(-1)
+        first, second = self.table.chunk(2)
+        scale, shift, *_ = self.table.unbind()
+        h = self.up(x) * scale + shift + first.sum(0) * second.mean(0) + scores @ self.table
+        values, _ = self.table.sort(-1)
+        return self.out(h.tanh() + values[1]).square().mean()
+
+
+MODELS = {"parts of a parameter": PartsOfAParameter}
+
+
+@functools.cache
+def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # type: ignore[type-arg]
+    torch.manual_seed(0)
+    module = MODELS[name]().double()
+    batches = [{"x": torch.randn(rows, 8, dtype=torch.float64)} for rows in (7, 5)]
+    return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
+
+
+@pytest.mark.parametrize(("kind", "tp"), KINDS)
+@pytest.mark.parametrize("name", MODELS)
+def test_an_odd_model(name: str, kind: str, tp: int) -> None:
+    one, batches, truth = subject(name)
+    check(one.under(tensor_parallel(ALONE, tp, kind)), batches, truth, PLAIN)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("2d", 4)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_solver_takes_odd_models(name: str, kind: str, tp: int) -> None:
+    one, batches, truth = subject(name)
+    check(one.under(tensor_parallel(ALONE, tp, kind, "auto")), batches, truth, PLAIN)  # type: ignore[arg-type]
