@@ -389,7 +389,12 @@ def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_s
     """Many steps that read the same weights make tables that are too large; so does a small limit."""
     normal, slow = whole_model("gpt", 2), Rates(100e12, 2e12, Link(1e-6, 10e9))
     ruled = by(normal, axes, recipe, "recipe", Machine(slow, 8))[1]
-    limit = None if part is None else int(part * by(normal, axes, recipe, "auto", Machine(slow, 8))[1].nbytes)
+    limit = None
+    if part is not None:
+        with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
+            by(normal, axes, recipe, "auto", Machine(slow, 8, 1))
+        fewest = int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
+        limit = int(fewest + part * (by(normal, axes, recipe, "auto", Machine(slow, 8))[1].nbytes - fewest))
     wide = Elimination.__init__
     monkeypatch.setattr(
         Elimination, "__init__", lambda self, sizes, factors, limit=256: wide(self, sizes, factors, min(limit, 256))

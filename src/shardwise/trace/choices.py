@@ -55,8 +55,8 @@ class Choices(Chosen):
                 break
         fixed = p.tensor.layouts is not None
         self.states = {
-            node: (self.resting(node),) if fixed else ("I", *["R"] * p.carrying[node], *places)
-            for node, places in self.parameters.items()
+            node: (self.resting(node),) if fixed else ("I", *["R"] * p.carrying[node], *places) if node.users else ("I",)
+            for node, places in self.parameters.items()  # nobody reads a tied one under its other names
         }
 
     def only(self, several: Sequence[Assignment]) -> Chosen:

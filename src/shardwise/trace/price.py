@@ -268,7 +268,9 @@ class Prices:
         return math.prod(self.piece(value.shape, _after(step))) * value.itemsize * self.live if new else 0
 
     def resting(self, node: fx.Node, states: Sequence[State]) -> int:
-        """Bytes of a parameter, with what belongs to one that learns."""
+        """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name by which it is read."""
+        if not node.users:
+            return 0
         value = self.value(node)
         return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad))
 

@@ -198,7 +198,7 @@ class Solver:
 
     def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
         """What a parameter costs where it rests."""
-        key = (self.prices.value(node), tuple(options))
+        key = (self.prices.value(node), bool(node.users), tuple(options))
         if key not in self.tables:
             self.tables[key] = np.array([self.rest_cost(node, own) for own in options])
         return self.tables[key]

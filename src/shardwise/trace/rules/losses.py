@@ -42,11 +42,10 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
         if form.operands[position][1][place.dim] != "class":
             return form.by_label(position, place)
         simple = plain and not classes and weight is None and not smoothing and reduction == _MEAN and rank == 2
-        return (
-            Strategy((place, "I"), ("I",))
-            if simple and place == Place(1) and position == 0 and p.size(x, place) != p.rows
-            else None
-        )
+        size = p.size(x, place)
+        # Ranks find their classes as pieces of all: those of a cut at every so many are the same where it is even.
+        fixed = place.pre == 1 and size != p.rows and (place.post == 1 or all(size % n == 0 for n in p.tensor.axes.values()))
+        return Strategy((place, "I"), ("I",)) if simple and fixed and position == 0 else None
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         values = list(solved.values)
