@@ -351,6 +351,7 @@ def test_any_pins_are_right_or_refused_by_name(case: tuple[dict[str, str], int, 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @settings(max_examples=200, **SLOW)  # type: ignore[arg-type]
 @given(any_pins())
 def test_many_pins_are_right_or_refused_by_name(case: tuple[dict[str, str], int, str]) -> None:
