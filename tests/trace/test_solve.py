@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -279,6 +280,13 @@ def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine:
     return p, seconds(Prices(p, machine.rates, machine.rows, "cuda"), Flow(p, forms), p.assignments)
 
 
+def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: Machine) -> int:
+    """Of any plan, as the error says where none has so few."""
+    with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
+        by(normal, axes, recipe, "auto", replace(machine, memory=1))
+    return int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
+
+
 @pytest.mark.parametrize(
     ("name", "rows", "kind"), [("gpt", 8, "cuda"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "cuda")]
 )
@@ -308,9 +316,7 @@ def test_two_axes_keep_a_limit_of_memory() -> None:
     normal, own = whole_model("gpt", 1), rates("cuda", "bf16")
     axes = {"tp_i": 2, "tp_j": 2}
     fast = by(normal, axes, "2d", "auto", Machine(own, 8))[1]
-    with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
-        by(normal, axes, "2d", "auto", Machine(own, 8, 1))
-    fewest = int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
+    fewest = fewest_bytes(normal, axes, "2d", Machine(own, 8))
     for limit in (fewest, (fewest + fast.nbytes) // 2):
         p, found = by(normal, axes, "2d", "auto", Machine(own, 8, limit))
         assert found.nbytes <= limit < fast.nbytes and found.total >= fast.total and not p.sharded.notes
@@ -348,9 +354,7 @@ def test_whole_models_within_limits_of_memory(monkeypatch: pytest.MonkeyPatch, n
     """On the links of a data sheet the answer is exact, and it is what the plan then takes; more memory is never slower."""
     found, normal, own = solved(monkeypatch), whole_model(name, layers), rates("cuda", "bf16")
     fast = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows))[1]
-    with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
-        by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows, 1))
-    fewest = int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
+    fewest = fewest_bytes(normal, {"tp": 4}, "1d", Machine(own, rows))
     last = math.inf
     for part in (0.0, 0.02, 0.3, 0.6):
         limit = int(fewest + part * (fast.nbytes - fewest))
@@ -367,9 +371,7 @@ def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPa
     """Where the solver could not keep all sums: by how much at most."""
     normal, slow = whole_model("gpt", 3), Rates(100e12, 2e12, Link(1e-6, 10e9))
     fast = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8))[1]
-    with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
-        by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, 1))
-    limit = (int(re.findall(r"legal: (\d+) or more", str(refused.value))[0]) + fast.nbytes) // 2
+    limit = (fewest_bytes(normal, {"tp": 4}, "1d", Machine(slow, 8)) + fast.nbytes) // 2
     p, best = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
     assert not p.sharded.notes
     monkeypatch.setattr(Solver.within, "__defaults__", ((1,),))
@@ -391,9 +393,7 @@ def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_s
     ruled = by(normal, axes, recipe, "recipe", Machine(slow, 8))[1]
     limit = None
     if part is not None:
-        with pytest.raises(ConfigError, match="or more, which the least plan takes") as refused:
-            by(normal, axes, recipe, "auto", Machine(slow, 8, 1))
-        fewest = int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
+        fewest = fewest_bytes(normal, axes, recipe, Machine(slow, 8))
         limit = int(fewest + part * (by(normal, axes, recipe, "auto", Machine(slow, 8))[1].nbytes - fewest))
     wide = Elimination.__init__
     monkeypatch.setattr(

@@ -11,7 +11,7 @@ A model that comes in low precision trains as if it had come in fp32.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.core.plan import LOW_PRECISIONS
 from shardwise.trace.intercept import Proceed
+from shardwise.trace.meter import tensors_in
 from shardwise.trace.torch_private import BatchNormBase
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -127,15 +128,6 @@ def _double(value: Any, position: int) -> Any:
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and position else value
 
 
-def flat(values: Iterable[Any]) -> Iterator[Any]:
-    """Values, and those in lists of them, as ``einsum`` takes its operands."""
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from flat(value)
-        else:
-            yield value
-
-
 class CastOperands:
     """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of fp16, take
     at least fp32."""
@@ -146,7 +138,7 @@ class CastOperands:
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _MATMULS:
-            operands = [a for a in flat((*args, *kwargs.values())) if isinstance(a, Tensor) and a.is_floating_point()]
+            operands = [a for a in tensors_in((args, kwargs)) if a.is_floating_point()]
             if len({a.dtype for a in operands}) > 1:
                 args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
         elif func in self.wide:

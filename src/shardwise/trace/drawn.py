@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.core.layout import shard_range
 from shardwise.trace import random as keyed
-from shardwise.trace.ops import Env, Groups, row_start
+from shardwise.trace.ops import Env, Factors, Groups, row_start
 
 ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
 
@@ -20,8 +20,8 @@ def _row_start(env: Env, spread: Groups) -> int:
     return env.offset + row_start(env, spread)
 
 
-Grid = Sequence[Sequence[tuple[int, Groups]]] | None
-"""For each dim the factors of what a sample has of it, each with the axes that shard it."""
+Grid = Sequence[Factors] | None
+"""For each dim the factors of what a sample has of it."""
 
 
 def _columns(env: Env, grid: Grid, batch: tuple[int, int] | None, device: Any) -> Tensor | None:

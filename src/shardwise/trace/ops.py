@@ -298,7 +298,7 @@ def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
 
 
 Factors = Sequence[tuple[int, Groups]]
-"""Of the rows of a table, the major one first: each with the axes that shard it."""
+"""Of a dim, the major one first: the size of each, and the axes that shard it."""
 
 
 def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:

@@ -225,7 +225,7 @@ class _Several:
         for axis in itertools.cycle(self.choices):
             found = self.freed(best, axis, list(self.choices[axis].strategies))
             since += 1
-            if self.cost(found) < self.cost(best) * (1 - 1e-9):
+            if self.cost(found) < self.cost(best) * (1 - EXACT):
                 best, since = found, 1
             if since >= len(self.choices):
                 break

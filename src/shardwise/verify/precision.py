@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.trace.intercept import Proceed
+from shardwise.trace.meter import tensors_in
 from shardwise.trace.torch_private import BatchNormBase
 
 _MATMULS = frozenset(
@@ -49,9 +50,7 @@ class LowPrecision:
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         name = getattr(func, "__name__", "")
         if name in _MATMULS:
-            lists = [a for a in args if isinstance(a, list | tuple)]
-            several = [*args, *kwargs.values(), *(a for one in lists for a in one)]
-            floats = {a.dtype for a in several if isinstance(a, Tensor) and a.is_floating_point()}
+            floats = {a.dtype for a in tensors_in((args, kwargs)) if a.is_floating_point()}
             if len(floats) > 1:
                 return proceed(func, *_cast(args, kwargs, floats, self.dtype))
         elif name in self.wide:

@@ -144,6 +144,10 @@ def _ready(
     return Compiled(module, plan, batch, loss) if captured is None else captured.under(plan)
 
 
+def _finite(gradients: Mapping[str, Tensor]) -> bool:
+    return all(bool(g.isfinite().all()) for g in gradients.values())
+
+
 def in_training(oracle: Oracle) -> None:
     """Let one device train what the plan trains: a module that is in evaluation mode as a whole, as ``from_pretrained`` gives it, too."""
     if not oracle.module.training:
@@ -241,11 +245,12 @@ def low_precision(
         oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
         in_training(oracle)
         single = oracle.step(batch).gradients
-        fixed = ScaleChoice.fixed(scale)
-        ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed, fixed))[0][0].gradients  # noqa: B023
-        finite = all(bool(g.isfinite().all()) for g in (*single.values(), *ours.values()))
-        if finite or scale <= LEAST_SCALE or plan.precision != "fp16":
-            break
+        last = scale <= LEAST_SCALE or plan.precision != "fp16"
+        if last or _finite(single):
+            fixed = ScaleChoice.fixed(scale)
+            ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed, fixed))[0][0].gradients  # noqa: B023
+            if last or _finite(ours):
+                break
         scale /= 2
     mine, theirs = distance(ours, truth), distance(single, truth)
     return {"plan": mine, "one_device": theirs, "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf)}
