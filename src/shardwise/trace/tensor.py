@@ -21,6 +21,7 @@ from torch import fx
 from shardwise.core.mesh import axis_of, sub_axes
 from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
+from shardwise.trace.ahead import Ahead
 from shardwise.trace.assign import Assignment, Walk, place_of
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
@@ -60,6 +61,13 @@ class TensorWalk(Walk):
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
         self.cuts = Cuts(p, forms, self.parts)
+        self.ahead = Ahead(p, forms)
+        self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, for it is what others add to
+
+    @property
+    def alternates(self) -> bool:
+        """Whether products by columns and by rows take turns by themselves."""
+        return self.role.stream in ("whole", "sequence") and not self.role.rows
 
     def run(self) -> Assignment:
         super().run()
@@ -145,6 +153,10 @@ class TensorWalk(Walk):
 
     # ---- ops -----------------------------------------------------------------------------------------------------------
 
+    def state(self, node: fx.Node) -> State:
+        """As the ops see it that read it."""
+        return "I" if node in self.streams else super().state(node)
+
     def choose(self, form: Form) -> Strategy:
         opened = [i for i, (o, _) in enumerate(form.operands) if o in self.origin]
         if opened:
@@ -224,13 +236,13 @@ class TensorWalk(Walk):
         return None
 
     def noted(self, form: Form, strategy: Strategy) -> Strategy:
-        """Remember where a partial sum is that of a product."""
+        """Remember where a partial sum is that of a product, and where a stream begins."""
+        product = any(form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.p.learned(o))
         if "P" in strategy.results:
-            product = any(
-                form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.p.learned(o)
-            )
             if product or any(o in self.made for o, _ in form.operands):
                 self.made.add(form.node)
+        elif product and self.alternates and isinstance(strategy.results[0], Place) and self.ahead.is_stream(form.node):
+            self.streams.add(form.node)
         return strategy
 
     def keeps(self, form: Form, partial: list[int]) -> bool:
@@ -308,8 +320,13 @@ class TensorWalk(Walk):
             for place in self.pieces(operand):
                 label = labels[place.dim]
                 if form.sums(label) and any(label in form.operands[j][1] for j in opened):
-                    return i, place
+                    return None if self.keeps_scores(form, i) else (i, place)
         return None
+
+    def keeps_scores(self, form: Form, position: int) -> bool:
+        """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are not to be whole."""
+        sizes = [math.prod(self.p.shape(node)) for node in (form.node, form.operands[position][0])]
+        return self.alternates and sizes[0] > sizes[1] and self.ahead.is_scores(form.node)
 
     def pieces(self, operand: fx.Node) -> list[Place]:
         """Where an operand is sharded, or where slices of a whole one may begin the turns of columns and rows."""
