@@ -8,14 +8,14 @@ A transformer that begins with a product instead of a table (ViT's patches) has 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import fx
 
 from shardwise.trace.forms import Form
-from shardwise.trace.schema import op_name
+from shardwise.trace.schema import is_tensor, op_name
 
 if TYPE_CHECKING:
     from shardwise.trace.sharding import Propagation
@@ -43,9 +43,11 @@ class Ahead:
         Cut, the results of those that read it are partial sums; whole, it is gathered, and so are summed what is added to it.
         """
         reach = self.reach(product)
+        spared = 2 * sum(map(self.size, reach.products)) - 2 * self.size(product)
+        if spared <= 0:
+            return False
         added = self.added(reach)
-        cut = 2 * sum(map(self.size, reach.products))
-        return bool(added) and cut > 2 * self.size(product) + 2 * sum(map(self.size, added))
+        return bool(added) and spared > 2 * sum(map(self.size, added))
 
     def is_scores(self, product: fx.Node) -> bool:
         """Whether a cross-entropy takes the result, by classes."""
@@ -54,22 +56,24 @@ class Ahead:
     def size(self, node: fx.Node) -> int:
         return sum(map(math.prod, self.p.shapes(node)))
 
+    def multiplies(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that an op sums over together with others; of one of several results there is no form."""
+        form = self.forms.get(node)
+        return [] if form is None else [o for i, (o, _) in enumerate(form.operands) if form.contracts(i)]
+
     def weighted(self, node: fx.Node) -> bool:
         """Whether an op multiplies by a weight."""
-        form = self.forms.get(node)
-        return form is not None and any(form.contracts(i) and self.p.learned(o) for i, (o, _) in enumerate(form.operands))
+        return any(map(self.p.learned, self.multiplies(node)))
 
     def reach(self, product: fx.Node) -> Reach:
         found, todo = Reach({product: None}), [product]
         while todo:
             for user in todo.pop().users:
-                if user in found.ops or user.op != "call_function" or self.forms.get(user, ...) is None:
-                    continue
-                form = self.forms.get(user)
-                if form is not None and any(form.contracts(i) for i in range(len(form.operands))):
-                    if self.weighted(user):
-                        found.products[user] = None
-                elif form is not None or user.all_input_nodes[0] in self.forms:
+                if user in found.ops or not is_tensor(user) or self.forms.get(user, ...) is None:
+                    continue  # an op without a rule takes whole operands
+                if self.weighted(user):
+                    found.products[user] = None
+                elif not self.multiplies(user):
                     found.ops[user] = None
                     todo.append(user)
         return found

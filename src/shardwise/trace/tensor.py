@@ -2,8 +2,8 @@
 
 ``1d`` (Shoeybi et al., arXiv 1909.08053, section 3): a product whose input is whole has its weight split by columns, and one whose
 input is sharded along what it sums over, by rows; a table is split by rows where indices come from the batch, and a cross-entropy takes
-scores that are split by classes.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a rank and microbatch,
-forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section 4.2.2): what comes between the products is sharded along the
+scores that are split by classes.  ``ahead.py`` says where these turns would communicate more than they have to.  For a transformer
+layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section 4.2.2): what comes between the products is sharded along the
 sequence; the all-reduces become a reduce-scatter and an all-gather each, of the same volume.  The others, and their volumes, are in
 ``parallel/tensor.py``.
 
