@@ -122,14 +122,18 @@ def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, A
     return trainer, Batch(batch, rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
-def tensor_parallel(rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"]) -> Step:
+def tensor_parallel(
+    rank: int, ranks: int, *, task: Task, tensor: Literal["1d", "1d-sp"], backend: Literal["auto", "gloo"] = "auto"
+) -> Step:  # fmt: skip
     """Under shardwise's tensor parallelism, planned as the config's keys say."""
     from shardwise.config.build import build_plan
     from shardwise.config.config import load_config
+    from shardwise.runtime.connect import connect
 
     keys = {"tp": ranks, "tensor": tensor, "dp": 1, "precision": task.precision}
     plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    trainer, given = undivided(task, plan, ranks)
+    comm = connect(plan.mesh, torch.device(task.device), backend=backend)
+    trainer, given = undivided(task, plan, ranks, comm=comm)
     return lambda: trainer.step(given).loss
 
 

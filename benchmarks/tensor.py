@@ -7,6 +7,8 @@ which every rank has all rows; AdamW; nobody clips.  The peer is ``parallelize_m
 shardwise chooses (fused AdamW, the float32 matmul, the allocator's settings), a thread a rank and gloo; once with logits
 gathered for the loss and once under ``loss_parallel``.  In "1d-sp" and in "DTensor SP" norms and residuals are in shards of the sequence.
 
+Ours communicates in the ranks' common memory, and once "over gloo" as the peers do, which tells what is due to that.
+
 Each of ours takes turns with its peers in one run, with a limit of its own: ranks that compute with their shards of heads, MLP and
 vocabulary and never communicate.  Where the sequence is in shards too, a copy of so many bytes stands for what is gathered.
 
@@ -37,7 +39,8 @@ KINDS: Stages = {
     "1d-sp": ("DTensor SP", "DTensor SP + loss_parallel"),
 }
 """Peers hold the same parts in shards."""
-NAMES = [name for kind, peers in KINDS.items() for name in (kind, *peers)]
+OVER_GLOO = " over gloo"
+NAMES = [name for kind, peers in KINDS.items() for name in (kind, kind + OVER_GLOO, *peers)]
 TO_REACH: ToReach = dict.fromkeys(KINDS.items(), (1.25, 1.0))
 
 
@@ -48,6 +51,7 @@ def contenders(task: Task, ranks: int, kind: str, only: Sequence[str]) -> list[C
     makers: dict[str, StepMaker] = {
         LIMIT: functools.partial(shares, task=task, sequence=sequence),
         kind: functools.partial(tensor_parallel, task=task, tensor=kind),
+        kind + OVER_GLOO: functools.partial(tensor_parallel, task=task, tensor=kind, backend="gloo"),
         gathered: functools.partial(dtensor, task=task, sequence=sequence),
         split: functools.partial(dtensor, task=task, sequence=sequence, split_loss=True),
     }
@@ -85,7 +89,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     said: list[dict[str, Any]] = []
     expected = {ranks: reference(task, ranks) for ranks in options.ranks}
-    kinds = [kind for kind, peers in KINDS.items() if {kind, *peers} & set(options.only)]
+    kinds = [kind for kind, peers in KINDS.items() if {kind, kind + OVER_GLOO, *peers} & set(options.only)]
     heats = [(precision, ranks, kind) for precision in options.precision for ranks in options.ranks for kind in kinds]
     for at, (precision, ranks, kind) in enumerate(heats):
         this = replace(task, precision=precision)
