@@ -47,7 +47,9 @@ def test_a_group_across_hosts_is_slower_and_may_choose_otherwise() -> None:
     fast, slow = within.general.decisions, across.general.decisions
     assert fast is not None and slow is not None and (fast.ops, fast.parameters) != (slow.ops, slow.parameters)
     link = rates("cuda", "bf16", ["tp"])
-    priced = [sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.talks, *one.once)) for one in map(took, (within, across))]
+    priced = [
+        sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.talks, *one.once)) for one in map(took, (within, across))
+    ]
     assert took(across).communicating == pytest.approx(priced[1])
     assert took(across).total < took(within).computing + priced[0], "what is best within a host is not across"
 
