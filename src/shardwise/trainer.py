@@ -17,8 +17,8 @@ from shardwise.data.loader import Batch, Loader, one_pass
 from shardwise.parallel.pipeline import role
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
-from shardwise.runtime.connect import connect
+from shardwise.runtime.compiled import Compiled, solves
+from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.progress import Progress
 from shardwise.trace.capture import LossFunction
@@ -97,9 +97,7 @@ class Trainer:
         if self._record is not None:
             self._record.take(role(plan, self.comm.rank))
         shared = isinstance(module, Compiled)
-        self.compiled = (
-            module if isinstance(module, Compiled) else Compiled(module, plan, example, loss, self.comm.device, initial=initial)
-        )
+        self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
         self.engine = Engine(
             self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress, loss_scale=loss_scale
         )
@@ -109,6 +107,12 @@ class Trainer:
         self._asked_to_stop = False
         self.stopping = False
         self.before_close: list[Callable[[], object]] = []  # for what needs the other ranks to end, such as checkpoints under way
+
+    def _compiled(
+        self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None, initial: Mapping[str, Tensor] | None
+    ) -> Compiled:  # fmt: skip
+        per_host = ranks_of_a_host(self.comm) if solves(self.plan) else None
+        return Compiled(module, self.plan, example, loss, self.comm.device, initial=initial, per_host=per_host)
 
     @property
     def notes(self) -> list[str]:

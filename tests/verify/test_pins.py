@@ -217,6 +217,49 @@ def test_together(name: str, dp: int, zero: int, pp: int, recompute: Any, pins: 
     check(compiled, batches, oracle(module, None, batches, OPTIMIZER, 2), OPTIMIZER)
 
 
+ON: dict[str, tuple[int, dict[str, str]]] = {
+    "1d-sp": (2, {**MEGATRON, "blocks.*.norm?": "1"}),
+    "2d": (
+        4,
+        {
+            "*.qkv.weight": "column@tp_j",
+            "*.mlp.up.weight": "0@tp_i, 1@tp_j",
+            "wte.weight": "row@tp_i",
+            "blocks.*.norm2": "1@tp_i",
+        },
+    ),
+    "2.5d": (8, {"*.qkv.weight": "column@tp_j", "*.mlp.up.weight": "0@tp_i", "blocks.?": "0@tp_d", "wpe.weight": "column@tp_i"}),
+}
+"""Pins on the meshes of other recipes."""
+
+
+@functools.cache
+def on_one_device() -> tuple[nn.Module, list[dict[str, Tensor]], list[OracleStep]]:
+    module, batches = tiny(2)
+    return module, batches, oracle(module, None, batches, OPTIMIZER, 2)
+
+
+def on_a_mesh(kind: str, pp: int, dp: int, zero: int, recompute: Any) -> None:
+    (tp, pins), (module, batches, truth) = ON[kind], on_one_device()
+    base = pipeline(data_parallel(Plan(microbatches=2, recompute=recompute, precision="fp64"), dp, zero), pp, "1f1b")
+    compiled = Compiled(module, planned(pins, tp, kind=kind, plan=base), batches[0])
+    assert layouts(compiled)
+    check(compiled, batches, truth, OPTIMIZER)
+
+
+@pytest.mark.parametrize("kind", ON)
+def test_on_the_meshes_of_other_recipes(kind: str) -> None:
+    on_a_mesh(kind, 1, 1, 0, "none")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(("pp", "dp", "zero"), [(1, 1, 0), (2, 1, 0), (1, 2, 3), (2, 2, 1)])
+@pytest.mark.parametrize("kind", ON)
+def test_everything_together(kind: str, pp: int, dp: int, zero: int, recompute: str) -> None:
+    on_a_mesh(kind, pp, dp, zero, recompute)
+
+
 # ---- tables ------------------------------------------------------------------------------------------------------------------
 
 TABLE = {

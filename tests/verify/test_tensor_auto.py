@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 import zoo
+from models import deep
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Link, Rates
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import solve
 from shardwise.trace.price import Prices
+from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
+from shardwise.verify.verify import OPTIMIZER
 from verify.test_tensor import PLAIN, check, model
 
 FAST, SLOW = Rates(1e9, 1e9, Link(0.0, 1e12)), Rates(1e9, 1e9, Link(0.0, 1e9))
@@ -50,6 +57,50 @@ def test_every_solved_plan(name: str, kind: str, tp: int, rates: Rates) -> None:
 
 def test_beside_data_parallelism() -> None:
     solved("own gpt", "1d", 2, FAST, dp=2, zero=2)
+
+
+@pytest.mark.parametrize(("name", "kind", "tp"), [
+    ("own gpt", "1d-sp", 2), ("own mlp", "2.5d", 8), ("own mlp", "3d", 8), pytest.param("own gpt", "2.5d", 8, marks=pytest.mark.full),
+    pytest.param("own gpt", "3d", 8, marks=pytest.mark.full), pytest.param("own llama", "1d-sp", 4, marks=pytest.mark.full),
+])  # fmt: skip
+def test_on_the_meshes_of_other_recipes(name: str, kind: str, tp: int) -> None:
+    assert any(b.axes for b in solved(name, kind, tp, FAST).general.buckets)
+
+
+def together(kind: Any, tp: int, pp: int, dp: int, zero: int, recompute: Any, rates: Rates) -> None:
+    """A plan with everything, against one device."""
+    module, batches, truth = stacked()
+    base = Plan(microbatches=2, recompute=recompute, precision="fp64")
+    plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp, "1f1b"), tp, kind, "auto")
+    compiled = replace(module, rates=rates).under(plan)
+    assert any(b.axes for b in compiled.general.buckets) or rates is SLOW
+    check(compiled, batches, truth, OPTIMIZER)
+
+
+@functools.cache
+def stacked() -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
+    torch.manual_seed(3)
+    module, make = deep("gpt", 2)
+    batches = [make(rows) for rows in (9, 5)]
+    one = Oracle(module.train(), None, plain_optimizer(OPTIMIZER), microbatches=2, seed=0, clip_norm=1.0, decays=OPTIMIZER.decays)
+    truth = [one.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
+    return Compiled(module, Plan(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth
+
+
+@pytest.mark.parametrize(("kind", "tp", "pp", "dp", "zero", "recompute"), [
+    ("1d", 2, 2, 1, 0, "none"), ("1d", 2, 1, 2, 3, "full"), ("1d-sp", 2, 1, 1, 0, "selective"),
+])  # fmt: skip
+def test_together(kind: str, tp: int, pp: int, dp: int, zero: int, recompute: str) -> None:
+    together(kind, tp, pp, dp, zero, recompute, FAST)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rates", [FAST, SLOW])
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+@pytest.mark.parametrize(("pp", "dp", "zero"), [(1, 1, 0), (2, 1, 0), (1, 2, 3), (2, 2, 1)])
+@pytest.mark.parametrize(("kind", "tp"), [("1d", 3), ("1d-sp", 2), ("2d", 4), ("2.5d", 8), ("3d", 8)])
+def test_everything_together(kind: str, tp: int, pp: int, dp: int, zero: int, recompute: str, rates: Rates) -> None:
+    together(kind, tp, pp, dp, zero, recompute, rates)
 
 
 class Wild(Prices):

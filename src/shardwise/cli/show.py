@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from shardwise.config import Config, Hardware, build_optimizer
+from shardwise.config import Config, build_optimizer
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Layout
 from shardwise.core.pins import starred
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.estimate.traffic import step_traffic
-from shardwise.launch.subject import load_anywhere, settled, subject
+from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import batch_axes
@@ -27,7 +27,6 @@ from shardwise.parallel.tensor import across_hosts, row_parts, tensor_axes
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, folded, grid, make_console, pairs, plural, print_json, show, size
-from shardwise.runtime.compiled import Compiled
 from shardwise.trace.cost import UnitCost, cost
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
@@ -46,9 +45,9 @@ def run(
         check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
-    compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
+    per_host = per_host or ranks_of_a_host(found.plan)
+    compiled = settled(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
-    per_host = per_host or Hardware.here().gpus or plan.mesh.size
     trace.notes += [note] if (note := across_hosts(plan, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
     costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), "cuda" if torch.cuda.is_available() else "cpu")

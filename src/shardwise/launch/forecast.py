@@ -24,7 +24,7 @@ from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
-from shardwise.runtime.compiled import Compiled, traced_for
+from shardwise.runtime.compiled import Compiled, solves, traced_for
 from shardwise.trace.price import Seconds
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.solve import TooFew
@@ -70,7 +70,7 @@ class Forecast:
         found = Forecast(config, compiled, device, budget or budget_of(config, device), common=common)
         if keys_left := left_open(config):
             found._choose(keys_left, WAYS if before is None else (WAYS[before], *WAYS))
-        if found.plan.tensor_plan == "auto" and found.plan.tensor_axes:
+        if solves(found.plan):
             found._shrink()
         return found
 
@@ -219,7 +219,7 @@ class Forecast:
         """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism matter."""
 
         def key(plan: Plan) -> tuple[Any, ...]:
-            return traced_for(plan.replace(parameters=self.plan.parameters))
+            return traced_for(plan.replace(parameters=self.plan.parameters), self.compiled.per_host)
 
         self._compiled.setdefault(key(self.plan), self.compiled)
         if key(plan) not in self._compiled:

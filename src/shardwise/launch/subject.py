@@ -12,7 +12,6 @@ from shardwise.config import Config, Hardware, build_dataset, build_model, build
 from shardwise.config.build import LossFunction
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
-from shardwise.core.rates import rates
 from shardwise.data import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
@@ -55,6 +54,17 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
         return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
 
+def compiled_here(config: Config, found: Subject, per_host: int | None = None) -> Compiled:
+    """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it."""
+    per_host = per_host or ranks_of_a_host(found.plan)
+    return Compiled(found.module, found.plan, found.batches[0], found.loss, kind=_device(config).kind, per_host=per_host)
+
+
+def ranks_of_a_host(plan: Plan) -> int:
+    """As many as this machine has GPUs; of CPUs all."""
+    return Hardware.here().gpus or plan.mesh.size
+
+
 def settled(config: Config, compiled: Compiled) -> Compiled:
     """``compiled`` under the plan that would be trained on this machine: with a note, where something is open."""
     if not opens(config):
@@ -86,8 +96,9 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
     with uncollected():
         module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
         plan, device = build_plan(config), device or _device(config)
-        own = rates(device.kind, plan.precision)
-        compiled = Compiled(module, plan, example, loss, rates=own, batch_rows=config.data.batch_size)
+        compiled = Compiled(
+            module, plan, example, loss, batch_rows=config.data.batch_size, kind=device.kind, per_host=ranks_of_a_host(plan)
+        )  # fmt: skip
     return _ordered(Forecast.of(config, compiled, device))
 
 

@@ -20,7 +20,7 @@ from shardwise.parallel.pipeline import role
 from shardwise.parallel.tensor import across_hosts
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
-from shardwise.runtime.connect import connect
+from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
@@ -83,9 +83,10 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan)))
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
+    per_host = ranks_of_a_host(comm)
     with uncollected():
         compiled = Compiled(
-            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size
+            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size, per_host=per_host
         )  # fmt: skip
     progress.phase("predicting the memory")
     forecast = _forecast(config, compiled, comm)
@@ -112,7 +113,8 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecas
     comm.all_reduce(told, comm.mesh.names, what="the memory of all ranks").wait()
     before = int(told[2, 0]) - 1 if told[2, 0] else None
     found = Forecast.of(config, compiled, device, int(told[0].min()), comm.shares_memory, before)
-    found.compiled.general.notes += [note] if (note := across_hosts(found.plan, local)) is not None else []
+    per_host = compiled.per_host or comm.mesh.size
+    found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []
     found.check()
     found.check_host(int(told[1].min()))
     return found

@@ -19,26 +19,25 @@ if TYPE_CHECKING:
 
 def verify_config(config: Config, comm: Communicator | None = None) -> Report:
     """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it."""
-    from shardwise.runtime.compiled import Compiled
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
-    from .subject import opens, settled, subject
+    from .subject import compiled_here, opens, settled, subject
 
     found = subject(config, STEPS)
     plan = found.plan
     if plan.overlaps:
         found = subject(config, OVERLAPPING_STEPS)
-    if opens(config):
-        plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
+    captured = settled(config, compiled_here(config, found)) if opens(config) else None
     run = run_threads if comm is None else _one_rank(comm)
     return verify(
         found.module,
         found.batches,
-        plan,
+        plan if captured is None else captured.plan,
         loss=found.loss,
         clip_norm=config.train.clip_norm or None,
         seed=config.train.seed,
         run=run,
+        captured=captured,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -41,6 +41,10 @@ class Compiled:
     ``initial`` has the values that training starts from; without it they are those of ``module``, which may be on the meta device
     otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other values than they have.  A
     model that cannot be captured is made as a whole if its parameters are on the meta device, and says so.
+
+    A solver of tensor plans goes by devices of ``kind`` ("cuda" or "cpu"; None: that of ``device``), of which ``per_host`` in turn are on one host (None: all), and by
+    their ``rates`` (None: those assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With ``like`` it decides nothing: what is
+    decided there is done here.
     """
 
     module: nn.Module
@@ -50,8 +54,11 @@ class Compiled:
     device: torch.device = torch.device("cpu")
     training: bool = True
     initial: Mapping[str, Tensor] | None = None
-    rates: Rates | None = None  # by which a solver of tensor plans goes; None: those of the kind of device
-    batch_rows: int | None = None  # of a whole batch, by which it goes too; None: as many as the example has
+    rates: Rates | None = None
+    batch_rows: int | None = None
+    kind: str | None = None
+    per_host: int | None = None
+    like: Compiled | None = None
     _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
     _weights: dict[int, Weights] = field(default_factory=dict)  # of the units of a trace, which is not let go of meanwhile
@@ -73,6 +80,7 @@ class Compiled:
             self.module = self._values.structure()
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
+        self._check_placed(self.general, self.like.buckets if self.like is not None else ())
         self._stages = self._stages or Cut.of(self.general, self.plan, weights=self._unit_weights).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
@@ -113,18 +121,27 @@ class Compiled:
         """The same model in evaluation mode, under the same plan; captured when first needed."""
         with self._lock:
             if self._evaluation is None:
+                like = None if self.like is None else self.like.evaluation()
                 self._evaluation = replace(
-                    self, training=False, _traces={}, _programs={}, _lock=threading.RLock(), _evaluation=None
+                    self, training=False, like=like, _traces={}, _programs={}, _lock=threading.RLock(), _evaluation=None
                 )
             return self._evaluation
 
     def under(self, plan: Plan) -> Compiled:
         """The same model under another plan; captures serve both, and traces where nothing that they depend on differs."""
-        same = traced_for(plan) == traced_for(self.plan)
+        return self._under(plan, None)
+
+    def decided(self, plan: Plan) -> Compiled:
+        """The same model under a plan that differs in precision or dropout: what a solver decides for this one is done there too."""
+        same = traced_for(plan, self.per_host) == traced_for(self.plan, self.per_host)
+        return self._under(plan, self if solves(plan) and not same else self.like)
+
+    def _under(self, plan: Plan, like: Compiled | None) -> Compiled:
+        same = like is self.like and traced_for(plan, self.per_host) == traced_for(self.plan, self.per_host)
         traces, weights = (self._traces, self._weights) if same else ({}, {})
         buckets, axes = (self.buckets, self._axes) if same else ([], {})
         return replace(
-            self, plan=plan, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={}, _stages={},
+            self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={}, _stages={},
             _lock=threading.RLock(), _evaluation=None,
         )  # fmt: skip
 
@@ -145,18 +162,19 @@ class Compiled:
             if key not in self._traces:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule, tensor=self._tensors(), captures=self._captures,
+                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule, tensor=self._tensors(ones, rows), captures=self._captures,
                 )  # fmt: skip
         return self._traces[key]
 
-    def _tensors(self) -> Tensors:
+    def _tensors(self, ones: tuple[str, ...], rows: int | None) -> Tensors:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
         known = [p for b in self.buckets for p in b.parameters]
         layouts = {p.name: p.layout for p in known} if known else None
         axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
         summed = {p.name: p.summed for p in known}
         machine = self._machine() if axes else None
-        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed)
+        decided = None if self.like is None else self.like.trace(ones, rows).decisions
+        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed, decided)
 
     @property
     def microbatch_rows(self) -> int:
@@ -172,8 +190,9 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        own = self.rates or rates(self.device.type, plan.precision)
-        return Machine(own, rows, plan.tensor_bytes or None, gradient + state, live)
+        kind = self.kind or self.device.type
+        own = self.rates or rates(kind, plan.precision, _across(plan, self.per_host))
+        return Machine(own, rows, plan.tensor_bytes or None, gradient + state, live, kind)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -184,17 +203,18 @@ class Compiled:
         key = (id(one), microbatches, batches)
         with self._lock:
             if key not in self._programs:
-                self._check_placed(one)
+                self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
                 programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches)
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
 
-    def _check_placed(self, one: Trace) -> None:
+    @staticmethod
+    def _check_placed(one: Trace, buckets: Sequence[Bucket]) -> None:
         """:class:`ShardwiseError` where a trace takes parameters to lie, or their gradients to be partial sums, otherwise than the buckets,
         which all traces share."""
-        here = {p.name: p for b in self.buckets for p in b.parameters}
+        here = {p.name: p for b in buckets for p in b.parameters}
         for other in (p for b in one.buckets for p in b.parameters):
             own = here.get(other.name, other)
             if (own.placed, own.summed) != (other.placed, other.summed):
@@ -207,12 +227,23 @@ def _lying(one: Parameter) -> str:
     return f"{one.placed}, its gradient summed over {', '.join(one.summed)}," if one.summed else str(one.placed)
 
 
-def traced_for(plan: Plan) -> tuple[Any, ...]:
+def solves(plan: Plan) -> bool:
+    """Whether a solver decides on ops and parameters."""
+    return plan.tensor_plan == "auto" and bool(tensor_axes(plan))
+
+
+def _across(plan: Plan, per_host: int | None) -> tuple[str, ...]:
+    """The tensor-parallel axes that reach over hosts of ``per_host`` ranks; None: one host has all."""
+    links = plan.mesh.links(per_host or plan.mesh.size)
+    return tuple(axis for axis in tensor_axes(plan) if links[axis] != "device")
+
+
+def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
     """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
     tensor = tuple((axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan))
     how: tuple[Any, ...] = (plan.tensor, plan.tensor_plan, plan.pins)
     if plan.tensor_plan == "auto":
-        how = (*how, plan.microbatches, plan.mesh.axis_size((SHARDS, REPLICAS)), plan.tensor_bytes)
+        how = (*how, plan.microbatches, plan.mesh.axis_size((SHARDS, REPLICAS)), plan.tensor_bytes, _across(plan, per_host))
     return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 

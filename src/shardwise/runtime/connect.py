@@ -10,11 +10,19 @@ from torch import Tensor
 
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import BaseCommunicator, Call, Handle, OnWait
+from shardwise.runtime.communicator import BaseCommunicator, Call, Communicator, Handle, OnWait
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator, available
 
 Backend = Literal["auto", "gloo", "nccl", "shared"]
+
+
+def ranks_of_a_host(comm: Communicator) -> int:
+    """The least number of ranks that torchrun started on one host, the same for all ranks, which call this together; without it all are on one."""
+    told = torch.zeros(comm.mesh.size, dtype=torch.float64, device=comm.device)
+    told[comm.rank] = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
+    comm.all_reduce(told, comm.mesh.names, what="the ranks of a host").wait()
+    return int(told.min())
 
 
 class LoneCommunicator(BaseCommunicator):

@@ -21,6 +21,7 @@ from shardwise.trace.schema import differentiable, is_tensor
 
 if TYPE_CHECKING:
     from shardwise.trace.capture import Captured
+    from shardwise.trace.decisions import Decisions
     from shardwise.trace.sharding import Propagation
 
 
@@ -29,7 +30,7 @@ class Tensors:
     """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``.
 
     ``layouts`` are those of parameters, where they have been chosen before (None: whole), and ``summed`` the axes over which their
-    gradients are partial sums.  Plan "auto" is that which is fastest on ``machine``.
+    gradients are partial sums.  Plan "auto" is that which is fastest on ``machine``, or what was ``decided`` for another capture.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class Tensors:
     pins: Sequence[tuple[str, str]] = ()
     machine: Machine | None = None
     summed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    decided: Decisions | None = None
 
 
 @dataclass

@@ -18,7 +18,7 @@ from shardwise.trace.sizes import concrete
 
 aten = torch.ops.aten
 
-_CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default}
+CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default}
 _SHAPE_ONLY = {
     aten.sym_size.int, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
     aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default,
@@ -29,7 +29,7 @@ def normalise(normal: Normal) -> None:
     """Simplify ``normal.graph`` in place; the values that it computes stay the same."""
     name_dtypes(normal.graph, wide=normal.captured.precision == "fp64")
     for node in list(normal.graph.nodes):
-        if node.op == "call_function" and node.target in _CASTS:
+        if node.op == "call_function" and node.target in CASTS:
             _simplify_cast(normal.graph, node)
     _fold_masks(normal)
     eliminate_dead(normal.graph)

@@ -27,6 +27,7 @@ from shardwise.core.pins import PLANS
 from shardwise.trace import ops
 from shardwise.trace.assign import Assignment, Tensors, Walk, postpone, with_gradient
 from shardwise.trace.capture import Uncapturable
+from shardwise.trace.decisions import Decisions
 from shardwise.trace.forms import Form, Labels, Place, Solved, State
 from shardwise.trace.functional import Normal
 from shardwise.trace.moves import Moves
@@ -61,7 +62,7 @@ class Sharded:
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says which pin or op made
     them so, by name and axis, and ``notes`` what did not get its way, or may be not the best.  ``tensor`` are the axes, or sub-axes, with their sizes.
-    ``predicted()`` are the seconds of a microbatch, by which a solver chooses.
+    ``predicted()`` are the seconds of a microbatch, by which a solver chooses, and ``decisions`` what one has chosen.
     """
 
     graph: fx.Graph
@@ -75,6 +76,7 @@ class Sharded:
     tensor: Mapping[str, int] = field(default_factory=dict)
     predicted: Callable[[], Seconds] | None = None
     repeats: Repeats | None = None
+    decisions: Decisions | None = None
 
 
 def propagate(
@@ -149,12 +151,14 @@ class Propagation:
     ) -> tuple[Mapping[str, Assignment], Mapping[str, int] | None]:  # fmt: skip
         """What is done over each axis of tensor parallelism; and the axes to take instead, if one has to be two sub-axes."""
         if self.tensor.axes and self.tensor.plan == "auto":
-            return solve(self, forms).assignments, None
-        if self.tensor.axes and self.tensor.plan in PLANS:
-            pins, found = read_pins(self), dict[str, Assignment]()
-            for axis in self.tensor.axes:
-                found[axis] = PinnedWalk(self, forms, axis, rows, found, pins).run()
+            found = solve(self, forms).assignments
+            self.sharded.decisions = Decisions.of(self, forms, found)
             return found, None
+        if self.tensor.axes and self.tensor.plan in PLANS:
+            pins, pinned = read_pins(self), dict[str, Assignment]()
+            for axis in self.tensor.axes:
+                pinned[axis] = PinnedWalk(self, forms, axis, rows, pinned, pins).run()
+            return pinned, None
         return recipe(self, forms, rows)
 
     def form(self, node: fx.Node) -> Form | None:

@@ -39,9 +39,13 @@ NOT_EXACT = "tensor_plan: too many ops depend on each other for the fastest of a
 
 def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
     """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found, and so
-    of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights."""
+    of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights.  What was decided before is taken up."""
     prices = priced(p)
     choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
+    if (decided := p.tensor.decided) is not None:
+        found = Solver(p, forms, prices, decided.leave(p, forms, choices)).least()
+        decided.check(p, forms, found.assignments)
+        return found
     limit = None if p.tensor.machine is None else p.tensor.machine.memory
     if len(choices) == 1:
         try:
@@ -86,7 +90,10 @@ class TooFew(ConfigError):
     """No plan has as few bytes; ``least`` are those of the least one."""
 
     def __init__(self, limit: int, least: int) -> None:
-        super().__init__(f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes")
+        super().__init__(
+            f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes. It follows from train.memory_gib, or from what the device "
+            "has: more of that, or more ranks over parallel.tp"
+        )
         self.least = least
 
 
@@ -124,7 +131,7 @@ def cost(weights: Weights, one: Solved) -> float:
 def priced(p: Propagation) -> Prices:
     """By the machine that the plan is for, else by one row on a device of the kind."""
     machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
-    return Prices(p, machine.rates, machine.rows, p.device.type, beside=machine.beside, live=machine.live)
+    return Prices(p, machine.rates, machine.rows, machine.kind or p.device.type, beside=machine.beside, live=machine.live)
 
 
 def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:

@@ -21,6 +21,7 @@ from shardwise.parallel.data import SHARDS
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype
+from shardwise.trace.decisions import Decisions
 from shardwise.trace.functional import Normal, functionalise
 from shardwise.trace.loss import Targets, mean_cross_entropy, summands, targets_of, unweighted
 from shardwise.trace.normalise import normalise
@@ -145,7 +146,8 @@ class Trace:
     ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.  ``opaque`` is None, or
     why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.  ``tensor`` are the axes of
     tensor parallelism that its graphs are for, each with its number of ranks; ``decided`` says of parameters, by axis, which pin or op made them
-    lie as they do, where users pin some.  ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes.
+    lie as they do, where users pin some.  ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes, and ``decisions`` what one
+    has chosen.
     ``replicated`` are the ops without a rule, as (op, module path).
     """
 
@@ -166,6 +168,7 @@ class Trace:
     decided: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     predicted: Callable[[], Seconds] | None = None
     repeats: Repeats | None = None
+    decisions: Decisions | None = None
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -240,7 +243,7 @@ def trace(
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
         [*captured.notes, *sharded.notes], tuple(sharded.replicated), sharded.collectives, ones, _beside(module, batch, buckets, precision),
-        sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats,
+        sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats, sharded.decisions,
     )  # fmt: skip
 
 

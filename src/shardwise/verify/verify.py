@@ -23,7 +23,8 @@ from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, rank_rows
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.compiled import Compiled, solves
+from shardwise.runtime.connect import default_device
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace.capture import LossFunction
@@ -94,12 +95,15 @@ def verify(
     Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the
     step; where batches overlap, parameters and buffers where the pipeline is empty.  Under an asynchronous schedule one device uses the old
     weights that the programs say.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
-    ``captured`` is ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.
+    ``captured`` is ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.  Where a solver decides
+    on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; what runs in fp64 is what it decided for ``plan``.
     """
     start = time.perf_counter()
     run = run or run_threads
     exact = plan.replace(precision="fp64", dropout="exact")
-    compiled = _ready(module, exact, batches[0], loss, captured)
+    if captured is None and solves(plan):
+        captured = Compiled(module, plan, batches[0], loss, kind=default_device().type)
+    compiled = _ready(module, plan, exact, batches[0], loss, captured)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
     oracle = Oracle(
         module,
@@ -139,9 +143,12 @@ def verify(
 
 
 def _ready(
-    module: nn.Module, plan: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None
+    module: nn.Module, plan: Plan, changed: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None
 ) -> Compiled:  # fmt: skip
-    return Compiled(module, plan, batch, loss) if captured is None else captured.under(plan)
+    """For ``changed``, with what a solver decides for ``plan``."""
+    if captured is None:
+        return Compiled(module, changed, batch, loss)
+    return captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
 
 
 def _finite(gradients: Mapping[str, Tensor]) -> bool:
@@ -239,7 +246,7 @@ def low_precision(
 
     Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are taken in other parts.
     """
-    compiled = _ready(module, plan.replace(dropout="exact"), batch, loss, captured)
+    compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured)
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
