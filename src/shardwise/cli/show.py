@@ -46,7 +46,8 @@ def run(
         check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
-    compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
+    with config.answering():
+        compiled = settled(config, Compiled(found.module, found.plan, found.batches[0], found.loss))
     trace, plan = compiled.general, compiled.plan
     per_host = per_host or Hardware.here().gpus or plan.mesh.size
     trace.notes += [note] if (note := across_hosts(plan, per_host)) is not None else []

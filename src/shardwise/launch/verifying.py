@@ -24,22 +24,23 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
 
     from .subject import opens, settled, subject
 
-    found = subject(config, STEPS)
-    plan = found.plan
-    if plan.overlaps:
-        found = subject(config, OVERLAPPING_STEPS)
-    if opens(config):
-        plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
-    run = run_threads if comm is None else _one_rank(comm)
-    return verify(
-        found.module,
-        found.batches,
-        plan,
-        loss=found.loss,
-        clip_norm=config.train.clip_norm or None,
-        seed=config.train.seed,
-        run=run,
-    )
+    with config.answering():
+        found = subject(config, STEPS)
+        plan = found.plan
+        if plan.overlaps:
+            found = subject(config, OVERLAPPING_STEPS)
+        if opens(config):
+            plan = settled(config, Compiled(found.module, plan, found.batches[0], found.loss)).plan
+        run = run_threads if comm is None else _one_rank(comm)
+        return verify(
+            found.module,
+            found.batches,
+            plan,
+            loss=found.loss,
+            clip_norm=config.train.clip_norm or None,
+            seed=config.train.seed,
+            run=run,
+        )
 
 
 def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[RankStep]]], list[list[RankStep]]]:
