@@ -286,9 +286,9 @@ def test_what_a_table_leaves_out_is_listed_with_what_is_legal() -> None:
     with pytest.raises(ConfigError) as error:
         compiled_for({"*.qkv.weight": "column", "w?e.weight": "row"}, how="table", layers=2)
     message = str(error.value)
-    assert message.startswith('pins: tensor_plan = "table" says of every parameter of several dims where it is cut')
+    assert message.startswith('pins: under tensor_plan = "table" every parameter of several dims needs one')
     for name in ("blocks.*.attention.proj.weight", "blocks.*.mlp.up.weight", "blocks.*.mlp.proj.weight"):
-        assert f'"{name}": legal "column" or "row" or "0" or "1" or "whole"' in message
+        assert f'"{name}" = "column" or "row" or "0" or "1" or "whole"' in message
     assert "qkv" not in message and "norm" not in message
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json as jsonlib
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.text import Text
 
 from shardwise.config import Config, build_optimizer
-from shardwise.core.instruction import Op
 from shardwise.core.layout import Layout
 from shardwise.core.pins import starred
 from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
@@ -23,15 +22,14 @@ from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_ho
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import batch_axes
+from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import across_hosts, row_parts, tensor_axes
+from shardwise.report.collectives import Caused, Sum, of_step, of_units, step_tables, unit_table
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, folded, grid, make_console, pairs, plural, print_json, show, size
 from shardwise.trace.cost import UnitCost, cost
-from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace
-from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
-from shardwise.trace.units import Unit
 
 OF_NAME = r"(?<=\.)(?!\d)"
 """Where a name of a parameter or unit may be broken."""
@@ -46,7 +44,8 @@ def run(
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
     per_host = per_host or ranks_of_a_host(found.plan)
-    compiled = settled(config, compiled_here(config, found, per_host))
+    with config.answering():
+        compiled = settled(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
     trace.notes += [note] if (note := across_hosts(plan, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
@@ -58,40 +57,12 @@ def run(
         title = f"{what} of {plural(plan.mesh.size, 'rank')}, {plural(plan.microbatches, 'microbatch')}"
         draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
-    elif json:
-        buckets = [
-            {
-                "of": of,
-                "axes": over.split(","),
-                "kind": kind,
-                "buckets": [b for b, _ in own],
-                "sent_bytes": sum(n for _, n in own),
-            }
-            for (of, over, kind), own in _of_buckets(config, plan, trace, compiled.cut(trace)).items()
-        ]
-        print_json(
-            {**_plain(plan, trace, rows, costs, programs), "collectives_of_buckets": buckets, "links": plan.mesh.links(per_host)}
-        )
+        return
+    units, step = of_units(trace, plan, rows, programs), _of_step(config, plan, trace, programs)
+    if json:
+        print_json({**_plain(plan, trace, rows, costs, programs, units, step), "links": plan.mesh.links(per_host)})
     else:
-        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace), per_host)
-
-
-def _env(trace: Trace, plan: Plan, rows: int) -> Env:
-    """The last rank's, of a microbatch of so many rows: the one whose costs are shown."""
-    mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
-    real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
-    return Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor)))
-
-
-def _communicated(unit: Unit, trace: Trace, plan: Plan, rows: int) -> list[tuple[Cause, UnitTraffic]]:
-    """What a unit communicates, and why."""
-    found = [] if unit.graph is None else by_cause(unit.graph, _env(trace, plan, rows), unit.output_grads)
-    return [(cause, one) for cause, one in found if one != UnitTraffic()]
-
-
-def _sent(plan: Plan, one: UnitTraffic) -> float:
-    """Bytes that a rank sends by rings."""
-    return sum(t.ring(plan.mesh.axis_size(t.axes)) for t in (*one.forward, *one.backward))
+        _show(config, plan, trace, rows, costs, programs, compiled.cut(trace), per_host, units, step)
 
 
 def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
@@ -99,7 +70,20 @@ def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
     return [[asdict(factor) for factor in dim] for dim in layout.dims]
 
 
-def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program]) -> dict[str, Any]:
+def _of_step(config: Config, plan: Plan, trace: Trace, programs: Sequence[Program]) -> list[Sum]:
+    """What the first rank of each stage of a pipeline communicates in a step."""
+    traces, choice, found = [trace] * plan.microbatches, build_optimizer(config), list[Sum]()
+    for place in range(plan.mesh.axis_size(PIPELINE)):
+        rank = plan.mesh.rank({PIPELINE: place})
+        moments = step_traffic(traces, plan, choice, rows=config.data.batch_size, rank=rank, programs=programs)
+        found += of_step(moments, plan.mesh, rank)
+    return found
+
+
+def _plain(
+    plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], units: Sequence[Caused],
+    step: Sequence[Sum],
+) -> dict[str, Any]:  # fmt: skip
     return {
         "plan": plan.to_toml(),
         "parameters": [
@@ -118,16 +102,8 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
         ],
         "frozen": trace.frozen,
         "units": [{**asdict(one), "backward_flops": one.backward_flops} for one in costs],
-        "collectives": [
-            {
-                "unit": unit.index,
-                **cause._asdict(),
-                **{way: [t._asdict() for t in getattr(one, way)] for way in ("forward", "backward")},
-                "sent_bytes": _sent(plan, one),
-            }
-            for unit in trace.units
-            for cause, one in _communicated(unit, trace, plan, rows)
-        ],
+        "collectives": [one.plain(plan.mesh) for one in units],
+        "collectives_of_step": [asdict(one) for one in step],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and tensor_axes(plan) else {}),
         "notes": [*trace.notes, *trace.everywhere(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
@@ -136,7 +112,7 @@ def _plain(plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], progr
 
 def _show(
     config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut,
-    per_host: int,
+    per_host: int, units: Sequence[Caused], step: Sequence[Sum],
 ) -> None:  # fmt: skip
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
@@ -156,13 +132,13 @@ def _show(
     show(
         console,
         *_decided_table(trace),
-        *_collective_table(plan, trace, rows),
-        *_bucket_table(plan, _of_buckets(config, plan, trace, cut)),
+        *unit_table(plan, units),
+        *step_tables(plan, step),
     )
     for note in [*trace.notes, *trace.everywhere(rows)]:
-        print(f"note: {note}")
+        console.print(Text(f"note: {note}"))
     for operations in sorted({name for one in costs for name in one.unknown}):
-        print(f"note: costs do not know {operations}")
+        console.print(Text(f"note: costs do not know {operations}"))
     for program in programs:
         print(f"\n{program.text()}")  # one instruction a line, whatever the width
 
@@ -240,77 +216,6 @@ def _decided_table(trace: Trace) -> list[Any]:
 def _ranges(numbers: Sequence[int]) -> str:
     low, high = min(numbers), max(numbers)
     return str(low) if low == high else f"{low}-{high}"
-
-
-def _collective_table(plan: Plan, trace: Trace, rows: int) -> list[Any]:
-    """Units that differ only in the number of their block and communicate the same are one row; no table where none communicates."""
-    found: dict[tuple[str, tuple[tuple[Cause, UnitTraffic, int], ...]], list[int]] = {}
-    for unit in trace.units:
-        counts = Counter((_within(cause, unit.name), one) for cause, one in _communicated(unit, trace, plan, rows))
-        if counts:
-            found.setdefault((starred(unit.name), tuple((*key, times) for key, times in counts.items())), []).append(unit.index)
-    if not found:
-        return []
-    over = {_over(one) for _, own in found for _, one, _ in own}
-    cells, total = [], 0.0
-    for (_, own), units in found.items():
-        for i, (cause, one, times) in enumerate(own):
-            needed = f"{cause.op} {cause.path}".strip() + f" ({times})" * (times > 1)
-            axes, sent = [_over(one)] * (len(over) > 1), times * _sent(plan, one)
-            cells.append(("" if i else _runs(units), needed, *axes, _kinds(one.forward), _kinds(one.backward), size(sent)))
-            total += len(units) * sent
-    column, where = (("over",), "") if len(over) > 1 else ((), f" over {over.pop()}")
-    columns = ("unit", "needed by", *column, "forward", "backward", ">sent")
-    title = f"collectives{where} (sent: by a rank, of a microbatch, forward and backward)"
-    return [grid(title, columns, cells, totals=("", "all units", *[""] * (len(columns) - 3), size(total)))]
-
-
-def _of_buckets(config: Config, plan: Plan, trace: Trace, cut: Cut) -> dict[tuple[str, str, str], list[tuple[int, float]]]:
-    """What rank 0 communicates of whole buckets, (bucket, bytes sent) each time: of gradients that are summed and of parameters that
-    ranks do not keep, over which axes, by which collective."""
-    words = {Op.REDUCE: "gradients", Op.GATHER: "parameters"}
-    found: dict[tuple[str, str, str], list[tuple[int, float]]] = {}
-    traces, choice = [trace] * plan.microbatches, build_optimizer(config)
-    for moment in step_traffic(traces, plan, choice, rows=config.data.batch_size, cut=cut):
-        one = moment.instruction
-        for t in moment.traffic if one.op in words and one.bucket >= 0 else ():
-            sent = t.ring(plan.mesh.axis_size(t.axes))
-            found.setdefault((words[one.op], ",".join(t.axes), t.kind), []).append((one.bucket, sent))
-    return found
-
-
-def _bucket_table(plan: Plan, found: dict[tuple[str, str, str], list[tuple[int, float]]]) -> list[Any]:
-    """No table where nothing is communicated."""
-    if not found:
-        return []
-    cells = [
-        (*key, _runs(sorted({b for b, _ in own}), "b"), len(own), size(sum(n for _, n in own))) for key, own in found.items()
-    ]
-    batches = steady(plan)
-    when = "a step" if batches == 1 else f"{batches} batches of a window"
-    total = size(sum(n for own in found.values() for _, n in own))
-    columns = ("of", "over", "", "buckets", ">times", ">sent")
-    return [grid(f"collectives of buckets (sent: by rank 0, in {when})", columns, cells, totals=("", "", "", "all", "", total))]
-
-
-def _within(cause: Cause, unit: str) -> Cause:
-    """In short, with the path from the unit on."""
-    return Cause(cause.op.removeprefix("aten.").partition(".")[0], cause.path.removeprefix(unit).removeprefix("."))
-
-
-def _over(one: UnitTraffic) -> str:
-    return ",".join(dict.fromkeys(axis for t in (*one.forward, *one.backward) for axis in t.axes))
-
-
-def _kinds(several: Sequence[Traffic]) -> str:
-    return ", ".join(t.kind for t in several)
-
-
-def _runs(units: Sequence[int], letter: str = "u") -> str:
-    """``u1-u3, u5``."""
-    starts = [u for u in units if u - 1 not in units]
-    stops = [u for u in units if u + 1 not in units]
-    return ", ".join(f"{letter}{a}" if a == b else f"{letter}{a}-{letter}{b}" for a, b in zip(starts, stops, strict=True))
 
 
 def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: Cut, width: int) -> Any:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 
@@ -22,6 +23,7 @@ from shardwise.launch.local import clear_logs, launch_local, run_folder, under_t
 from shardwise.launch.rank import stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
+from shardwise.launch.subject import check_plan
 from shardwise.report.display import Display, show_result
 from shardwise.report.tables import make_console, print_json
 from shardwise.runtime.progress import Progress, record_path
@@ -38,13 +40,15 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     start = time.monotonic()
     adopt(os.environ)
     config = load_config(path, overrides)
-    build_plan(config).check_device("cuda" if Hardware.here().gpus else "cpu")
+    device = "cuda" if Hardware.here().gpus else "cpu"
+    build_plan(config).check_device(device)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
-    notices = list(config.notices)
+    notices = [*config.notices, *_prepare_data(config, console if first else None)]
+    with console.status("capturing the model") if first and not json else nullcontext():
+        check_plan(config, torch.device(device))  # by all ranks that somebody else has started: none waits for another that fails
     with run_folder(folder) if first else nullcontext():
-        notices += _prepare_data(config, console if first else None)
         found = _prepare(config) if first else Found()
         notices += found.notices
         if first and not json:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError
 
 from .defaults import complete
-from .draft import Draft
+from .draft import Draft, problem, reworded
 from .hardware import Hardware
 from .sections import SECTIONS, CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .toml import dumps
@@ -21,7 +22,8 @@ from .toml import dumps
 class Config:
     """A valid configuration with every default filled in; :func:`load_config` makes one.
 
-    ``notices`` are remarks for the user, no part of what the configuration is.
+    ``notices`` are remarks for the user, and ``origins`` say where the keys that are not defaults come from: both are no part of what the
+    configuration is.
     """
 
     model: ModelConfig
@@ -31,11 +33,25 @@ class Config:
     train: TrainConfig
     checkpoint: CheckpointConfig
     notices: tuple[str, ...] = field(default=(), compare=False)
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def resolved(self) -> str:
         """The whole configuration as TOML, paths absolute; loading it gives this configuration again."""
         sections = {name: getattr(self, name) for name in SECTIONS}
         return dumps({name: {f.name: getattr(section, f.name) for f in fields(section)} for name, section in sections.items()})
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """A :class:`ConfigError` on a field of the plan that is made of this configuration names the key, its value and where it comes from,
+        as those of :func:`load_config` do."""
+        try:
+            yield
+        except ConfigError as error:
+            name, legal, wrong = reworded(error)
+            if name not in {f.name for f in fields(self.parallel)} or not legal:
+                raise
+            key = f"parallel.{name}"
+            raise ConfigError(problem(key, getattr(self.parallel, name), self.origins.get(key), legal, wrong)) from error
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None) -> Config:
@@ -53,7 +69,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *
     complete(draft, hardware or Hardware.here())
     if draft.problems:
         raise ConfigError("\n".join(draft.problems))
-    return Config(**{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices))
+    return Config(**{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins)
 
 
 def _read(path: Path) -> dict[str, Any]:

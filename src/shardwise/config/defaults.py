@@ -161,10 +161,7 @@ def _pins(draft: Draft) -> None:
     try:
         check_pins(draft["parallel.tensor_plan"], tuple((draft["parallel.pins"] or {}).items()), axes)
     except ConfigError as error:
-        key, _, rest = str(error).partition(": ")
-        what, _, legal = rest.partition("; legal: ")
-        legal, mean, near = legal.partition(" Did you mean ")
-        draft.refuse(f"parallel.{key}", legal.rstrip("."), what.rstrip(".") + (f".{mean}{near}" if mean else ""))
+        draft.refuse_field(error)
     if not axes:
         draft.notices += [
             f'{key} = "{draft[key]}" changes nothing, for parallel.tp = 1: no ranks share a layer'
@@ -258,8 +255,7 @@ def _pipeline(draft: Draft) -> None:
                 sharded=draft["parallel.zero"] > 0 and draft["parallel.dp"] > 1,
             )  # fmt: skip
     except ConfigError as error:
-        key, _, rest = str(error).partition(":")
-        draft.refuse(f"parallel.{key}", rest.partition("legal: ")[2].rstrip("."), f'With schedule "{name}" over {pp} ranks')
+        draft.refuse_field(error, f'With schedule "{name}" over {pp} ranks')
         return
     stages = draft["parallel.stages"]
     wanted = pp * draft["parallel.stages_per_rank"]

@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from shardwise.core.errors import did_you_mean
+from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.data.sources import STDLIB
 from shardwise.data.tokenizer import BYTES
 
@@ -130,15 +130,35 @@ class Draft:
     def refuse(self, key: str, legal: str, hint: str = "") -> None:
         """Note that the value of ``key`` is wrong and what would be legal."""
         self._bad.add(key)
-        given = key in self._origins
-        value = self._raw[key] if given else self[key]
-        self.problems.append(
-            f"{key} = {shown(value)} ({self._origins.get(key, 'default')}): legal: {legal}" + (f". {hint}" if hint else "")
-        )
+        value = self._raw[key] if key in self._origins else self[key]
+        self.problems.append(problem(key, value, self._origins.get(key), legal, hint))
+
+    def refuse_field(self, error: ConfigError, hint: str = "") -> None:
+        """Note an error of a plan's field, as one of the key that it comes from; ``hint`` instead of what the error says is wrong."""
+        name, legal, wrong = reworded(error)
+        self.refuse(f"parallel.{name}", legal, hint or wrong)
+
+    @property
+    def origins(self) -> Mapping[str, str]:
+        """Where the keys that the user set come from."""
+        return dict(self._origins)
 
     def section(self, name: str) -> Any:
         """The section as its dataclass."""
         return SECTIONS[name](**{key: self[f"{name}.{key}"] for key in rules(name)})
+
+
+def problem(key: str, value: Any, origin: str | None, legal: str, hint: str = "") -> str:
+    """One line on a wrong value; ``origin`` says where that comes from, None: it is a default."""
+    return f"{key} = {shown(value)} ({origin or 'default'}): legal: {legal}" + (f". {hint}" if hint else "")
+
+
+def reworded(error: ConfigError) -> tuple[str, str, str]:
+    """The field of a plan that an error is about, what is legal, and what is wrong: of ``field: wrong; legal: this. Did you mean that?``."""
+    name, _, rest = str(error).partition(": ")
+    wrong, _, legal = rest.rpartition("; legal: ")
+    legal, mean, near = legal.partition(" Did you mean ")
+    return name, legal.rstrip("."), wrong[:1].upper() + wrong[1:].rstrip(".") + (f".{mean}{near}" if mean else "")
 
 
 def _merged(before: Any, value: Any) -> Any:

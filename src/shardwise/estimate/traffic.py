@@ -10,10 +10,9 @@ from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.core.program import class_of
+from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import COUNTER
 from shardwise.estimate.states import Share
-from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import SHARDS, batch_axes
@@ -38,16 +37,15 @@ class Moment:
 
 
 def step_traffic(
-    traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0, cut: Cut | None = None
+    traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0, programs: Sequence[Program] = ()
 ) -> list[Moment]:  # fmt: skip
     """Of ``rank`` in a step on a batch of ``rows`` rows, or in a window of batches that overlap: its instructions in order.
 
-    ``traces`` has one for each microbatch, as the engine chooses them.  A message counts as a kind of its own over the pipeline.  Left
+    ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.  A message counts as a kind of its own over the pipeline.  Left
     out are what is asked before a step (whether masks are all ones) and the second run of what a VALIDATE undoes.
     """
     plan = plan.replace(microbatches=len(traces))
-    cut = Cut.of(traces[0], plan) if cut is None else cut
-    program = class_of(lower(traces[0], plan, cut=cut, batches=steady(plan)), plan.mesh, rank)
+    program = class_of(programs or lower(traces[0], plan, batches=steady(plan)), plan.mesh, rank)
     sizes = [b - a for a, b in (shard_range(rows, len(traces), m) for m in range(len(traces)))]
     subject = _Subject(list(traces), plan, choice, rank, sizes)
     return [Moment(one, subject.of(one), subject.unknown(one)) for one in program.instructions]

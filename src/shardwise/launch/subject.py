@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.config import Config, Hardware, build_dataset, build_model, build_plan, load_config
@@ -15,6 +16,7 @@ from shardwise.core.plan import Plan
 from shardwise.data import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
+from shardwise.lower.versions import steady
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
@@ -89,17 +91,37 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
 
     The device is by default the one here.
     """
+    with config.answering():
+        device = device or _device(config)
+        return _ordered(Forecast.of(config, _compiled(config, device.kind), device))
+
+
+def check_plan(config: Config, device: torch.device) -> None:
+    """:class:`ConfigError` where the plan of ``config`` does not suit its model, as far as a capture shows and before anything starts.
+
+    That are plans that cut the model, by layers or within them: nothing is looked at for others.  Ranks train on devices like ``device``,
+    which is not touched; of the model only the structure is made, of its data two rows are read.
+    """
+    if config.parallel.tp == config.parallel.pp == 1:
+        return
+    with config.answering():
+        compiled = _compiled(config, device.type, device)
+        compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
+
+
+def _compiled(config: Config, kind: str, device: torch.device | None = None) -> Compiled:
+    """The model under its plan, from its structure alone, with the rates of a ``kind`` of device."""
     constructor, loss = build_model(config)
     dataset, _ = build_dataset(config)
     samples = Samples(dataset)
     example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
     with uncollected():
         module = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed).structure()
-        plan, device = build_plan(config), device or _device(config)
-        compiled = Compiled(
-            module, plan, example, loss, batch_rows=config.data.batch_size, kind=device.kind, per_host=ranks_of_a_host(plan)
+        plan = build_plan(config)
+        return Compiled(
+            module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
+            per_host=ranks_of_a_host(plan),
         )  # fmt: skip
-    return _ordered(Forecast.of(config, compiled, device))
 
 
 def _ordered(found: Forecast) -> Forecast:

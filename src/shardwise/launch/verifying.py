@@ -23,22 +23,23 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
 
     from .subject import compiled_here, opens, settled, subject
 
-    found = subject(config, STEPS)
-    plan = found.plan
-    if plan.overlaps:
-        found = subject(config, OVERLAPPING_STEPS)
-    captured = settled(config, compiled_here(config, found)) if opens(config) else None
-    run = run_threads if comm is None else _one_rank(comm)
-    return verify(
-        found.module,
-        found.batches,
-        plan if captured is None else captured.plan,
-        loss=found.loss,
-        clip_norm=config.train.clip_norm or None,
-        seed=config.train.seed,
-        run=run,
-        captured=captured,
-    )
+    with config.answering():
+        found = subject(config, STEPS)
+        plan = found.plan
+        if plan.overlaps:
+            found = subject(config, OVERLAPPING_STEPS)
+        captured = settled(config, compiled_here(config, found)) if opens(config) else None
+        run = run_threads if comm is None else _one_rank(comm)
+        return verify(
+            found.module,
+            found.batches,
+            plan if captured is None else captured.plan,
+            loss=found.loss,
+            clip_norm=config.train.clip_norm or None,
+            seed=config.train.seed,
+            run=run,
+            captured=captured,
+        )
 
 
 def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[RankStep]]], list[list[RankStep]]]:

@@ -98,6 +98,7 @@ class Compiled:
         found = self.trace((), None)
         if found.opaque is None or not any(p.is_meta for p in self.module.parameters()) or self.values.missing:
             return found
+        Cut.of(found, self.plan)  # has no stages, if some are asked for: nothing is made then
         # Its code may hold tensors that nobody else sees, and is tried on a first batch.
         self.module = self.values.whole()
         self._values = Values.of_module(self.module)

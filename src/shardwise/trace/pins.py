@@ -235,7 +235,8 @@ def check_table(p: Propagation, pins: Pins, places: Places) -> None:
         if len(p.shape(node)) > 1 and node not in pins.parameters:
             left.setdefault(starred(name), places.legal(node))
     if left:
-        lines = "; ".join(f'"{name}": legal {" or ".join(legal)}' for name, legal in left.items())
+        legal = "; ".join(f'"{name}" = {" or ".join(words)}' for name, words in left.items())
         raise ConfigError(
-            f'pins: tensor_plan = "table" says of every parameter of several dims where it is cut, and of these it does not: {lines}.'
+            f'pins: under tensor_plan = "table" every parameter of several dims needs one, and {len(left)} kinds of them have none; '
+            f"legal: also {legal}."
         )

@@ -22,14 +22,16 @@ COUNT = 8
 
 class Traffic(NamedTuple):
     """One ``kind`` of collective over ``axes`` of the mesh; ``nbytes`` are those of a whole: what an all_reduce sums, what an all_gather
-    puts together, what a reduce_scatter takes apart, with the padding of uneven pieces."""
+    puts together, what a reduce_scatter takes apart, with the padding of uneven pieces.  A message is a "send" or a "receive"."""
 
     kind: str
     axes: tuple[str, ...]
     nbytes: int
 
     def ring(self, parts: int) -> float:
-        """The bytes that each of ``parts`` ranks sends in a ring."""
+        """The bytes that each of ``parts`` ranks sends in a ring; of a message, its sender all."""
+        if self.kind in ("send", "receive"):
+            return self.nbytes if self.kind == "send" else 0
         passes = 2 if self.kind == "all_reduce" else 1
         return passes * self.nbytes * (parts - 1) / parts
 

@@ -1,0 +1,182 @@
+"""What a step communicates, and why: a microbatch's units, op by op, and all that a rank hands to the communicator."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from shardwise.core.instruction import Instruction, Op
+from shardwise.core.mesh import Mesh
+from shardwise.core.pins import starred
+from shardwise.core.plan import Plan
+from shardwise.core.program import Program
+from shardwise.estimate.traffic import Moment
+from shardwise.lower.versions import steady
+from shardwise.parallel.data import batch_axes
+from shardwise.trace.ops import Env
+from shardwise.trace.trace import Trace
+from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
+from shardwise.trace.units import Unit
+
+from .tables import grid, size
+
+WAYS = ("forward", "again", "backward")
+OF_UNITS: Mapping[Op, str] = {
+    Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward",
+}  # fmt: skip
+OF_BUCKETS: Mapping[Op, str] = {
+    Op.GATHER: "parameters", Op.REDUCE: "gradients", Op.SEND: "tied gradients", Op.RECEIVE: "tied gradients",
+}  # fmt: skip
+PURPOSES = (
+    "forward", "recompute", "backward", "activations", "their gradients", "parameters", "gradients", "tied gradients", "targets", "loss",
+    "norm",
+)  # fmt: skip
+"""What collectives are of: the units' own, by what they do; messages; whole buckets; numbers of a batch."""
+
+
+class Caused(NamedTuple):
+    """What a unit communicates in a microbatch because of one op; ``again``: by its RECOMPUTE, where the plan has one."""
+
+    unit: Unit | None  # None: of any that do the same
+    cause: Cause
+    traffic: UnitTraffic
+
+    def sent(self, mesh: Mesh) -> float:
+        """Bytes that a rank sends."""
+        every = (*self.traffic.forward, *self.traffic.again, *self.traffic.backward)
+        return sum(t.ring(mesh.axis_size(t.axes)) for t in every)
+
+    def plain(self, mesh: Mesh) -> dict[str, Any]:
+        """For JSON."""
+        ways = {way: [t._asdict() for t in getattr(self.traffic, way)] for way in WAYS}
+        return {
+            "unit": None if self.unit is None else self.unit.index,
+            **self.cause._asdict(),
+            **ways,
+            "sent_bytes": self.sent(mesh),
+        }
+
+
+@dataclass
+class Sum:
+    """Of a rank in a step, what it hands to the communicator because ``of`` something, by ``kind`` and axes: ``times`` something of together
+    ``nbytes``, of which it sends ``sent``; ``buckets`` are those concerned."""
+
+    rank: int
+    of: str
+    axes: tuple[str, ...]
+    kind: str
+    buckets: tuple[int, ...] = ()
+    times: int = 0
+    nbytes: int = 0
+    sent_bytes: float = 0.0
+
+
+def of_units(trace: Trace, plan: Plan, rows: int, programs: Sequence[Program]) -> list[Caused]:
+    """In a microbatch of so many rows, on the last rank."""
+    mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
+    real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
+    env = Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor)))
+    again = {one.unit for program in programs for one in program.instructions if one.op is Op.RECOMPUTE}
+    return [
+        Caused(unit, cause, one if unit.index in again else replace(one, again=()))
+        for unit in trace.units
+        if unit.graph is not None
+        for cause, one in by_cause(unit.graph, env, unit.output_grads)
+        if one != UnitTraffic()
+    ]
+
+
+def of_step(moments: Iterable[Moment], mesh: Mesh, rank: int) -> list[Sum]:
+    """Of ``rank``, whose instructions the moments are."""
+    found: dict[tuple[str, tuple[str, ...], str], Sum] = {}
+    for moment in moments:
+        for t in moment.traffic:
+            what = _what(moment.instruction)
+            one = found.setdefault((what, t.axes, t.kind), Sum(rank, what, t.axes, t.kind))
+            one.times, one.nbytes = one.times + 1, one.nbytes + t.nbytes
+            one.sent_bytes += t.ring(mesh.axis_size(t.axes))
+            if moment.instruction.bucket >= 0:
+                one.buckets = tuple(sorted({*one.buckets, moment.instruction.bucket}))
+    return sorted(found.values(), key=lambda one: PURPOSES.index(one.of))
+
+
+def _what(one: Instruction) -> str:
+    """What an instruction communicates."""
+    if one.op in OF_UNITS:
+        return OF_UNITS[one.op]
+    if one.bucket >= 0:
+        return OF_BUCKETS[one.op]
+    if one.op in (Op.SEND, Op.RECEIVE):
+        kind = (one.reads if one.op is Op.SEND else one.writes)[0].kind
+        return "activations" if kind == "activation" else "their gradients"
+    return "targets" if one.op is Op.COUNT else one.writes[0].kind
+
+
+def unit_table(plan: Plan, found: Sequence[Caused]) -> list[Any]:
+    """Units that differ only in the number of their block and communicate the same are one row; no table where none communicates."""
+    units: dict[tuple[str, tuple[tuple[Caused, int], ...]], list[int]] = {}
+    for unit in {one.unit.index: one.unit for one in found if one.unit is not None}.values():
+        counts = Counter(one._replace(unit=None, cause=_within(one.cause, unit.name)) for one in found if one.unit is unit)
+        units.setdefault((starred(unit.name), tuple(counts.items())), []).append(unit.index)
+    if not units:
+        return []
+    over, again = {_over(one.traffic) for one in found}, any(one.traffic.again for one in found)
+    cells = []
+    for (_, own), numbers in units.items():
+        for i, (one, times) in enumerate(own):
+            needed = f"{one.cause.op} {one.cause.path}".strip() + f" ({times})" * (times > 1)
+            axes, repeated = [_over(one.traffic)] * (len(over) > 1), [len(one.traffic.again) or ""] * again
+            ways = (_kinds(one.traffic.forward), *repeated, _kinds(one.traffic.backward))
+            cells.append(("" if i else runs(numbers), needed, *axes, *ways, size(times * one.sent(plan.mesh))))
+    column, where = (("over",), "") if len(over) > 1 else ((), f" over {over.pop()}")
+    columns = ("unit", "needed by", *column, "forward", *((">again",) if again else ()), "backward", ">sent")
+    more = "; again: of forward's, by recomputation" if again else ""
+    title = f"collectives{where} (sent: by a rank, of a microbatch, forward and backward{more})"
+    total = size(sum(one.sent(plan.mesh) for one in found))
+    return [grid(title, columns, cells, totals=("", "all units", *[""] * (len(columns) - 3), total))]
+
+
+def step_tables(plan: Plan, found: Sequence[Sum]) -> list[Any]:
+    """One for each rank that communicates."""
+    batches, tables = steady(plan), []
+    when = "a step" if batches == 1 else f"{batches} batches of a window"
+    for rank in dict.fromkeys(one.rank for one in found):
+        own = [one for one in found if one.rank == rank]
+        cells = [
+            (
+                f"{one.of} {runs(one.buckets, 'b')}",
+                ", ".join(one.axes),
+                one.kind,
+                one.times,
+                size(one.nbytes),
+                size(one.sent_bytes),
+            )
+            for one in own
+        ]
+        sums = (sum(one.times for one in own), size(sum(one.nbytes for one in own)), size(sum(one.sent_bytes for one in own)))
+        title = f"all that rank {rank} communicates in {when} (bytes: of the whole; sent: by it)"
+        tables.append(grid(title, ("of", "over", "", ">times", ">bytes", ">sent"), cells, totals=("all", "", "", *sums)))
+    return tables
+
+
+def _within(cause: Cause, unit: str) -> Cause:
+    """In short, with the path from the unit on."""
+    return Cause(cause.op.removeprefix("aten.").partition(".")[0], cause.path.removeprefix(unit).removeprefix("."))
+
+
+def _over(one: UnitTraffic) -> str:
+    return ",".join(dict.fromkeys(axis for t in (*one.forward, *one.backward) for axis in t.axes))
+
+
+def _kinds(several: Sequence[Traffic]) -> str:
+    return ", ".join(t.kind for t in several)
+
+
+def runs(numbers: Sequence[int], letter: str = "u") -> str:
+    """``u1-u3, u5``."""
+    starts = [u for u in numbers if u - 1 not in numbers]
+    stops = [u for u in numbers if u + 1 not in numbers]
+    return ", ".join(f"{letter}{a}" if a == b else f"{letter}{a}-{letter}{b}" for a, b in zip(starts, stops, strict=True))
