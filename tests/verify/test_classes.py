@@ -1,0 +1,66 @@
+"""Losses of scores in pieces of their classes equal one device, and no rank ever has all the scores of a row."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+
+import pytest
+import torch
+from test_tensor import ALONE, PLAIN, check, oracle
+from torch import Tensor, nn
+
+import classes
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace.ops import Env
+from shardwise.trace.sizes import local_shape
+from shardwise.trace.trace import Trace
+from shardwise.verify.oracle import OracleStep
+
+SIZES = ((64, 2), (31, 2), (31, 3))
+CASES = [(name, *SIZES[i % 3]) for i, name in enumerate(classes.HOW)]
+
+
+@functools.cache
+def subject(name: str, count: int) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
+    module, batch = classes.made(name, count)
+    wide = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    batches = [wide, {k: v[:2] for k, v in wide.items()}]
+    module = copy.deepcopy(module).double()
+    return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
+
+
+def scores_of(trace: Trace, count: int, rows: int, tp: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The nodes that carry a gradient and have as many as ``count`` in a dim on some rank, but for those of one dim."""
+    for unit in trace.units:
+        for node in unit.graph.nodes if unit.graph is not None else ():
+            value = node.meta.get("val")
+            if not isinstance(value, Tensor) or not node.meta.get("grad") or value.dim() < 2:
+                continue
+            for rank in range(tp):
+                shape = local_shape(value, node.meta["layout"], Env(rows=rows, tensor={"tp": (tp, rank)}))
+                if count in shape:
+                    yield str(node), shape
+
+
+def every_way(name: str, count: int, tp: int, kind: str) -> None:
+    one, batches, truth = subject(name, count)
+    compiled = one.under(tensor_parallel(ALONE, tp, kind))
+    assert list(scores_of(compiled.general, count, len(batches[0]["ids"]), tp)) == []
+    assert list(scores_of(one.general, count, len(batches[0]["ids"]), 1)) != []
+    check(compiled, batches, truth, PLAIN)
+
+
+@pytest.mark.parametrize(("name", "count", "tp"), CASES)
+def test_a_loss(name: str, count: int, tp: int) -> None:
+    every_way(name, count, tp, "1d")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["1d", "1d-sp"])
+@pytest.mark.parametrize(("count", "tp"), SIZES)
+@pytest.mark.parametrize("name", classes.HOW)
+def test_every_loss(name: str, count: int, tp: int, kind: str) -> None:
+    every_way(name, count, tp, kind)
