@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-SEQUENCE = 3
+SEQUENCE = 16  # so many that what an op keeps of a row is more than the scalars of a step
 Fields = dict[str, Tensor]
 How = Callable[[Any, Tensor, Fields], Tensor]
 

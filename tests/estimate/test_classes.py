@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from real import differences
-from test_traffic import SGD, compared
+from test_traffic import compared
 
 import classes
 from shardwise.core.mesh import Mesh

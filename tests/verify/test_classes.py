@@ -7,9 +7,8 @@ import functools
 from collections.abc import Iterator
 
 import pytest
-import torch
 from test_tensor import ALONE, PLAIN, check, oracle
-from torch import Tensor, nn
+from torch import Tensor
 
 import classes
 from shardwise.parallel.tensor import tensor_parallel

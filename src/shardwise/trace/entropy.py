@@ -51,7 +51,9 @@ def cross_entropy(
     if reduction == MEAN:
         count = _count(env, logits, target, weight, ignore_index, counted, spread).to(wide)
     if log_probabilities:
-        found = _nll(env, logits.to(wide), target, weight, ignore_index, REDUCTIONS[SUM if reduction == MEAN else reduction], share)
+        found = _nll(
+            env, logits.to(wide), target, weight, ignore_index, REDUCTIONS[SUM if reduction == MEAN else reduction], share
+        )
         return found if count is None else found / count
     plain = weight is None and not smoothing and not target.is_floating_point() and logits.dim() == 2
     if share is not None or (plain and logits.requires_grad and torch.is_grad_enabled()):
