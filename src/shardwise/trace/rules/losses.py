@@ -75,7 +75,7 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
             if not chances:
                 yield False, "all_gather", parts * entropy.numbers(classes) * rows * max(x.meta["val"].dtype.itemsize, 4)
         elif isinstance(strategy.operands[0], Place) and reduction == entropy.MEAN and node is not p.counted:
-            yield False, "all_reduce", 8
+            yield False, "all_reduce", 8 if weight is None or classes else weight.meta["val"].dtype.itemsize
 
     form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
