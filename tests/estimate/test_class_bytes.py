@@ -16,7 +16,7 @@ from shardwise.runtime.compiled import Compiled
 LAYOUTS = [
     {"mesh": Mesh.of(tp=2), "tensor": "1d", "recompute": "none"},
     {"mesh": Mesh.of(tp=3), "tensor": "1d-sp", "recompute": "selective", "microbatches": 2},
-    {"mesh": Mesh.of(dp=2, tp=2), "tensor": "1d", "recompute": "full"},
+    {"mesh": Mesh.of(dp=2, tp=2), "tensor": "1d", "recompute": "full", "precision": "bf16"},
     {"mesh": Mesh.of(tp_i=2, tp_j=2), "tensor": "2d", "recompute": "selective"},
 ]  # fmt: skip
 FEW = ("weights", "none", "dims, all", "probabilities, all", "learned probabilities", "nll, none", "z", "entropy")

@@ -101,3 +101,13 @@ def test_no_rank_of_a_gpt_has_all_scores(name: str) -> None:
 @pytest.mark.parametrize("name", classes.HOW)
 def test_every_loss(name: str, count: int, tp: int, kind: str) -> None:
     every_way(name, count, tp, kind)
+
+
+@pytest.mark.parametrize("name", ["plain", "weights", "nll"])
+def test_a_target_that_is_no_class_is_an_error(name: str) -> None:
+    """As on one device, and whichever rank would have it; nobody's class is not nothing to learn."""
+    one, batches, truth = subject(name, 31)
+    labels = batches[0]["labels"].clone()
+    labels[0, 0] = 31
+    with pytest.raises(Exception, match="out of bounds"):
+        check(one.under(tensor_parallel(ALONE, 2, "1d")), [{**batches[0], "labels": labels}], truth, PLAIN)
