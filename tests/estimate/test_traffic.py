@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
 from counting import counted
+from torch import Tensor
 
 import zoo
 from covering import covering
@@ -61,17 +62,22 @@ def check(name: str, plan: Plan, anew: bool = False) -> None:
     find = captured.__wrapped__ if anew else captured
     tensor = Mesh(tuple(axis for axis in plan.mesh.axes if axis.name.startswith("tp")))
     model, one = find(name, plan.tensor, tensor, plan.precision)
-    subject, rows = one.under(plan), len(next(iter(model.batch.values())))
+    assert compared(one.under(plan), model.batch) > 20
+
+
+def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
+    """The number of operations of all instructions of all ranks, which are those that were predicted."""
+    plan, rows = subject.plan, len(next(iter(batch.values())))
     sizes = [b - a for a, b in (shard_range(rows, plan.microbatches, m) for m in range(plan.microbatches))]
     traces, number = [subject.trace(subject.masks, size) for size in sizes], 0
-    for rank, seen in enumerate(counted(subject, model.batch, SGD)):
+    for rank, seen in enumerate(counted(subject, batch, SGD)):
         expected = step_traffic(traces, plan, SGD, rows=rows, rank=rank)
         assert not any(one.unknown for one in expected)
         for mine, (one, theirs) in zip(expected, seen, strict=True):
             assert mine.instruction == one
             assert sorted(mine.traffic) == sorted(theirs), f"rank {rank}: {one}"
             number += len(theirs)
-    assert number > 20
+    return number
 
 
 @pytest.mark.parametrize("case", list(covering(CASES)), ids=lambda case: "-".join(map(str, case)))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
+import classes
 import zoo
 from shardwise import Values, record
 from shardwise.core.errors import ConfigError
@@ -224,14 +225,29 @@ SPREAD = (Link(0.0, 1e12), Link(0.0, 1e9), Link(1e-6, 1e10))
 
 @pytest.mark.parametrize("name", ["own gpt", "own convnet", pytest.param("own llama", marks=pytest.mark.full)])
 def test_collectives_are_predicted_to_the_byte(name: str) -> None:
-    """Of recipes and of solved plans: kinds, axes and bytes of all that the graph communicates, forward and backward."""
     model = zoo.make(name)
     normal = functionalise(capture(model.module, model.batch, loss=model.loss))
     normalise(normal)
+    assert predicted_to_the_byte(normal, name == "own gpt") > 3
+
+
+LOSSES = ("weights", "none", "probabilities, all", "nll", "z")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in LOSSES else pytest.mark.full) for n in classes.HOW])
+def test_collectives_of_losses_are_predicted_to_the_byte(name: str) -> None:
+    predicted_to_the_byte(normal_of(*classes.made(name, 31)), False)
+
+
+def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
+    """Of recipes and of solved plans: kinds, axes and bytes of all that the graph communicates, forward and backward.
+
+    The number of plans that share out parameters.
+    """
     plans = [("1d", {"tp": 2}, "recipe", None), ("1d-sp", {"tp": 3}, "recipe", None)]
     plans += [("1d", {"tp": n}, "auto", link) for n in (2, 3) for link in SPREAD]
     plans += [("2d", {"tp_i": 2, "tp_j": 2}, "auto", link) for link in SPREAD[:1]]
-    plans += [("1d", {"tp": 2}, "propagate", None)] * (name == "own gpt")
+    plans += [("1d", {"tp": 2}, "propagate", None)] * pinned
     pins = (
         ("*.qkv.weight", "column"),
         ("*.mlp.up.weight", "column"),
@@ -256,7 +272,7 @@ def test_collectives_are_predicted_to_the_byte(name: str) -> None:
             )
             assert ours == Counter(tuple(t) for t in found), (recipe, axes, plan, link, backward)
         sharded += bool(p.sharded.layouts)
-    assert sharded > 3
+    return sharded
 
 
 # ---- against the recipes --------------------------------------------------------------------------------------------------------

@@ -86,7 +86,7 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     """
     node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
     own = node.target is entropy.cross_entropy
-    target, ignore = (node.args[2], node.args[4]) if own else (node.args[1], given(node, "ignore_index", -100))
+    target, ignore = (node.args[2], node.kwargs["ignore_index"]) if own else (node.args[1], given(node, "ignore_index", -100))
     seen = _ancestors(target)
     captured = sharded.normal.captured
     places = [n for n in sharded.graph.nodes if n in seen and n.op == "placeholder" and n.name != "env"]

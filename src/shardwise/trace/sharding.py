@@ -283,6 +283,11 @@ class Propagation:
         found = self.expressions(node)[place.dim]
         return found // (place.pre * place.post) if isinstance(found, int) else found / (place.pre * place.post)
 
+    def shared_out(self, node: fx.Node, place: Place) -> bool:
+        """Whether what is cut at ``place`` are no rows of the batch, and every rank has some of it."""
+        size = self.size(node, place)
+        return size != self.rows and isinstance(size, int) and size >= math.prod(self.tensor.axes.values())
+
     def layout_of(self, shape: Sequence[int], states: Mapping[str, State]) -> Layout:
         """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within the other."""
         dims: list[list[Factor]] = [[Factor(s)] for s in shape]

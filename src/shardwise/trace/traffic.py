@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardwise.trace import entropy, norms, ops
+from shardwise.trace import entropy, norms, ops, softmax
 from shardwise.trace.moves import COLLECTIVES
 from shardwise.trace.ops import ROWS, Cut, Env
 from shardwise.trace.sizes import local_shape
@@ -126,16 +126,35 @@ def _batch_norm(node: fx.Node, env: Env) -> _Found:
 
 
 def _cross_entropy(node: fx.Node, env: Env) -> _Found:
-    """The count of targets, if the step does not know it, and three numbers a row where ranks have some of the classes each."""
-    logits, target, weight, counted = node.args[1], node.args[2], node.args[3], node.args[6]
-    share, spread = (*node.args[9:], *(None, (ROWS,))[len(node.args[9:]) :])
-    if not counted:
-        double = weight is None or target.meta["val"].is_floating_point()
-        yield False, "all_reduce", spread, COUNT if double else _itemsize(weight)
-    if share is not None:
-        _, axes = share
-        rows, dtype = local_shape(logits.meta["val"], logits.meta["layout"], env)[0], logits.meta["val"].dtype
-        yield False, "all_gather", axes, env.group(axes)[0] * 3 * rows * max(dtype.itemsize, 4)
+    """The count of targets of a mean, if the step does not know it, and some numbers a row where ranks have scores of some of the classes each."""
+    (logits, target, weight), how = node.args[1:4], node.kwargs
+    probabilities = target.meta["val"].is_floating_point()
+    if how["reduction"] == entropy.MEAN and not how["counted"]:
+        yield False, "all_reduce", how["spread"], COUNT if weight is None or probabilities else _itemsize(weight)
+    if how["share"] is not None and not how["log_probabilities"]:
+        _, axes = how["share"]
+        yield False, "all_gather", axes, env.group(axes)[0] * entropy.numbers(probabilities) * _rows(logits, 1, env)
+
+
+def _rows(node: fx.Node, dim: int, env: Env) -> int:
+    """The bytes of one wide number for each row along ``dim`` of a value."""
+    value = node.meta["val"]
+    shape = local_shape(value, node.meta["layout"], env)
+    return math.prod(n for d, n in enumerate(shape) if d != dim) * torch.promote_types(value.dtype, torch.float32).itemsize
+
+
+def _softmax(node: fx.Node, env: Env) -> _Found:
+    """Two numbers a row, and in backward a sum of one."""
+    x, dim, axes, dtype = node.args[1:5]
+    each = _rows(x if dtype is None else node, dim, env)
+    yield False, "all_gather", axes, env.group(axes)[0] * softmax.NUMBERS * each
+    yield True, "all_reduce", axes, each
+
+
+def _logsumexp(node: fx.Node, env: Env) -> _Found:
+    """Two numbers a row."""
+    x, dim, axes = node.args[1:4]
+    yield False, "all_gather", axes, env.group(axes)[0] * softmax.NUMBERS * _rows(x, dim, env)
 
 
 def _norm_of_width(node: fx.Node, env: Env) -> _Found:
@@ -157,6 +176,8 @@ _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {
     norms.sync_batch_norm: _batch_norm,
     norms.norm_of_width: _norm_of_width,
     entropy.cross_entropy: _cross_entropy,
+    softmax.softmax: _softmax,
+    softmax.logsumexp: _logsumexp,
     entropy.valid_targets: _valid_targets,
     entropy.valid_targets_once: _valid_targets,
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shardwise.trace import drawn, entropy, norms, ops
+from shardwise.trace import drawn, entropy, norms, ops, softmax
 from shardwise.trace.capture import Captured
 from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import note_unread, recallable
@@ -356,7 +356,7 @@ ORDINAL_AT = {
 RUNNING_AT = {norms.batch_norm: (3, 4), norms.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
 _COMMUNICATING = {
     ops.all_reduce, ops.replicate, ops.gather, ops.shard, ops.scatter, norms.sync_batch_norm, norms.norm_of_width,
-    entropy.cross_entropy,
+    entropy.cross_entropy, softmax.softmax, softmax.logsumexp,
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,14 +18,12 @@ from shardwise.trace.torch_private import schema
 aten = torch.ops.aten
 RULES = Table()
 
-_NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers of reductions
-
 
 @RULES.rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
 def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
     x, target = node.args[:2]
-    weight, reduction = given(node, "weight"), given(node, "reduction", _MEAN)
-    plain = op_name(node) == "cross_entropy_loss"
+    weight, reduction = given(node, "weight"), given(node, "reduction", entropy.MEAN)
+    chances = op_name(node) != "cross_entropy_loss"  # log-probabilities, not scores
     rank = rank_of(p, x)
     if rank < 2:
         return None
@@ -34,50 +33,57 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
     operands: list[tuple[fx.Node, list[Any]]] = [(x, labels), (target, theirs)]
     if isinstance(weight, fx.Node):
         operands.append((weight, [None]))
-    ignore, smoothing = given(node, "ignore_index", -100), given(node, "label_smoothing", 0.0) if plain else 0.0
-    form = p.labelled(node, operands, ["b", *range(2, rank)] if reduction == _NONE else [])
+    ignore, smoothing = given(node, "ignore_index", -100), 0.0 if chances else given(node, "label_smoothing", 0.0)
+    form = p.labelled(node, operands, ["b", *range(2, rank)] if reduction == entropy.NONE else [])
+
+    def of_classes(strategy: Strategy) -> bool:
+        at = strategy.operands[0]
+        return isinstance(at, Place) and labels[at.dim] == "class"
 
     def moves(position: int, place: Place) -> Strategy | None:
-        """Rows, or classes: then ranks exchange what a row's softmax needs."""
-        if form.operands[position][1][place.dim] != "class":
-            return form.by_label(position, place)
-        simple = plain and not classes and weight is None and not smoothing and reduction == _MEAN and rank == 2
-        size = p.size(x, place)
-        # Ranks find their classes as pieces of all: those of a cut at every so many are the same where it is even.
-        fixed = place.pre == 1 and size != p.rows and (place.post == 1 or all(size % n == 0 for n in p.tensor.axes.values()))
-        return Strategy((place, "I"), ("I",)) if simple and fixed and position == 0 else None
+        """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is log-probabilities already they add up."""
+        strategy = form.by_label(position, place)
+        if strategy is None or not of_classes(strategy):
+            return strategy
+        if not p.shared_out(x, place) or not _at_every_so_many(p, x, place):
+            return None
+        return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         values = list(solved.values)
         weights = values[2] if len(values) > 2 else None
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 1)
-        spread = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim != 1)
-        if reduction != _MEAN or not (spread or axes):
-            tail = (weights, reduction, ignore, smoothing) if plain else (weights, reduction, ignore)
+        axes = tuple(g for g, s in solved.strategies.items() if of_classes(s))
+        spread = tuple(g for g, s in solved.strategies.items() if isinstance(s.operands[0], Place) and g not in axes)
+        if not axes and (reduction != entropy.MEAN or not spread):
+            tail = (weights, reduction, ignore) if chances else (weights, reduction, ignore, smoothing)
             return p.emit(node, (*values[:2], *tail), {}, solved.layout)
         counted = node is p.counted
-        if not counted and spread:
+        if not counted and spread and reduction == entropy.MEAN:
             p.count("all_reduce", "count of targets")
-        for _ in axes[:1]:
+        if axes and not chances:
             p.count("all_gather", "softmax over shards of classes")
-        options = (ignore, smoothing, counted and ROWS in spread, not plain, node in p.summands)
-        args = (p.env, _before_cast(values[0]), values[1], weights, *options)
-        if axes:
-            args = (*args, (p.shape(x)[1], axes), spread)
-        elif spread != (ROWS,):
-            args = (*args, None, spread)
-        return p.emit(node, args, {}, solved.layout, entropy.cross_entropy)
+        options = {
+            "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": counted and ROWS in spread,
+            "log_probabilities": chances, "summand": node in p.summands, "share": (p.shape(x)[1], axes) if axes else None, "spread": spread,
+        }  # fmt: skip
+        return p.emit(node, (p.env, _before_cast(values[0]), values[1], weights), options, solved.layout, entropy.cross_entropy)
 
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
-        """Three numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
-        at = strategy.operands[0]
-        if isinstance(at, Place) and form.operands[0][1][at.dim] == "class":
-            yield False, "all_gather", parts * 3 * shapes[0][0] * max(x.meta["val"].dtype.itemsize, 4)
-        elif isinstance(at, Place) and reduction == _MEAN and node is not p.counted:
-            yield False, "all_reduce", 8
+        """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
+        if of_classes(strategy):
+            rows = math.prod(shapes[0]) // max(shapes[0][1], 1)
+            if not chances:
+                yield False, "all_gather", parts * entropy.numbers(classes) * rows * max(x.meta["val"].dtype.itemsize, 4)
+        elif isinstance(strategy.operands[0], Place) and reduction == entropy.MEAN and node is not p.counted:
+            yield False, "all_reduce", 8 if weight is None or classes else weight.meta["val"].dtype.itemsize
 
     form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
+
+
+def _at_every_so_many(p: Propagation, x: fx.Node, place: Place) -> bool:
+    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even."""
+    return place.pre == 1 and (place.post == 1 or all(p.size(x, place) % n == 0 for n in p.tensor.axes.values()))
 
 
 def _before_cast(scores: fx.Node) -> fx.Node:
@@ -110,19 +116,19 @@ def _row_loss(p: Propagation, node: fx.Node) -> Any:
 
 def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]) -> Form:
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
-    reduction = given(node, "reduction", _MEAN)
+    reduction = given(node, "reduction", entropy.MEAN)
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         args, kwargs = p.filled(node, solved.values)
-        if reduction != _MEAN or not any(s.sharded for s in solved.strategies.values()):
+        if reduction != entropy.MEAN or not any(s.sharded for s in solved.strategies.values()):
             return p.emit(node, args, kwargs, solved.layout)
         at = [a.name for a in schema(node.target).arguments].index("reduction")
         args, kwargs = list(args), dict(kwargs)
         if len(args) > at:
-            args[at] = _SUM
+            args[at] = entropy.SUM
         else:
-            kwargs["reduction"] = _SUM
+            kwargs["reduction"] = entropy.SUM
         total = p.emit(node, args, kwargs, solved.layout)
         return p.emit(node, (total, p.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
 
-    return p.labelled(node, pairs, labels if reduction == _NONE else [], emit=emit)
+    return p.labelled(node, pairs, labels if reduction == entropy.NONE else [], emit=emit)

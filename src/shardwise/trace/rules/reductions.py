@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.trace import norms
+from shardwise.trace import norms, softmax
 from shardwise.trace.forms import Place, Solved, Strategy
 from shardwise.trace.rules.table import (
     Table,
@@ -83,7 +83,7 @@ def _histc(p: Propagation, node: fx.Node) -> Any:
 
 RULES.same(
     _whole,
-    """amax amin argmax argmin logsumexp prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm norm
+    """amax amin argmax argmin prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm norm
     aminmax""",
 )
 
@@ -108,10 +108,53 @@ def _between(p: Propagation, node: fx.Node) -> Any:
 _named = whole_dims(lambda n, r: dims_of(n, r))
 _last = whole_dims(lambda n, r: dims_of(n, r, none=[-1]))
 
-RULES.same(_named, "softmax log_softmax _softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin")
+RULES.same(_named, "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin")
 RULES.same(_last, "sort argsort topk")
 RULES.same(whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True), "fft_fft fft_ifft fft_rfft fft_irfft")
 RULES["msort"] = whole_dims(lambda n, r: [0])
+
+
+@RULES.rule("softmax", "log_softmax", "logsumexp")
+def _softmax(p: Propagation, node: fx.Node) -> Any:
+    """Along what is shared out, ranks exchange two numbers a row."""
+    x, name = node.args[0], op_name(node)
+    sums = name == "logsumexp"
+    form = (_whole if sums else _named)(p, node)
+    dims = dims_of(node, rank_of(p, x))
+    if len(dims) != 1:
+        return form
+    (dim,) = dims
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim:
+            return form.by_label(position, place)
+        simple = isinstance(place.pre, int) and not place.parts
+        return Strategy((place,), ("I" if sums else place,)) if simple and p.shared_out(x, place) else None
+
+    def emit(p: Propagation, solved: Solved) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == dim)
+        if not axes:
+            return p.plain(node, solved)
+        for kind in ("all_gather", *(() if sums else ("all_reduce in backward",))):
+            p.count(kind, "softmax over shards")
+        if sums:
+            args = (p.env, *solved.values, dim, axes, bool(given(node, "keepdim", False)))
+            return p.emit(node, args, {}, solved.layout, softmax.logsumexp)
+        args = (p.env, *solved.values, dim, axes, given(node, "dtype"), name == "log_softmax")
+        return p.emit(node, args, {}, solved.layout, softmax.softmax)
+
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """Two numbers a row, and a sum of one in backward."""
+        at = strategy.operands[0]
+        if isinstance(at, Place) and at.dim == dim:
+            each = math.prod(n for d, n in enumerate(shapes[0]) if d != dim) * _wide(x if sums else node)
+            yield False, "all_gather", parts * softmax.NUMBERS * each
+            if not sums:
+                yield True, "all_reduce", each
+
+    form.moves, form.emit, form.exchange, form.factors = moves, emit, exchange, True
+    return form
+
 
 # ---- norms ---------------------------------------------------------------------------------------------------------------
 
