@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from shardwise.models import GPT, Llama
 
-ROWS, LENGTH, WORDS = 7, 12, 31
+ROWS, LENGTH, WORDS = 7, 12, 67
+"""Words enough for a table to be cut among 8 ranks (`trace/tensor.py`, TABLE), and not a multiple."""
 
 
 class Chain(nn.Module):
