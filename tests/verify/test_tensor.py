@@ -188,6 +188,27 @@ def test_together(case: Case) -> None:
     together(case)
 
 
+MANY: list[Case] = [
+    ("gpt", ("2d", 9), 2, 3, 1, "none", 3),
+    ("llama", ("2d", 9), 1, 0, 2, "full", 3),
+    ("gpt2", ("2d", 9), 2, 1, 1, "selective", 1),
+    ("llama", ("2d", 9), 2, 2, 2, "none", 3),
+    ("gpt", ("2.5d", 8), 2, 3, 2, "full", 1),
+    ("llama", ("2.5d", 8), 2, 1, 2, "selective", 3),
+    ("gpt", ("3d", 8), 2, 2, 2, "selective", 3),
+    ("gpt2", ("3d", 8), 2, 3, 2, "full", 1),
+    ("llama", ("1d", 8), 2, 3, 2, "none", 3),
+    ("gpt", ("1d-sp", 8), 2, 2, 2, "full", 3),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MANY, ids=lambda case: "-".join(map(str, case)))
+def test_more_than_16_ranks(case: Case) -> None:
+    """What the products above leave out: 9 ranks or 8 beside data parallelism, ZeRO and a pipeline."""
+    together(case)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
 def test_every_combination(case: Case) -> None:
