@@ -31,6 +31,8 @@ from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run
 SIZES = {"1d": (2, 3, 4, 8), "1d-sp": (2, 3, 4, 8), "2d": (4, 9), "2.5d": (8,), "3d": (8,)}
 KINDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 ROWS = (7, 5)
+WORDS = 67
+"""Enough for a table to be cut among 8 ranks (`trace/tensor.py`, TABLE), and not a multiple."""
 CLIP = 1.0
 ALONE = Plan(precision="fp64", mesh=Mesh(()))
 PLAIN = OptimizerChoice("sgd", lr=0.1)
@@ -68,7 +70,7 @@ def oracle(module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choic
 @functools.cache
 def model(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     """A model on one device, whose capture serves all plans."""
-    one = zoo.make(name)
+    one = zoo.make(name, WORDS)
     wide = {k: v.double() if v.is_floating_point() else v for k, v in one.batch.items()}
     batches = [wide, {k: v[:3] for k, v in wide.items()}]
     module = one.module.double().train()
