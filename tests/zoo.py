@@ -107,9 +107,9 @@ class ConvNet(nn.Module):
 class Pairs(nn.Module):
     """Two encoders and in-batch negatives both ways (Radford et al. 2021), and a second view of one side (Chen et al. 2020)."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int) -> None:
         super().__init__()
-        self.text, self.words = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.Embedding(WORDS, 6, padding_idx=0)
+        self.text, self.words = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.Embedding(words, 6, padding_idx=0)
         self.image = nn.Sequential(nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
         self.scale = nn.Parameter(torch.tensor(1.0))
 
@@ -130,11 +130,11 @@ class Pairs(nn.Module):
 class Tagger(nn.Module):
     """A recurrent tagger: LSTM, tied embedding, masked targets."""
 
-    def __init__(self) -> None:
+    def __init__(self, words: int) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, 6)
+        self.words = nn.Embedding(words, 6)
         self.lstm = nn.LSTM(6, 6, batch_first=True, bidirectional=False)
-        self.out = nn.Linear(6, WORDS, bias=False)
+        self.out = nn.Linear(6, words, bias=False)
         self.out.weight = self.words.weight
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -178,11 +178,11 @@ class FusedBlock(nn.Module):
 class Fused(nn.Module):
     """A language model of two such blocks."""
 
-    def __init__(self, heads: int, shared: int, how: str) -> None:
+    def __init__(self, heads: int, shared: int, how: str, words: int = WORDS) -> None:
         super().__init__()
-        self.words = nn.Embedding(WORDS, FusedBlock.WIDTH)
+        self.words = nn.Embedding(words, FusedBlock.WIDTH)
         self.blocks = nn.ModuleList(FusedBlock(heads, shared, how) for _ in range(2))
-        self.head = nn.Linear(FusedBlock.WIDTH, WORDS, bias=False)
+        self.head = nn.Linear(FusedBlock.WIDTH, words, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x = self.words(input_ids)
@@ -199,10 +199,10 @@ def squared_loss(output: Tensor, fields: Any) -> Tensor:
     return F.mse_loss(output, fields["y"])
 
 
-def tokens(seed: int = 0, rows: int = ROWS) -> dict[str, Tensor]:
+def tokens(seed: int = 0, rows: int = ROWS, words: int = WORDS) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(1, WORDS, (rows, LENGTH), generator=g)
-    labels = torch.randint(1, WORDS, (rows, LENGTH), generator=g)
+    ids = torch.randint(1, words, (rows, LENGTH), generator=g)
+    labels = torch.randint(1, words, (rows, LENGTH), generator=g)
     for row in range(rows):  # unequal over ranks and microbatches
         labels[row, : row * LENGTH // rows] = -100
     return {"input_ids": ids, "labels": labels}
@@ -224,11 +224,11 @@ def padded(batch: dict[str, Tensor], ones: bool = False) -> dict[str, Tensor]:
     return {**batch, "attention_mask": mask}
 
 
-def own(name: str) -> Model:
+def own(name: str, words: int) -> Model:
     torch.manual_seed(5)
-    batch = tokens()
+    batch = tokens(words=words)
     x = torch.randn(ROWS, 5, generator=torch.Generator().manual_seed(6))
-    sizes: dict[str, Any] = {"vocabulary": WORDS, "width": 16, "layers": 2, "heads": 4, "context": LENGTH}
+    sizes: dict[str, Any] = {"vocabulary": words, "width": 16, "layers": 2, "heads": 4, "context": LENGTH}
     if name == "gpt":
         return Model.of(lambda: GPT(**sizes, dropout=0.1), batch)
     if name == "llama":
@@ -238,35 +238,35 @@ def own(name: str) -> Model:
     if name == "convnet":
         return Model.of(ConvNet, {"image": images(), "label": classes()}, accuracy_loss)
     if name == "pairs":
-        return Model.of(Pairs, {"tokens": batch["input_ids"] * (batch["labels"] != -100), "x": x})
+        return Model.of(lambda: Pairs(words), {"tokens": batch["input_ids"] * (batch["labels"] != -100), "x": x})
     if name == "fused":
-        return Model.of(lambda: Fused(8, 4, "split"), batch)
+        return Model.of(lambda: Fused(8, 4, "split", words), batch)
     assert name == "tagger"
-    return Model.of(Tagger, {"tokens": batch["input_ids"], "labels": batch["labels"]})
+    return Model.of(lambda: Tagger(words), {"tokens": batch["input_ids"], "labels": batch["labels"]})
 
 
 # ---- transformers --------------------------------------------------------------------------------------------------------------
 
 
-def hugging(name: str) -> Model:
+def hugging(name: str, words: int) -> Model:
     import transformers as t
 
     torch.manual_seed(8)
     common: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
-    text = {**common, "vocab_size": WORDS, "max_position_embeddings": 32}
+    text = {**common, "vocab_size": words, "max_position_embeddings": 32}
     grouped = {**text, "num_key_value_heads": 2}
     kind, _, variant = name.partition(" ")
-    batch = tokens()
+    batch = tokens(words=words)
     build: Callable[[Any], nn.Module]
     config: Any
     if kind == "llama":
         build, config = t.LlamaForCausalLM, t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0)
     elif kind == "gpt2":
-        build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=WORDS, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+        build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=words, n_embd=16, n_layer=2, n_head=4, n_positions=32)
     elif kind == "opt":
         build, config = t.OPTForCausalLM, t.OPTConfig(**text, ffn_dim=24, word_embed_proj_dim=16)
     elif kind == "bloom":
-        sizes = {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 4}
+        sizes = {"vocab_size": words, "hidden_size": 16, "n_layer": 2, "n_head": 4}
         build, config = t.BloomForCausalLM, t.BloomConfig(**sizes, hidden_dropout=0.1, attention_dropout=0.1)
     elif kind == "bert":
         build, config = t.BertForMaskedLM, t.BertConfig(**text)
@@ -297,9 +297,9 @@ TRANSFORMERS = (
 )  # fmt: skip
 
 
-def make(name: str) -> Model:
-    """A model by ``own gpt`` or by a name of TRANSFORMERS."""
-    return own(name.removeprefix("own ")) if name.startswith("own ") else hugging(name)
+def make(name: str, words: int = WORDS) -> Model:
+    """A model by ``own gpt`` or by a name of TRANSFORMERS; those that have tables of words have one of so many rows."""
+    return own(name.removeprefix("own "), words) if name.startswith("own ") else hugging(name, words)
 
 
 NAMES = (*(f"own {n}" for n in OWN), *TRANSFORMERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from shardwise.data.loader import AXES, Batch, rank_rows
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import LossScaleError, Trainer
@@ -203,3 +205,66 @@ def test_first_gradients_of_pipelines_are_as_near_to_the_truth(precision: Any, s
     assert (
         report.low_precision is not None and report.low_precision["one_device"] > 1e-4
     )  # so it is low precision that is compared
+
+
+# ---- tensor parallelism --------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Blocks with a probe as wide as their hidden layer, which lies in pieces as that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)) for _ in range(4))
+        self.probes = nn.ParameterList(nn.Parameter(torch.zeros(16)) for _ in range(4))
+
+    def forward(self, x: Tensor, probe: Tensor) -> Tensor:
+        for i, (block, one) in enumerate(zip(self.blocks, self.probes, strict=True)):
+            x = x + block[1](torch.addcmul(torch.tanh(block[0](x)), one, probe[:, i]))
+        return x.square().mean()
+
+
+def widely(step: int, block: int = -1, column: int = 0) -> dict[str, Tensor]:
+    """The gradient of one element of a block's probe overflows, or none does."""
+    probe = torch.zeros(ROWS, 4, 16)
+    if block >= 0:
+        probe[-1, block, column] = 6e4
+    return {"x": torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(step)), "probe": probe}
+
+
+WIDE = [widely(0), widely(1), widely(2, 0, 15), widely(3), widely(4, 3, 0), widely(5, 1, 15), widely(6)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "dp", "zero", "pp"),
+    [
+        ("1d", 2, 2, 3, 2),
+        ("2d", 4, 1, 0, 2),
+        *(
+            pytest.param(*one, marks=pytest.mark.full)
+            for one in [
+                ("1d", 2, 1, 0, 1),
+                ("1d-sp", 3, 2, 1, 1),
+                ("2d", 4, 2, 3, 2),
+                ("2d", 9, 1, 0, 1),
+                ("2.5d", 8, 1, 0, 1),
+                ("2.5d", 8, 2, 3, 1),
+                ("3d", 8, 1, 0, 1),
+                ("3d", 8, 2, 2, 2),
+            ]
+        ),
+    ],
+)
+def test_an_overflow_in_one_piece_skips_the_step_on_all(kind: Any, tp: int, dp: int, zero: int, pp: int) -> None:
+    """In the last piece of a parameter, or in the first; the ranks that have the others see nothing of it but the norm."""
+    base = Plan(precision="fp16", microbatches=2)
+    plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp), tp, kind)
+    module = Wide()
+    trace = Compiled(module, plan, WIDE[0]).general
+    assert sum(bool(p.axes) for p in trace.parameters if p.name.startswith("probes")) == 4, "in pieces"
+    ranks = run(plan, WIDE, module=module)
+    assert len(ranks) == tp * dp * pp
+    check_skipped(ranks)
+    norms = [[step["norm"] for step in seen if not step["skipped"]] for seen in ranks]
+    assert all(math.isfinite(one) for one in norms[0]) and all(other == norms[0] for other in norms)

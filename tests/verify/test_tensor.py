@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -17,18 +18,21 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.models.gpt import GPT
+from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.tensor import tensor_parallel
+from shardwise.parallel.tensor import sides, tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import ops
+from shardwise.trace.cost import cost
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
 
 SIZES = {"1d": (2, 3, 4, 8), "1d-sp": (2, 3, 4, 8), "2d": (4, 9), "2.5d": (8,), "3d": (8,)}
 KINDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 ROWS = (7, 5)
+WORDS = 67
+"""Enough for a table to be cut among 8 ranks (`trace/tensor.py`, TABLE), and not a multiple."""
 CLIP = 1.0
 ALONE = Plan(precision="fp64", mesh=Mesh(()))
 PLAIN = OptimizerChoice("sgd", lr=0.1)
@@ -66,7 +70,7 @@ def oracle(module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choic
 @functools.cache
 def model(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     """A model on one device, whose capture serves all plans."""
-    one = zoo.make(name)
+    one = zoo.make(name, WORDS)
     wide = {k: v.double() if v.is_floating_point() else v for k, v in one.batch.items()}
     batches = [wide, {k: v[:3] for k, v in wide.items()}]
     module = one.module.double().train()
@@ -89,8 +93,25 @@ def test_every_model(name: str, kind: str, tp: int) -> None:
 def every_size(name: str, kind: str, tp: int) -> None:
     one, batches, truth = model(name)
     compiled = one.under(tensor_parallel(ALONE, tp, kind))
-    assert any(b.axes for b in compiled.general.buckets) or tp > 3
+    whole = {p.name: p.shape for p in compiled.general.parameters if len(p.shape) > 1 and not p.axes}
+    assert not {parameter: shape for parameter, shape in whole.items() if not may_be_whole(parameter, shape, kind, tp)}
     check(compiled, batches, truth, PLAIN)
+
+
+def may_be_whole(parameter: str, shape: tuple[int, ...], kind: str, tp: int) -> bool:
+    """Whether a weight of the zoo may be on every rank: all others are in pieces, over any number of ranks."""
+    along = max(sides(kind, tp).values())
+    return (
+        shape[0] < along  # fewer outputs than ranks
+        or (kind in ("1d", "1d-sp") and parameter.endswith(POSITIONS))
+        or (tp == 3 and parameter.endswith(("k_proj.weight", "v_proj.weight")))  # two heads
+        or ".experts." in parameter  # a product of groups of rows
+        or parameter.startswith("lstm.")
+    )
+
+
+POSITIONS = ("wpe.weight", "embed_positions.weight", "position_embeddings.weight", "token_type_embeddings.weight")
+"""Tables that are looked up by what does not follow from the batch."""
 
 
 @pytest.mark.parametrize(("kind", "tp"), KINDS)
@@ -169,6 +190,27 @@ def test_together(case: Case) -> None:
     together(case)
 
 
+MANY: list[Case] = [
+    ("gpt", ("2d", 9), 2, 3, 1, "none", 3),
+    ("llama", ("2d", 9), 1, 0, 2, "full", 3),
+    ("gpt2", ("2d", 9), 2, 1, 1, "selective", 1),
+    ("llama", ("2d", 9), 2, 2, 2, "none", 3),
+    ("gpt", ("2.5d", 8), 2, 3, 2, "full", 1),
+    ("llama", ("2.5d", 8), 2, 1, 2, "selective", 3),
+    ("gpt", ("3d", 8), 2, 2, 2, "selective", 3),
+    ("gpt2", ("3d", 8), 2, 3, 2, "full", 1),
+    ("llama", ("1d", 8), 2, 3, 2, "none", 3),
+    ("gpt", ("1d-sp", 8), 2, 2, 2, "full", 3),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", MANY, ids=lambda case: "-".join(map(str, case)))
+def test_more_than_16_ranks(case: Case) -> None:
+    """What the products above leave out: 9 ranks or 8 beside data parallelism, ZeRO and a pipeline."""
+    together(case)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("case", EVERY, ids=lambda case: "-".join(map(str, case)))
 def test_every_combination(case: Case) -> None:
@@ -176,6 +218,36 @@ def test_every_combination(case: Case) -> None:
 
 
 # ---- what is sharded ---------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def divisible(name: str) -> Compiled:
+    """A transformer all of whose sizes can be shared out among any number of ranks here."""
+    sizes: dict[str, Any] = {"vocabulary": 72, "width": 144, "layers": 2, "heads": 72, "context": 24}
+    module = GPT(**sizes) if name == "gpt" else Llama(**sizes, kv_heads=72, hidden=432)
+    batch = {field: torch.zeros(2, 24, dtype=torch.int64) for field in ("input_ids", "labels")}
+    return Compiled(module.double(), ALONE, batch)
+
+
+@pytest.mark.parametrize(("name", "kind", "tp"), [
+    pytest.param(name, *one, marks=() if (name, *one) in {("llama", "1d", 8), ("gpt", "2d", 9), ("gpt", "2.5d", 8)} else pytest.mark.full)
+    for name in ("gpt", "llama") for one in KINDS
+])  # fmt: skip
+def test_weights_and_products_are_shared_out(name: str, kind: Any, tp: int) -> None:
+    """Each rank has 1/tp of every weight, and of the FLOPs of all products, forward and backward.
+
+    But for the layers of 2.5d, of which each has all weights, and for a table of positions, which no batch looks up: the ranks along ``tp``
+    and ``tp_l`` have the same of it.
+    """
+    one, found = divisible(name).general, divisible(name).under(tensor_parallel(ALONE, tp, kind)).general
+    mesh, parts = Mesh.spanned(found.tensor), tp // sides(kind, tp).get("tp_d", 1)
+    for parameter in (p for p in found.parameters if len(p.shape) > 1):
+        copies = mesh.axis_size([axis for axis in mesh.names if axis in ("tp", "tp_l")]) if parameter.name == "wpe.weight" else 1
+        for rank in range(tp):
+            assert math.prod(parameter.local_shape(mesh, rank)) * parts == parameter.numel * copies, parameter.name
+    rows = 72
+    mine, whole = ([(unit.forward_flops, unit.backward_flops) for unit in cost(trace, rows)] for trace in (found, one))
+    assert [(a * tp, b * tp) for a, b in mine] == whole and not found.everywhere(rows)
 
 
 def test_megatrons_plan_comes_out_for_a_transformer() -> None:

@@ -31,7 +31,7 @@ PRODUCTS = frozenset(
 def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
     """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's parameters at a time.
 
-    It is done as by the first rank of each axis of tensor parallelism.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
+    It is done as by the last rank of each axis of tensor parallelism, which always has a part of what is sharded.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
     module, what torch says, and what is legal.
     """
     (_check_units if trace.opaque is None else _check_opaque)(trace, module, batch)
@@ -39,7 +39,8 @@ def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) 
 
 def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
     rows, mesh = trace.rows or ROWS, Mesh.spanned(trace.tensor)
-    pieces = {p.name: p.local_shape(mesh, 0) for b in trace.buckets for p in b.parameters if p.axes}
+    last = mesh.size - 1
+    pieces = {p.name: p.local_shape(mesh, last) for b in trace.buckets for p in b.parameters if p.axes}
     fields = {k: cast_field(v, trace.precision) for k, v in example_rows(batch, rows).items()}
     live: dict[str, Tensor] = {}
     known: dict[Any, tuple[Tensor, ...]] = {}
@@ -54,7 +55,7 @@ def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -
         key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
         if key not in known:
             targets = torch.tensor(rows) if trace.targets is not None else None
-            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(0, tuple(trace.tensor)))
+            env = ops.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(last, tuple(trace.tensor)))
             known[key] = _Nodes(unit, trace.precision).run(env, *values)
         live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
         del values  # before the next unit's
