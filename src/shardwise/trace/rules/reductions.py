@@ -113,6 +113,9 @@ RULES.same(_last, "sort argsort topk")
 RULES.same(whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True), "fft_fft fft_ifft fft_rfft fft_irfft")
 RULES["msort"] = whole_dims(lambda n, r: [0])
 
+FEW = 8
+"""Numbers a rank: a softmax of less, as of a router's experts, gathers them rather than what it would exchange."""
+
 
 @RULES.rule("softmax", "log_softmax", "logsumexp")
 def _softmax(p: Propagation, node: fx.Node) -> Any:
@@ -128,7 +131,7 @@ def _softmax(p: Propagation, node: fx.Node) -> Any:
     def moves(position: int, place: Place) -> Strategy | None:
         if place.dim != dim:
             return form.by_label(position, place)
-        simple = isinstance(place.pre, int) and not place.parts
+        simple = isinstance(place.pre, int) and not place.parts and p.shape(x)[dim] >= FEW * math.prod(p.tensor.axes.values())
         return Strategy((place,), ("I" if sums else place,)) if simple and p.shared_out(x, place) else None
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
