@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,14 @@ def test_a_solved_plan(name: str, tp: int) -> None:
     """Where links are fast, and something is shared out whatever it sends."""
     one, batches, truth = subject(name, 31)
     check(replace(one, rates=FAST).under(tensor_parallel(ALONE, tp, "1d", "auto")), batches, truth, PLAIN)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("2d", 4), ("2.5d", 8), ("3d", 8)])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "dims, all" else pytest.mark.full) for n in classes.HOW])
+def test_over_several_axes(name: str, kind: Any, tp: int) -> None:
+    """Some of which have pieces of rows meanwhile."""
+    one, batches, truth = subject(name, 31)
+    check(one.under(tensor_parallel(ALONE, tp, kind)), batches, truth, PLAIN)
 
 
 @functools.cache
