@@ -19,7 +19,7 @@ LAYOUTS = [
     {"mesh": Mesh.of(dp=2, tp=2), "tensor": "1d", "recompute": "full", "precision": "bf16"},
     {"mesh": Mesh.of(tp_i=2, tp_j=2), "tensor": "2d", "recompute": "selective"},
 ]  # fmt: skip
-FEW = ("weights", "none", "dims, all", "probabilities, all", "learned probabilities", "nll, none", "z", "entropy")
+FEW = ("weights", "none", "probabilities, all", "nll, none")
 
 
 def cases() -> list[Any]:

@@ -486,6 +486,12 @@ LOSSES: dict[str, Op] = {
     "margin ranking": lambda m, h, b: F.margin_ranking_loss(h[:, 0], h[:, 1], b["x"].sign()),
     "hinge embedding": lambda m, h, b: F.hinge_embedding_loss(h, b["target"].sign() * 2 - 1),
     "multi margin": lambda m, h, b: F.multi_margin_loss(h[:, 0], b["label"]),
+    "multi margin sum": lambda m, h, b: (
+        F.multi_margin_loss(h[:, 0], b["label"], weight=torch.linspace(1, 2, 4), reduction="sum") * 0.1
+    ),
+    "multilabel margin": lambda m, h, b: F.multilabel_margin_loss(
+        h[:, 0], torch.stack([b["label"], -torch.ones_like(b["label"])], 1).repeat(1, 2)
+    ),
     "multilabel": lambda m, h, b: F.multilabel_soft_margin_loss(h[:, 0], b["target"][:, 0]),
 }
 

@@ -59,6 +59,17 @@ def test_losses(name: str) -> None:
     check(LOSSES[name], name)
 
 
+@pytest.mark.parametrize("name", ["multi margin", "multi margin sum", "multilabel margin"])
+def test_what_a_kernel_leaves_as_it_was_of_no_rows_is_nothing(name: str) -> None:
+    """Results that are not written are NaN here."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        parity(Subject(Probe(LOSSES[name]), batch()), dp=2, rows=(1,))
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 def test_all_targets_ignored_is_not_a_number() -> None:
     """0/0, as in plain PyTorch, on every rank."""
     fields = batch()

@@ -355,6 +355,11 @@ def never_empty(op: Callable[..., Tensor], dim: int, x: Tensor, *args: Any, **op
     return op(_one_more(x, dim), *args, **options).narrow(dim, 0, 0)
 
 
+def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """The sum of ``op(…)``, a loss of each row: its kernel's own sum is not defined where there are no rows (``multi_margin_loss``)."""
+    return op(*args, **options).sum()
+
+
 def convolution(
     op: Callable[..., Tensor], rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **options: Any
 ) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.trace import entropy
+from shardwise.trace import entropy, ops
 from shardwise.trace.forms import Form, Place, Solved, Strategy
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 from shardwise.trace.sharding import ROWS, Propagation
@@ -111,24 +111,37 @@ def _row_loss(p: Propagation, node: fx.Node) -> Any:
     if rank_of(p, operands[0]) != 2:
         return None
     pairs = [(o, [None] if o is weight else ["b", *[None] * (rank_of(p, o) - 1)]) for o in operands]
-    return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1])
+    return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1], apart=True)
 
 
-def _reduced(p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any]) -> Form:
-    """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number."""
+def _reduced(
+    p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any], apart: bool = False
+) -> Form:  # fmt: skip
+    """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number.
+
+    ``apart``: it is summed behind its kernel, whose own sum of no rows may be anything.
+    """
     reduction = given(node, "reduction", entropy.MEAN)
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
         args, kwargs = p.filled(node, solved.values)
-        if reduction != entropy.MEAN or not any(s.sharded for s in solved.strategies.values()):
+        sharded = any(s.sharded for s in solved.strategies.values())
+        if not sharded or reduction == entropy.NONE or (reduction == entropy.SUM and not apart):
             return p.emit(node, args, kwargs, solved.layout)
         at = [a.name for a in schema(node.target).arguments].index("reduction")
-        args, kwargs = list(args), dict(kwargs)
+        args, kwargs, how = list(args), dict(kwargs), entropy.NONE if apart else entropy.SUM
         if len(args) > at:
-            args[at] = entropy.SUM
+            args[at] = how
         else:
-            kwargs["reduction"] = entropy.SUM
-        total = p.emit(node, args, kwargs, solved.layout)
-        return p.emit(node, (total, p.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
+            kwargs["reduction"] = how
+        if apart:
+            total = p.emit(node, (node.target, *args), kwargs, solved.layout, ops.summed)
+        else:
+            total = p.emit(node, args, kwargs, solved.layout)
+        return (
+            total
+            if reduction == entropy.SUM
+            else p.emit(node, (total, p.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
+        )
 
     return p.labelled(node, pairs, labels if reduction == entropy.NONE else [], emit=emit)
