@@ -217,25 +217,51 @@ def test_show_says_which_axes_reach_over_hosts() -> None:
     }
 
 
-def test_show_lists_ops_without_a_rule(tmp_path: Path) -> None:
+OF_DATA = "return torch.linalg.det(super().forward(x)).mean()"
+OF_WEIGHTS = """
+        whole = torch.linalg.matrix_exp(self.weight.view(3, 3)[None])  # of parameters alone
+        scalar = torch.linalg.matrix_exp(self.bias.sum().view(1, 1))
+        return (super().forward(x) @ whole[0] * scalar).mean()"""
+
+
+@pytest.mark.parametrize(
+    ("forward", "plan", "op", "least"),
+    [
+        (
+            OF_DATA,
+            ["parallel.dp=2"],
+            "linalg_det",
+            2 * 4 * (9 + 1) * 4,
+        ),  # forward and backward read and write at least operands and results
+        (OF_DATA, ["parallel.dp=1", "parallel.tp=2"], "linalg_det", 2 * 4 * (9 + 1) * 4),
+        (OF_WEIGHTS, ["parallel.dp=1", "parallel.tp=2"], "linalg_matrix_exp", 2 * 2 * 9 * 4),
+        (OF_WEIGHTS, ["parallel.dp=1", "parallel.tp=2", "parallel.tensor_plan=auto"], "linalg_matrix_exp", 2 * 2 * 9 * 4),
+    ],
+)
+def test_show_lists_ops_without_a_rule(forward: str, plan: list[str], op: str, least: int, tmp_path: Path) -> None:
+    """But for those that cost nothing, of a single number."""
     file = tmp_path / "mine.py"
     file.write_text(
         "import torch\n"
         "class M(torch.nn.Linear):\n"
-        "    def forward(self, x): return torch.linalg.det(super().forward(x)).mean()\n"
+        f"    def forward(self, x): {forward}\n"
         "def model(): return M(3, 3)\n"
         "def rows(): return [{'x': torch.rand(3, 3)}] * 8\n"
     )
-    given = [f"model.factory={file}:model", f"data.factory={file}:rows", "data.batch_size=4", "parallel.dp=2"]
+    given = [f"model.factory={file}:model", f"data.factory={file}:rows", "data.batch_size=4", *plan]
     shown = call("show", *given)
     assert shown.exit_code == 0, shown.output
-    one = "note: computed for the whole batch on every rank: aten.linalg_det.default in the model (1x): of 4 rows "
-    text = " ".join(shown.stdout.split())
+    text, one = (
+        " ".join(shown.stdout.split()),
+        f"note: computed whole on every rank: aten.{op}.default in the model (1x): of 4 rows ",
+    )
     assert (line := re.search(re.escape(one) + r"0 FLOPs and ([\d,]+) bytes of memory traffic", text)), shown.stdout
-    assert (
-        int(line[1].replace(",", "")) >= 2 * 4 * (9 + 1) * 4
-    )  # forward and backward read and write at least operands and results
-    assert any("aten.linalg_det" in note for note in json.loads(call("show", *given, "--json").stdout)["notes"])
+    assert int(line[1].replace(",", "")) >= least
+    found = json.loads(call("show", *given, "--json").stdout)
+    assert sum("computed whole on every rank" in note for note in found["notes"]) == 1
+    (listed,) = found["without_rule"]
+    assert (listed["op"], listed["path"], listed["times"]) == (f"aten.{op}.default", "", 1)
+    assert listed["bytes"] == int(line[1].replace(",", "")) and listed["flops"] == 0
 
 
 def test_show_draws_each_instruction(tmp_path: Path) -> None:

@@ -354,6 +354,11 @@ TOGETHER = [
     (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={a = "colum"}'], ["parallel.pins", '"row"', '"a" = "colum" is not legal. Did you mean "column"?']),
     (["parallel.tp=4", "parallel.tensor=2d", "parallel.tensor_plan=table", 'parallel.pins={a = "row"}'],
      ["parallel.pins", '"row@tp_i" or "row@tp_j"', "does not say over which axis"]),
+    (["parallel.tp=6", "parallel.tensor=2d"],
+     ['parallel.tp = 6 (command line): legal: a square, such as 4 or 9. With parallel.tensor = "2d"']),
+    (["parallel.tp=6", "parallel.tensor=2.5d"], ["parallel.tp = 6 (command line): legal: d·q² with d and q of 2 or more, such as 8 or 18. With"]),
+    (["parallel.tp=9", "parallel.tensor=3d"], ["parallel.tp = 9 (command line): legal: a cube, such as 8 or 27. With"]),
+    (["parallel.tp=2", "parallel.tensor=3d", "train.devices=4"], ["parallel.tp = 2", "a cube"]),
     (["train.devices=4", "parallel.tp=4", "parallel.zero=1"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
     (["data.batch_size=10", "parallel.dp=2", "parallel.microbatches=3"], ["data.batch_size", "6 or 12"]),
 ]  # fmt: skip
@@ -403,6 +408,20 @@ def test_more_devices_than_there_are(override: str, hardware: Hardware, words: l
     found = problems(*override.split(), hardware=hardware)
     assert len(found) == 1
     assert all(word in found[0] for word in words), found
+
+
+def test_a_mesh_that_is_none_is_refused_with_all_else() -> None:
+    found = problems("parallel.tp=6", "parallel.tensor=2d", "train.steps=0", "parallel.zero=9")
+    assert len(found) == 3 and any("parallel.tp = 6 (command line): legal: a square" in one for one in found), found
+    for kind, sizes in (
+        ("1d", (1, 5, 6)),
+        ("1d-sp", (1, 3)),
+        ("2d", (1, 4, 9)),
+        ("2.5d", (1, 8, 12 * 6, 18)),
+        ("3d", (1, 8, 27)),
+    ):
+        for size in sizes:
+            assert load(f"parallel.tensor={kind}", f"parallel.tp={size}", "parallel.dp=1").parallel.tp == size
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:

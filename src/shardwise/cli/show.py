@@ -105,6 +105,7 @@ def _plain(
         "collectives": [one.plain(plan.mesh) for one in units],
         "collectives_of_step": [asdict(one) for one in step],
         **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and tensor_axes(plan) else {}),
+        "without_rule": [one._asdict() for one in trace.without_rule(rows)],
         "notes": [*trace.notes, *trace.everywhere(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
     }

@@ -12,7 +12,7 @@ from shardwise.core.timetable import homes, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
 from shardwise.parallel.schedule import AUTO, SCHEDULES, check_schedule
-from shardwise.parallel.tensor import ROLES
+from shardwise.parallel.tensor import ROLES, sides
 
 from .data import complete_data
 from .draft import Draft
@@ -37,7 +37,7 @@ def complete(draft: Draft, hardware: Hardware) -> None:
     """Fill in the draft's defaults and note all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _train, _checkpoint, _pins):
+    for step in (_optimizer, _loss_scale, _train, _checkpoint, _mesh, _pins):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
@@ -151,6 +151,15 @@ def _train(draft: Draft) -> None:
 def _checkpoint(draft: Draft) -> None:
     if draft.sound("train.steps"):
         draft.default("checkpoint.every", max(1, draft["train.steps"] // 5))
+
+
+def _mesh(draft: Draft) -> None:
+    """Do the ranks that share a layer make the mesh of their recipe?"""
+    if draft.sound("parallel.tp", "parallel.tensor"):
+        try:
+            sides(draft["parallel.tensor"], draft["parallel.tp"])
+        except ConfigError as error:
+            draft.refuse_field(error, f'With parallel.tensor = "{draft["parallel.tensor"]}"')
 
 
 def _pins(draft: Draft) -> None:

@@ -58,7 +58,7 @@ _FACTORY_OPTIONS = ("pin_memory", "layout")
 class Sharded:
     """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum, *updates)``.
 
-    ``replicated`` are the ops without a rule that every rank computes for the whole batch, by (op, module path), and ``repeats`` (rows) what they cost;
+    ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and ``repeats`` (rows) what those that cost something do;
     ``collectives`` those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of parameters that tensor
     parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says which pin or op made
     them so, by name and axis, and ``notes`` what did not get its way, or may be not the best.  ``tensor`` are the axes, or sub-axes, with their sizes.
@@ -108,6 +108,7 @@ class Propagation:
         self.current: fx.Node | None = None
         self.groups = (ROWS, *tensor.axes)
         self.carrying = with_gradient(self.captured, normal.graph)
+        self.of_batch = _following(normal.graph, self.captured.fields)
 
     # ---- the walk ------------------------------------------------------------------------------------------------
 
@@ -229,14 +230,14 @@ class Propagation:
         return new
 
     def replicate(self, node: fx.Node) -> fx.Node:
-        """The fall-back: every rank computes the op for the whole batch."""
+        """The fall-back: every rank computes the op whole."""
         name = getattr(schema(node.target), "name", str(node.target)).removeprefix("aten::")
         if getattr(schema(node.target), "is_mutable", False) or "ordinal" in node.meta:
             raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
         if name in _BY_STRIDE:
             raise Uncapturable(f"{node.target} depends on how a tensor lies in memory, which is different on several ranks")
         operands = [a for a in node.all_input_nodes if is_tensor(a)]
-        if any(self.layout(self.value[a]).axes_used for a in operands):
+        if (self.tensor.axes or node in self.of_batch) and self.large(node, operands):
             self.sharded.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
         layouts = [Layout.replicated(s) for s in self.shapes(node)]
         many = isinstance(node.meta["val"], tuple | list)
@@ -246,6 +247,11 @@ class Propagation:
         if not many:
             self.learn_sizes(new, node.meta["val"])
         return new
+
+    def large(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+        """Whether an op has to do with more than single numbers; what it costs is measured when that is asked for."""
+        shapes = [*self.shapes(node), *(shape for o in operands for shape in self.shapes(o))]
+        return any(math.prod(shape) > 1 for shape in shapes)
 
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Sizes that depend on data can be asked of the tensor that has them."""
@@ -453,6 +459,15 @@ class Propagation:
         operands = [a for a in new.all_input_nodes if "grad" in a.meta]
         grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"]) and target is not aten.detach.default
         return self.annotate(new, layout, None, grad, node)
+
+
+def _following(graph: fx.Graph, names: Collection[str]) -> set[fx.Node]:
+    """The nodes that depend on the placeholders ``names``."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.name in names if node.op == "placeholder" else any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def picks(node: fx.Node) -> bool:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,16 @@ class Beside:
     unused: int = 0
 
 
+class Repeated(NamedTuple):
+    """An op without a rule of the module at ``path``, which every rank computes whole, so many ``times`` in a microbatch: what that takes a rank."""
+
+    op: str
+    path: str
+    times: int
+    flops: float
+    bytes: float
+
+
 @dataclass
 class Trace:
     """What the rest of shardwise knows of a model.
@@ -177,12 +187,16 @@ class Trace:
 
     def everywhere(self, rows: int) -> list[str]:
         """The ops without a rule, a line for each, with what they cost of a microbatch of ``rows`` rows."""
-        found = self.repeats(rows) if self.repeats is not None else {}
         return [
-            f"computed for the whole batch on every rank: {op} in {path or 'the model'} ({n}x): of {rows} rows "
-            f"{work.forward[0] + work.backward[0]:,.0f} FLOPs and {work.forward[1] + work.backward[1]:,.0f} bytes of memory traffic"
-            for (op, path), (n, work) in found.items()
+            f"computed whole on every rank: {one.op} in {one.path or 'the model'} ({one.times}x): of {rows} rows "
+            f"{one.flops:,.0f} FLOPs and {one.bytes:,.0f} bytes of memory traffic"
+            for one in self.without_rule(rows)
         ]
+
+    def without_rule(self, rows: int) -> list[Repeated]:
+        """The ops without a rule that cost something."""
+        found = self.repeats(rows) if self.repeats is not None else {}
+        return [Repeated(op, path, times, *work.total) for (op, path), (times, work) in found.items()]
 
 
 def trace(

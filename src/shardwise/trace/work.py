@@ -28,6 +28,10 @@ class Work:
     forward: tuple[float, float]
     backward: tuple[float, float] = (0.0, 0.0)
 
+    @property
+    def total(self) -> tuple[float, float]:
+        return self.forward[0] + self.backward[0], self.forward[1] + self.backward[1]
+
     def plus(self, other: Work) -> Work:
         (f, g), (h, i) = self.forward, self.backward
         (a, b), (c, d) = other.forward, other.backward
@@ -117,10 +121,12 @@ Repeats = Callable[[int], Mapping[tuple[str, str], tuple[int, Work]]]
 
 
 def repeats(p: Propagation, rows: int) -> dict[tuple[str, str], tuple[int, Work]]:
-    """What the ops without a rule cost each rank, which computes them for the whole batch."""
+    """What the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as views, are left out."""
     works = Works(p, rows, p.device.type)
-    found = {key: [works.work(node) for node in nodes] for key, nodes in p.sharded.replicated.items()}
-    return {key: (len(every), functools.reduce(Work.plus, every)) for key, every in found.items()}
+    found = {
+        key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in p.sharded.replicated.items()
+    }
+    return {key: (len(every), functools.reduce(Work.plus, every)) for key, every in found.items() if every}
 
 
 __all__ = ["Repeats", "Work", "Works", "repeats"]

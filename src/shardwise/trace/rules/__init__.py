@@ -1,7 +1,7 @@
 """How each op of a captured graph treats a sharded batch: tables of small functions, a file for each family.
 
 Most ops are one line: labels for the dims of operands and result, as in an einsum.  A rule returns None where the op, so used, is not
-covered; it is then computed for the whole batch on every rank, and reported.
+covered; it is then computed whole on every rank, and reported.
 """
 
 from __future__ import annotations
