@@ -318,9 +318,7 @@ def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_verify_with_processes(tmp_path: Path) -> None:
-    done = call(
-        "verify", *TINY, "parallel.tp=4", "parallel.tensor=2d", f"train.run_dir={tmp_path}", "--ranks-as", "processes", "--json"
-    )
+    done = call("verify", *TINY, "train.devices=2", f"train.run_dir={tmp_path}", "--ranks-as", "processes", "--json")
     assert done.exit_code == 0, done.output
     report = json.loads(done.stdout)
     assert report["passed"] and report["ranks_agree"] and 0 < report["largest"] < 1e-10

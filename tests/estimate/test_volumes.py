@@ -196,6 +196,32 @@ def test_a_layer_takes_what_was_derived(name: str, kind: str, q: int, d: int) ->
     assert of_unit(found, plan, B, "blocks.1") == expected
 
 
+@pytest.mark.parametrize(("name", "kind", "t"), [
+    pytest.param(name, kind, t, marks=() if kind == "1d-sp" or t == (2 if name == "gpt" else 3) else pytest.mark.full)
+    for name in PRODUCTS for kind, t, _ in SHAPES if kind in ("1d", "1d-sp")
+])  # fmt: skip
+def test_the_ends_of_a_model_take_what_was_derived(name: str, kind: str, t: int) -> None:
+    """Embedding and output layer, whose tables are cut by rows, and the cross-entropy: the maximum, a sum and the target's score of each row.
+
+    A sum may stand where it is first read: that of Llama's embedding is in the first block.
+    """
+    found, plan = model(name, kind, t, 1), planned(kind, t, 1)
+    sent: dict[tuple[str, Op], Fraction] = {}
+    for one in step_traffic([found], plan, SGD, rows=B, rank=t - 1):
+        if one.instruction.unit >= 0:
+            key = found.units[one.instruction.unit].name, one.instruction.op
+            sent[key] = sent.get(key, Fraction()) + elements(one.traffic, plan)
+    stream, scores = Fraction(B * S * H * (t - 1), t), 3 * B * S * (t - 1)
+    half = kind == "1d-sp"
+    embedding = stream if half else 2 * stream, stream if half else 0
+    output = (stream if half else 0) + scores, stream if half else 2 * stream
+    for way, op in enumerate((Op.FORWARD, Op.BACKWARD)):
+        blocks = sum(unit.name.startswith("blocks.") for unit in found.units)
+        assert sum(n for (_, at), n in sent.items() if at is op) == blocks * 4 * stream + embedding[way] + output[way]
+        if name == "gpt":
+            assert (sent["head", op], sent["tail", op]) == (embedding[way], output[way])
+
+
 @pytest.mark.parametrize(("kind", "q", "d"), [shape for shape in SHAPES if shape[1] != 2])
 def test_gradients_of_what_several_ranks_have_are_summed_once_a_step(kind: str, q: int, d: int) -> None:
     """Of weights over the d layers of 2.5d, and of norms and biases over all ranks that use them on rows of their own."""

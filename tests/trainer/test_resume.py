@@ -148,6 +148,7 @@ PIPELINES: list[dict[str, Any]] = [
 LAYERS: list[dict[str, Any]] = [
     {"ranks": 1}, {"ranks": 1, "tp": 2}, {"ranks": 2, "tp": 3, "zero": 3, "tensor": "1d-sp"},
     {"ranks": 1, "tp": 4, "tensor": "1d-sp"}, {"ranks": 2, "tp": 2, "pp": 2, "zero": 1},
+    {"ranks": 1, "tp": 4, "tensor": "2d"}, {"ranks": 1, "tp": 8, "tensor": "2.5d"}, {"ranks": 2, "tp": 8, "tensor": "3d", "zero": 3},
 ]  # fmt: skip
 
 
@@ -158,6 +159,12 @@ LAYERS: list[dict[str, Any]] = [
         for model in MODELS
         for before, after in ((0, 1), (1, 0), (1, 2), (2, 3), (3, 4), (4, 0), (2, 2))
         if model != "normed" or 4 not in (before, after)  # which is one unit
+    ]
+    + [("gpt", 5, 1)]
+    + [
+        pytest.param(model, before, after, marks=pytest.mark.full)
+        for model in MODELS
+        for before, after in ((1, 5), (5, 2), (5, 0), (6, 1), (0, 6), (7, 0), (3, 7), (7, 5), (6, 7), (7, 7))
     ],
 )
 def test_checkpoints_go_between_ranks_that_share_layers(tmp_path: Path, model: str, before: int, after: int) -> None:
