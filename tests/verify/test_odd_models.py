@@ -29,7 +29,19 @@ class PartsOfAParameter(nn.Module):
         return self.out(h.tanh() + values[1]).square().mean()
 
 
-MODELS = {"parts of a parameter": PartsOfAParameter}
+class RepeatedParts(nn.Module):
+    """Columns that are repeated, and then taken apart within one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(8, 6), nn.Linear(4, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.first(x).repeat_interleave(2, -1).split([4, 8], -1)
+        return (self.second(first) + self.third(second.sin())).square().mean()
+
+
+MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts}
 
 
 @functools.cache

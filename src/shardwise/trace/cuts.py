@@ -87,7 +87,9 @@ class Cuts:
                     for pre, post in ((1, 1), *_factors(sizes, d, self.p.expressions(result))):
                         after = form.shards(position, Place(d, 1, post)) if pre == 1 else None
                         at = None if after is None else after.results[i]
-                        if isinstance(at, Place) and at.pre == 1 and self.p.shape(result)[at.dim] * post == sizes[d] * at.post:
+                        if not isinstance(at, Place) or at.pre != 1 or self.p.shape(result)[at.dim] * post != sizes[d] * at.post:
+                            continue
+                        if scale * post % at.post == 0:  # else it is repeated, and a part may end within one of this dim's elements
                             stack.append((result, at.dim, scale * post // at.post))
 
     def parts_of(self, value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
