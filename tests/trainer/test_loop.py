@@ -288,7 +288,13 @@ def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str
 @pytest.mark.parametrize(
     ("backend", "tensor", "tp", "pp", "dp", "zero"),
     [
-        ("gloo", "1d-sp", 2, 1, 1, 0),
+        ("gloo", "2d", 4, 1, 1, 0),
+        pytest.param("gloo", "1d-sp", 2, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "2.5d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "3d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "2d", 4, 2, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "2.5d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "3d", 8, 1, 1, 0, marks=pytest.mark.full),
         pytest.param("shared", "1d", 2, 1, 1, 0, marks=pytest.mark.full),
         pytest.param("gloo", "1d", 2, 1, 2, 3, marks=pytest.mark.full),
         pytest.param("shared", "1d-sp", 2, 2, 1, 0, marks=pytest.mark.full),
