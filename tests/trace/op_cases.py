@@ -305,6 +305,17 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     ),
     "image patches": lambda m, h, b: F.unfold(h[:, None], (2, 2)),
     "fold": lambda m, h, b: F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)),
+    "of rows as channels": lambda m, h, b: [
+        F.max_pool1d(h.flatten(1), 2),
+        F.max_pool2d(h, 2),
+        F.adaptive_max_pool2d(h, (2, 3)),
+        F.adaptive_avg_pool2d(h, 2),
+        F.avg_pool2d(h, 2),
+        F.pad(h, (1, 1, 1, 1), mode="replicate"),
+        F.pad(h, (1, 0, 0, 1), mode="reflect"),
+        F.pad(h.flatten(1), (2, 1), mode="circular"),
+        F.max_pool2d(h, 2, return_indices=True)[0],
+    ],  # fmt: skip
     "channel_shuffle": lambda m, h, b: F.channel_shuffle(h.view(-1, 4, 3, 1), 2),
 }
 

@@ -89,7 +89,9 @@ class Cuts:
                         at = None if after is None else after.results[i]
                         if not isinstance(at, Place) or at.pre != 1 or self.p.shape(result)[at.dim] * post != sizes[d] * at.post:
                             continue
-                        if scale * post % at.post == 0:  # else it is repeated, and a part may end within one of this dim's elements
+                        if (
+                            scale * post % at.post == 0
+                        ):  # else it is repeated, and a part may end within one of this dim's elements
                             stack.append((result, at.dim, scale * post // at.post))
 
     def parts_of(self, value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:

@@ -348,11 +348,12 @@ def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Span, keys: Sp
 # ---- kernels ------------------------------------------------------------------------------------------------------------
 
 
-def never_empty(op: Callable[..., Tensor], dim: int, x: Tensor, *args: Any, **options: Any) -> Tensor:
-    """``op(x, …)``, which keeps ``dim``, where the op's kernel wants at least one row in it."""
+def never_empty(op: Callable[..., Any], dim: int, x: Tensor, *args: Any, **options: Any) -> Any:
+    """``op(x, …)``, whose results keep ``dim``, where the op's kernel wants at least one row in it."""
     if x.shape[dim]:
         return op(x, *args, **options)
-    return op(_one_more(x, dim), *args, **options).narrow(dim, 0, 0)
+    found = op(_one_more(x, dim), *args, **options)
+    return found.narrow(dim, 0, 0) if isinstance(found, Tensor) else tuple(one.narrow(dim, 0, 0) for one in found)
 
 
 def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:

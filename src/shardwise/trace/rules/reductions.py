@@ -282,13 +282,30 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
 
 # ---- pooling and resampling ------------------------------------------------------------------------------------------------
 
-_sample = whole_dims(lambda n, r: range(1, r))
+
+def _unbatched(node: fx.Node, rank: int) -> bool:
+    """Whether a pooling takes dim 0 for channels, of which it wants some: two dims for one that is pooled, and so on."""
+    return rank == 1 + next(int(c) for c in op_name(node) if c.isdigit())
+
 
 RULES.same(
-    _sample,
+    whole_dims(lambda n, r: range(1, r), never_empty=_unbatched),
     """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices
-    upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-    channel_shuffle im2col col2im""",
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices""",
 )
-RULES.same(whole_dims(lambda n, r: range(1, r), never_empty=True), "pixel_shuffle pixel_unshuffle")
+_sample = whole_dims(lambda n, r: range(1, r))
+RULES.same(
+    _sample,
+    """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    channel_shuffle""",
+)
+
+
+@RULES.rule("im2col", "col2im")
+def _patches(p: Propagation, node: fx.Node) -> Any:
+    """Of one image by itself dim 0 are channels, and patches are within them."""
+    batched = rank_of(p, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
+    return _sample(p, node) if batched else None
+
+
+RULES.same(whole_dims(lambda n, r: range(r - 3, r), never_empty=True), "pixel_shuffle pixel_unshuffle")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from torch import fx
 
 from shardwise.core.layout import Factor, Layout
 from shardwise.trace.forms import Place, Solved, Strategy
-from shardwise.trace.rules.table import Table, aligned, given, op_name, rank_of, tensors, unary, whole_dims
+from shardwise.trace.rules.table import Table, aligned, given, op_name, rank_of, tensors, unary, whole_dims, with_rows
 from shardwise.trace.sharding import Propagation
 from shardwise.trace.sizes import expression, ratio, regrouped
 
@@ -187,7 +188,10 @@ def _pad(p: Propagation, node: fx.Node) -> Any:
     rank = rank_of(p, x)
     padded = {rank - 1 - i // 2 for i, n in enumerate(pads) if not isinstance(n, int) or n != 0}
     labels: list[Any] = [d if d not in padded else None for d in range(rank)]
-    return p.labelled(node, [(x, labels)], [d if d not in padded else "pad" for d in range(rank)])
+    form = p.labelled(node, [(x, labels)], [d if d not in padded else "pad" for d in range(rank)])
+    if rank == len(pads) // 2 + 1:  # of a kernel that takes dim 0 for channels, of which it wants some
+        form.emit = functools.partial(with_rows, node)
+    return form
 
 
 RULES.same(whole_dims(lambda n, r: [-1, -2]), "tril triu")

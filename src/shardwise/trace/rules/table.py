@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,10 +85,12 @@ def unary(p: Propagation, node: fx.Node, moves: Shards, emit: Emit, results: int
     return Form(node, [(x, [None] * rank_of(p, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors)
 
 
-def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: bool = False) -> Rule:
+def whole_dims(
+    dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: Callable[[fx.Node, int], bool] | bool = False
+) -> Rule:
     """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass.
 
-    ``never_empty``: its kernel does not take a tensor without rows, which a rank may have.
+    ``never_empty``: its kernel does not take a tensor without rows, which a rank may have; or whether that is so.
     """
 
     def apply(p: Propagation, node: fx.Node) -> Any:
@@ -99,19 +102,22 @@ def whole_dims(dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: bo
         value = node.meta["val"]
         several = isinstance(value, tuple | list)
         form = p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
-
-        def emit(p: Propagation, solved: Solved) -> fx.Node:
-            place = solved.strategies[ROWS].operands[0]
-            dim = place.dim if isinstance(place, Place) else 0
-            rest, options = p.arguments(node.args[1:]), p.arguments(node.kwargs)
-            return p.emit(node, (node.target, dim, solved.values[0], *rest), options, solved.layout, ops.never_empty)
-
-        form.emit = emit if never_empty else None
+        if never_empty is True or (never_empty and never_empty(node, rank)):
+            form.emit = functools.partial(with_rows, node)
         return form
 
     return apply
 
 
+def with_rows(node: fx.Node, p: Propagation, solved: Solved) -> fx.Node:
+    """Emit an op of one operand, whose kernel wants a row where a rank has none."""
+    place = solved.strategies[ROWS].operands[0]
+    dim = place.dim if isinstance(place, Place) else 0
+    rest, options = p.arguments(node.args[1:]), p.arguments(node.kwargs)
+    layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
+    return p.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, ops.never_empty)
+
+
 __all__ = [
-    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "unary", "whole_dims",
+    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "unary", "whole_dims", "with_rows",
 ]  # fmt: skip
