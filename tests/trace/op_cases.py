@@ -315,6 +315,7 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
         F.pad(h, (1, 0, 0, 1), mode="reflect"),
         F.pad(h.flatten(1), (2, 1), mode="circular"),
         F.max_pool2d(h, 2, return_indices=True)[0],
+        F.pad(h.flatten(1)[None], (2, 1), mode="reflect"),
     ],  # fmt: skip
     "channel_shuffle": lambda m, h, b: F.channel_shuffle(h.view(-1, 4, 3, 1), 2),
 }

@@ -189,7 +189,8 @@ def _pad(p: Propagation, node: fx.Node) -> Any:
     padded = {rank - 1 - i // 2 for i, n in enumerate(pads) if not isinstance(n, int) or n != 0}
     labels: list[Any] = [d if d not in padded else None for d in range(rank)]
     form = p.labelled(node, [(x, labels)], [d if d not in padded else "pad" for d in range(rank)])
-    if rank == len(pads) // 2 + 1:  # of a kernel that takes dim 0 for channels, of which it wants some
+    constant = op_name(node) == "constant_pad_nd" or (op_name(node) == "pad" and given(node, "mode", "constant") == "constant")
+    if not constant:  # kernels that want something in each dim but the first of as many as they know
         form.emit = functools.partial(with_rows, node)
     return form
 
