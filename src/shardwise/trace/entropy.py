@@ -87,6 +87,8 @@ def _count(
 def _own(env: Env, target: Tensor, ignore_index: int, share: Share) -> tuple[Tensor, Tensor]:
     """Targets counted from a rank's first class, and whether they are its own; also of what is no class at all: whoever looks that up fails."""
     classes, axes = share
+    if not axes:
+        return target, target != ignore_index
     start, stop = shard_range(classes, *env.group(axes))
     another = ((target >= 0) & (target < start)) | ((target >= stop) & (target < classes))
     return target - start, (target != ignore_index) & ~another
@@ -115,10 +117,15 @@ class _Named:
         self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype, share: Share
     ) -> None:  # fmt: skip
         index, own = (one.unsqueeze(1) for one in _own(env, target, ignore_index, share))
-        self.index, self.own, self.valid = index.where(own, 0), own, (target != ignore_index).unsqueeze(1)
-        named = torch.ones_like(target, dtype=wide) if weight is None else weight.to(wide)[target.where(self.valid.squeeze(1), 0)]
-        self.named = named.unsqueeze(1) * (1 - smoothing)
+        self.index, self.own = index.where(own, 0), own
+        self.valid = (target != ignore_index).unsqueeze(1) if share[1] else own
+        self.named: Tensor | None = None  # what is wanted of the class that is named; none: 1 of each
         self.every: Tensor | None = None  # what is wanted of each class beside that
+        if weight is not None or smoothing:
+            named = (
+                torch.ones_like(target, dtype=wide) if weight is None else weight.to(wide)[target.where(self.valid.squeeze(1), 0)]
+            )
+            self.named = named.unsqueeze(1) * (1 - smoothing)
         if smoothing:
             even = torch.ones(share[0], dtype=wide, device=target.device) if weight is None else weight.to(wide)
             even = even * (smoothing / share[0])
@@ -127,16 +134,20 @@ class _Named:
 
     def sums(self, piece: slice, scores: Tensor) -> tuple[Tensor, ...]:
         """Of the rank's classes: Σ a z."""
-        found = scores.gather(1, self.index[piece]).where(self.own[piece], 0) * self.named[piece]
+        found = scores.gather(1, self.index[piece]).where(self.own[piece], 0)
+        found = found if self.named is None else found * self.named[piece]
         return (found if self.every is None else found + (scores * self.every).sum(1, keepdim=True),)
 
-    def amount(self, piece: slice, *sums: Tensor) -> Tensor:
-        """Σ a of all classes, where ``sums`` are those of all ranks."""
+    def amount(self, piece: slice, *sums: Tensor) -> Tensor | None:
+        """Σ a of all classes, where ``sums`` are those of all ranks; None: 1 of each row."""
+        if self.named is None:
+            return None
         return self.named[piece] if self.every is None else self.named[piece] + self.total
 
     def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
         """Take a off, times ``scale``."""
-        powers.scatter_add_(1, self.index[piece], (-scale * self.named[piece]).where(self.own[piece], 0))
+        taken = -scale if self.named is None else -scale * self.named[piece]
+        powers.scatter_add_(1, self.index[piece], taken.where(self.own[piece], 0))
         if self.every is not None:
             powers.sub_((self.every * scale) * self.valid[piece])
 
@@ -161,7 +172,7 @@ class _Chances:
         wanted = self.all(piece)
         return (wanted * scores).sum(1, keepdim=True), wanted.sum(1, keepdim=True)
 
-    def amount(self, piece: slice, *sums: Tensor) -> Tensor:
+    def amount(self, piece: slice, *sums: Tensor) -> Tensor | None:
         return sums[1]
 
     def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
@@ -199,10 +210,12 @@ class _CrossEntropy(torch.autograd.Function):
             powers = torch.sub(scores, own, out=scores if wide != logits.dtype and lesson is None else None).exp_()
             top, total, *sums = joined(env, axes, own, powers.sum(1, keepdim=True), *sums)
             amount, every = wanted.amount(piece, *sums), total.log() + top
-            losses[piece] = amount * every - sums[0]
+            losses[piece] = (every if amount is None else amount * every) - sums[0]
             if lesson is not None:
                 lesson[piece] = wanted.lesson(every - scores) * scale
-            powers.mul_((scale * amount / total * (own - top).exp_()).where(wanted.valid[piece], 0))
+            factor = (scale if amount is None else scale * amount) / total
+            factor = factor * (own - top).exp_() if axes else factor
+            powers.mul_(factor.where(wanted.valid[piece], 0))
             wanted.take(piece, powers, scale)
             gradient[piece] = powers
         ctx.save_for_backward(gradient, lesson, wanted.valid.any())
