@@ -41,13 +41,31 @@ class RepeatedParts(nn.Module):
         return (self.second(first) + self.third(second.sin())).square().mean()
 
 
+class ReadInManyWays(nn.Module):
+    """One weight that ten ops read, some of them what others make of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Parameter(torch.randn(12, 8) * 0.4), nn.LayerNorm(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, table = x.unflatten(0, (-1, 1)).expand(-1, 2, -1), self.table
+        mask = torch.ones(12, 8, dtype=x.dtype).tril()
+        for _ in range(2):
+            up, down = (table * mask).T.expand(h.shape[0], 8, 12), torch.where(table > 0, table, table * 0.1)
+            h = self.norm(h + torch.bmm(h, up).relu() @ down * 0.3)
+            heads = (h.flatten(0, 1) @ table.roll(1, 0).T).view(-1, 2, 3, 4)
+            h = self.norm(h + torch.einsum("bshd,hdi->bsi", heads, (table * mask).view(3, 4, 8)) * 0.3)
+        return h.square().mean() + 1e-3 * table.square().sum()
+
+
 MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts}
 
 
 @functools.cache
 def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # type: ignore[type-arg]
     torch.manual_seed(0)
-    module = MODELS[name]().double()
+    module = {**MODELS, "many ways": ReadInManyWays}[name]().double()
     batches = [{"x": torch.randn(rows, 8, dtype=torch.float64)} for rows in (7, 5)]
     return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
 
@@ -64,3 +82,11 @@ def test_an_odd_model(name: str, kind: str, tp: int) -> None:
 def test_a_solver_takes_odd_models(name: str, kind: str, tp: int) -> None:
     one, batches, truth = subject(name)
     check(one.under(tensor_parallel(ALONE, tp, kind, "auto")), batches, truth, PLAIN)  # type: ignore[arg-type]
+
+
+def test_a_solver_has_room_for_a_weight_that_is_read_in_many_ways() -> None:
+    """In tables of what each reader makes of it these would be gigabytes: parts of the model are solved in turn."""
+    one, batches, truth = subject("many ways")
+    plan = one.under(tensor_parallel(ALONE, 2, "1d", "auto"))
+    assert any("too many ops depend on each other" in note for note in plan.general.notes)
+    check(plan, batches, truth, PLAIN)

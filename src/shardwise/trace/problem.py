@@ -17,7 +17,7 @@ from torch import fx
 
 from shardwise.trace.assign import Assignment
 from shardwise.trace.choices import Chosen
-from shardwise.trace.eliminate import LIMIT, Factor, least
+from shardwise.trace.eliminate import LIMIT, Factor, TooWide, least
 from shardwise.trace.forms import Form, State, Strategy
 from shardwise.trace.limited import BYTES, EXACT, MOST, SECONDS, Costs, Weights, fewest
 from shardwise.trace.price import Prices, Seconds, States, Step, Talk, Value
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 DIRECT = 1 << 18
 """Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each reader."""
+LINK = 1 << 22
+"""Elements of such a table of one reader: more come of a weight that very many ops read in ways of their own."""
 
 Choice = tuple[Any, ...]
 """Of an op a :class:`Strategy` on each axis, of a parameter a state."""
@@ -312,7 +314,8 @@ class Solver:
     def links(
         self, value: Value, made: Sequence[States], fixed: Sequence[States], needs: Sequence[Sequence[tuple[States, ...]]]
     ) -> tuple[Costs, list[Costs]]:
-        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after)."""
+        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after); :class:`TooWide` where there
+        are so many readers that one has more than ``LINK`` elements."""
         start = np.array([self.moving(value, states, fixed) for states in made], complex)
         before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
         tables: list[Costs] = []
@@ -329,6 +332,8 @@ class Solver:
                         new = self.costly(value, states, goals) - there
                         k = after.setdefault((states, (there | new) & later), len(after))
                         found.append((i, j, k, sum(self.step(value, s) for s in sorted(new, key=repr))))
+            if (size := len(before) * len(need) * len(after)) > LINK:
+                raise TooWide(f"a value with {len(needs)} readers has a table of {size} elements; limit: {LINK}")
             table = np.full((len(known), len(distinct), len(after)), math.inf, complex)
             for i, j, k, cost in found:
                 table[i, j, k] = cost
