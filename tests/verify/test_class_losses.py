@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import classes
+from shardwise.core.plan import Tensor as Kind
 from shardwise.models import GPT
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
@@ -122,3 +124,31 @@ def test_a_target_that_is_no_class_is_an_error(name: str) -> None:
     labels[0, 0] = 31
     with pytest.raises(Exception, match="out of bounds"):
         check(one.under(tensor_parallel(ALONE, 2, "1d")), [{**batches[0], "labels": labels}], truth, PLAIN)
+
+
+class Grouped(nn.Module):
+    """Scores that are seen in six groups of two, behind four heads of queries of which two share keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.q, self.k, self.v = nn.Embedding(12, 16), nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 8)
+        self.back, self.out, self.scale = nn.Linear(16, 16), nn.Linear(16, 12), nn.Parameter(torch.rand(6, 1) + 0.5)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.words(ids)
+        q, k, v = (one(h).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        h = h + self.back(mixed.transpose(1, 2).flatten(2))
+        scores = (self.out(h).unflatten(-1, (6, 2)) * self.scale).flatten(2)
+        return F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("kind", ["1d", "1d-sp"])
+def test_groups_of_classes_that_two_axes_cut_unevenly(kind: Kind) -> None:
+    """Over 2 x 2 ranks six groups are two, two, one and one; twelve classes would be three each."""
+    torch.manual_seed(0)
+    module = Grouped().double()
+    batches = [{name: torch.randint(0, 12, (rows, 5)) for name in ("ids", "labels")} for rows in (5, 2)]
+    one = Compiled(module, tensor_parallel(ALONE, 4, kind), batches[0])
+    assert set(one.general.tensor) == {"tp//2", "tp%2"}
+    check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)

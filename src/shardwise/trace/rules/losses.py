@@ -82,8 +82,10 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
 
 
 def _at_every_so_many(p: Propagation, x: fx.Node, place: Place) -> bool:
-    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even."""
-    return place.pre == 1 and (place.post == 1 or all(p.size(x, place) % n == 0 for n in p.tensor.axes.values()))
+    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even over all axes that may
+    share in it."""
+    size, ranks = p.size(x, place), p.tensor.axes.values()
+    return place.pre == 1 and (place.post == 1 or size % math.prod(ranks) == 0 or all(n in (1, size) for n in ranks))
 
 
 def _before_cast(scores: fx.Node) -> fx.Node:
