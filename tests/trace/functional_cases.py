@@ -207,6 +207,43 @@ def no_grad_inside_out(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 @case
+def shape_in_place(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """What was taken before the shape changed stays; what is written after is seen in it."""
+    w = m.w * 1
+    first, column = w[0], w[:, 1]
+    w.t_()
+    h = h + first
+    w[0].mul_(2)
+    h = h @ w + first + column
+    v = h[:, 0]
+    h.unsqueeze_(1)
+    h.transpose_(2, 3).mul_(0.5)
+    h.swapaxes_(2, 3).squeeze_(1)
+    return h + v[:, None]
+
+
+@case
+def shape_in_place_without_autograd(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = m.w * 1
+        row = y[1:3]
+        y.add_(1).t_()
+    y.unsqueeze_(0)
+    y += 1
+    return (h @ y) * row.sum() + row[0]
+
+
+@case
+def detach_after_a_view(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    """Views from before have their gradient; the tensor itself has none any more."""
+    y, free = h * 1, h * 2
+    v = y[:, 0]
+    y.detach_()
+    free.detach_().mul_(3)
+    return h * v[:, None] + y * m.w[0] + free
+
+
+@case
 def returned_from_no_grad(m: Any, h: Tensor, x: Tensor) -> Tensor:
     y = x * 1
     with torch.no_grad():
@@ -302,6 +339,20 @@ def no_grad_write(m: Any, h: Tensor, x: Tensor) -> Tensor:
     with torch.no_grad():
         h[:, 0] = 0
     return h
+
+
+@refused("unseen by autograd")
+def no_grad_shape(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    w = m.w * 1
+    with torch.no_grad():
+        w.t_()
+    return h @ w
+
+
+@refused("the shape of memory")
+def shape_of_a_buffer(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    m.memory.unsqueeze_(0)
+    return h * m.memory.sum()
 
 
 @refused("parameter w")

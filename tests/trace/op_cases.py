@@ -362,6 +362,7 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "gram matrix": lambda m, h, b: h[:, 0].T @ h[:, 1] @ m.w,
     "covariance of parameters": lambda m, h, b: (h.flatten(1).T @ h.flatten(1)) * 0.1,
     "einsum over rows": lambda m, h, b: torch.einsum("bi,ci,cj->bj", h[:, 0], h[:, 1], h[:, 2]),
+    "einsum that sums an ellipsis": lambda m, h, b: torch.einsum("...ij,jk->ik", h[:, None].expand(-1, 2, 3, 4), m.w),
     "distances": lambda m, h, b: torch.cdist(h[:, 0], h[:, 1]),
     "attention over rows": lambda m, h, b: F.scaled_dot_product_attention(
         h.transpose(0, 1) @ m.w, h.transpose(0, 1), h.transpose(0, 1)
@@ -386,6 +387,7 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     ],
     "some targets": lambda m, h, b: F.cross_entropy(h[b["keep"]] @ m.w, b["ids"][:, :3][b["keep"]] % 4),
     "positions of true": lambda m, h, b: h[b["keep"].nonzero()[:, 0]].sum(1),
+    "where it is true": lambda m, h, b: _experts(m, h.flatten(0, 1), torch.where(b["keep"])),
     "a number from the data": lambda m, h, b: h.sum() / b["keep"].sum().item() + h * b["target"].max().item(),
     "norm of everything": lambda m, h, b: h / h.norm(),
     "any row": lambda m, h, b: h * b["keep"].any() + b["keep"].all(0)[:, None],
@@ -397,6 +399,14 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "two axes of rows": lambda m, h, b: (h[:, None, 0] - h[None, :, 1]).square().sum(-1),
     "flattened rows in another dim": lambda m, h, b: h.transpose(0, 1).reshape(-1, 4).softmax(0),
 }
+
+
+def _experts(m: Any, h: Tensor, chosen: tuple[Tensor, ...]) -> Tensor:
+    """Tokens that are chosen, through a weight and added back, as in a mixture of experts' loop."""
+    row, column = chosen
+    return torch.zeros_like(h).index_add_(
+        0, row * 3 + column, (h[None, row * 3 + column].reshape(-1, 4) @ m.w) * m.p[column, None]
+    )
 
 
 def _two_views(z: Tensor) -> Tensor:

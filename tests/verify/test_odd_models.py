@@ -41,6 +41,37 @@ class RepeatedParts(nn.Module):
         return (self.second(first) + self.third(second.sin())).square().mean()
 
 
+class Counts(nn.Module):
+    """Scores less how often each class occurs in the batch: a size that nobody knows until it meets the classes'."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.out = nn.Linear(8, 12), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        labels = x[:, 0].abs().mul(3).long() % 12
+        scores = self.out(self.up(x).tanh()) - torch.bincount(labels, minlength=12).to(x.dtype).log1p()
+        return nn.functional.cross_entropy(scores, labels)
+
+
+class ExpertsInALoop(nn.Module):
+    """Rows to the experts that chose them, found by the positions of true, and added to zeros that no gradient goes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.router(x).softmax(-1).topk(2, -1)
+        h = x * weight.sum(-1, keepdim=True)
+        out, mask = torch.zeros_like(h), nn.functional.one_hot(chosen, 3).permute(2, 1, 0)
+        for i, expert in enumerate(self.experts):
+            place, row = torch.where(mask[i])
+            out.index_add_(0, row, expert(h[None, row].reshape(-1, 8)) * weight[row, place, None])
+        return (out + h).square().mean()
+
+
 class ReadInManyWays(nn.Module):
     """One weight that ten ops read, some of them what others make of it."""
 
@@ -60,12 +91,13 @@ class ReadInManyWays(nn.Module):
 
 
 MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts}
+OF_DATA = {"counts": Counts, "experts in a loop": ExpertsInALoop}
 
 
 @functools.cache
 def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # type: ignore[type-arg]
     torch.manual_seed(0)
-    module = {**MODELS, "many ways": ReadInManyWays}[name]().double()
+    module = {**MODELS, **OF_DATA, "many ways": ReadInManyWays}[name]().double()
     batches = [{"x": torch.randn(rows, 8, dtype=torch.float64)} for rows in (7, 5)]
     return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
 
@@ -82,6 +114,15 @@ def test_an_odd_model(name: str, kind: str, tp: int) -> None:
 def test_a_solver_takes_odd_models(name: str, kind: str, tp: int) -> None:
     one, batches, truth = subject(name)
     check(one.under(tensor_parallel(ALONE, tp, kind, "auto")), batches, truth, PLAIN)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "tp", "plan"), [("1d", 2, "recipe"), ("1d-sp", 3, "recipe"), ("3d", 8, "recipe"), ("2d", 4, "auto")]
+)
+@pytest.mark.parametrize("name", OF_DATA)
+def test_sizes_of_data(name: str, kind: str, tp: int, plan: str) -> None:
+    one, batches, truth = subject(name)
+    check(one.under(tensor_parallel(ALONE, tp, kind, plan)), batches, truth, PLAIN)  # type: ignore[arg-type]
 
 
 def test_a_solver_has_room_for_a_weight_that_is_read_in_many_ways() -> None:

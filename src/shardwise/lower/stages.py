@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Timetable, first, read
 from shardwise.parallel.pipeline import PIPELINE, balance
 from shardwise.parallel.schedule import stage_ranks, timetable
 from shardwise.trace.cost import cost
+from shardwise.trace.sizes import of_data
 from shardwise.trace.trace import Bucket, Trace
 from shardwise.trace.units import Unit
 
@@ -143,7 +142,7 @@ class Cut:
         for u in self.units:
             for name in {n for rank in self.readers(u.index) for n in self.crossing(u.index, rank)}:
                 sizes = u.values[name].meta["val"].shape
-                if any(isinstance(size, torch.SymInt) and not size.node.has_hint() for size in sizes):
+                if any(map(of_data, sizes)):
                     raise ConfigError(
                         f"pp: the size of a tensor that {u.name} makes and another stage reads depends on data; legal: pp = 1, or stages "
                         "with both in one"

@@ -1,8 +1,9 @@
 """In-place operations made functional, and torch's wrappers around ops removed: one pass that copies a captured graph.
 
 Every value has a base (itself, or what it is a view of).  Writing to a view scatters the new value into its source, up to
-the base; reading a view after its base was written makes the view again.  What a buffer holds at the end of the graph is
-its update.  Random ops get their ordinal here, in the order in which the model draws.
+the base; reading a view after its base was written makes the view again.  An op that changes a tensor's shape in place (``t_``) writes
+no values: the tensor is a view from then on, which is what the graph's later ops read, and earlier views stay what they are.  What a
+buffer holds at the end of the graph is its update.  Random ops get their ordinal here, in the order in which the model draws.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _RENAMED: dict[str, Callable[..., Any]] = {
     "copy_": aten.copy.default,
     "detach_": aten.detach.default,
     "normal_": aten.normal_functional.default,
+    "transpose_": aten.transpose.int,
+    "swapaxes_": aten.transpose.int,
+    "swapdims_": aten.transpose.int,
 }
 
 
@@ -105,10 +109,7 @@ class _Walker:
         if parameter:
             raise Uncapturable(f"forward writes to the parameter {parameter}")
         if hidden:
-            if self.tracked(self.read(old)):
-                raise Uncapturable(
-                    "forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient"
-                )
+            self.refuse_tracked(old)
             new = self.detached(new)
         if old in self.source:
             source = self.source[old]
@@ -119,6 +120,10 @@ class _Walker:
             self.writes[old] = self.writes.get(old, 0) + 1
         self.value[old] = new
         self.seen[old] = self.writes.get(self.base(old), 0)
+
+    def refuse_tracked(self, old: fx.Node) -> None:
+        if self.tracked(self.read(old)):
+            raise Uncapturable("forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient")
 
     def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
         """``base`` with ``new`` where ``view`` looks at it."""
@@ -136,7 +141,7 @@ class _Walker:
         }
         if target in scattered:
             return self.call(scattered[target].default, (base, new, *rest), source)
-        if target is aten.transpose.int:
+        if target in (aten.transpose.int, aten.t.default):
             return self.call(target, (new, *rest), source)
         if target is aten.permute.default:
             order = [d % len(view.args[1]) for d in view.args[1]]
@@ -261,7 +266,10 @@ class _Walker:
         elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
         elif described is not None and described.is_mutable:
-            self.mutate(old)
+            if torch.Tag.inplace_view in target.tags and not (target is aten.detach_.default and not self.viewed(old.args[0])):
+                self.change_view(old)
+            else:
+                self.mutate(old)
         else:
             if target is aten.instance_norm.default and isinstance(old.args[3], fx.Node):
                 raise Uncapturable("instance_norm with running statistics")
@@ -327,6 +335,28 @@ class _Walker:
         self.write(goal, new)
         self.bind(old, self.value[goal], goal)
         self.passed.add(old)
+
+    def viewed(self, goal: fx.Node) -> bool:
+        """Whether another tensor has been made that shares the memory of ``goal``."""
+        base = self.base(goal)
+        return any(not self.same(view) and self.base(view) is base for view in self.source)
+
+    def change_view(self, old: fx.Node) -> None:
+        """An op that changes how a tensor looks at its memory, and no values: its node, which later ops read, is a view of what there was."""
+        goal, target = old.args[0], _functional_form(old)
+        assert isinstance(goal, fx.Node)
+        if target is None:
+            raise Uncapturable(f"in-place op {old.target} has no functional form")
+        if not self.grad:
+            self.refuse_tracked(goal)
+        tensor = goal
+        while self.same(tensor) and tensor in self.source:
+            tensor = self.source[tensor]
+        stays = {**self.captured.parameters, **self.captured.buffers}.get(tensor.name) if tensor.op == "placeholder" else None
+        if stays:
+            raise Uncapturable(f"forward changes the shape of {stays}, which stays from step to step, in place ({old.target})")
+        old.target = target
+        self.bind(old, self.emit(old), goal)
 
     def copied(self, old: fx.Node, goal: fx.Node) -> fx.Node:
         """What ``goal.copy_(source)`` leaves in goal: the source in goal's shape and dtype."""

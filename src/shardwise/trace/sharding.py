@@ -36,8 +36,8 @@ from shardwise.trace.normalise import eliminate_dead
 from shardwise.trace.pinned import PinnedWalk
 from shardwise.trace.pins import read_pins
 from shardwise.trace.price import Seconds
-from shardwise.trace.schema import differentiable, is_tensor
-from shardwise.trace.sizes import Sizes, concrete, expression, factored, of_rows
+from shardwise.trace.schema import differentiable, is_tensor, op_name
+from shardwise.trace.sizes import Sizes, concrete, expression, factored, of_data, of_rows
 from shardwise.trace.solve import predicted, solve
 from shardwise.trace.tensor import recipe
 from shardwise.trace.torch_private import schema
@@ -51,6 +51,9 @@ Rule = Callable[["Propagation", fx.Node], Form | None]
 """Describes a captured op, or returns None where it does not cover the op, so used."""
 
 _BY_STRIDE = {"as_strided", "as_strided_scatter", "as_strided_copy", "_reshape_alias"}
+_LIKE = {f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")} | {
+    f"new_{name}" for name in ("zeros", "ones", "full", "empty")
+}  # of the shape of a tensor, and no more of it: without a gradient
 _FACTORY_OPTIONS = ("pin_memory", "layout")
 
 
@@ -189,7 +192,9 @@ class Propagation:
             new = self.graph.call_function(operator.getitem, (source, index))
             states = source.meta["states"][index]
             grad = source.meta["grad"] and differentiable(node.meta["val"]) and index not in source.meta.get("alike", ())
-            return self.annotate(new, source.meta["layout"][index], states, grad, node)
+            self.annotate(new, source.meta["layout"][index], states, grad, node)
+            self.learn_sizes(new, node.meta["val"])
+            return new
         if not is_tensor(node):
             return self.number(node)
         return self.replicate(node) if form is None else self.local(node, form)
@@ -222,7 +227,7 @@ class Propagation:
     def number(self, node: fx.Node) -> Any:
         """Arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
         value = node.meta.get("val")
-        if isinstance(value, torch.SymInt) and value.node.has_hint():
+        if isinstance(value, torch.SymInt) and not of_data(value):
             return self.sizes.node(value)
         new = self.graph.call_function(node.target, self.operands(node.args), self.operands(node.kwargs))
         if isinstance(value, torch.SymInt):
@@ -256,8 +261,7 @@ class Propagation:
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Sizes that depend on data can be asked of the tensor that has them."""
         for d, size in enumerate(value.shape):
-            unknown = isinstance(size, torch.SymInt) and not size.node.has_hint() and size.node.expr.is_Symbol
-            if unknown and size.node.expr not in self.sizes.data:
+            if of_data(size) and size.node.expr.is_Symbol and size.node.expr not in self.sizes.data:
                 self.sizes.data[size.node.expr] = self.graph.call_function(aten.sym_size.int, (new, d))
 
     # ---- values and layouts ----------------------------------------------------------------------------------------
@@ -457,7 +461,8 @@ class Propagation:
             kwargs["device"] = self.device
         new = self.graph.call_function(target, tuple(args), kwargs)
         operands = [a for a in new.all_input_nodes if "grad" in a.meta]
-        grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"]) and target is not aten.detach.default
+        grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"])
+        grad = grad and target is not aten.detach.default and op_name(node) not in _LIKE
         return self.annotate(new, layout, None, grad, node)
 
 

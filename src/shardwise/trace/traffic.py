@@ -13,7 +13,7 @@ from torch import fx
 from shardwise.trace import entropy, norms, ops, softmax
 from shardwise.trace.moves import COLLECTIVES
 from shardwise.trace.ops import ROWS, Cut, Env
-from shardwise.trace.sizes import local_shape
+from shardwise.trace.sizes import local_shape, of_data
 from shardwise.trace.units import gradient_paths
 
 COUNT = 8
@@ -207,4 +207,4 @@ def _itemsize(node: fx.Node) -> int:
 def _depends_on_data(node: fx.Node) -> bool:
     """Whether the size of an operand does."""
     values = [n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for v in values for s in v.shape)
+    return any(of_data(s) for v in values for s in v.shape)

@@ -22,7 +22,7 @@ from shardwise.trace.ops import Env
 from shardwise.trace.products import Product
 from shardwise.trace.recall import recalled
 from shardwise.trace.saved import COMPOSED, DEVICES, is_known
-from shardwise.trace.sizes import known, local_shape
+from shardwise.trace.sizes import known, local_shape, of_data
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
 
@@ -225,7 +225,7 @@ def _depends_on_data(node: fx.Node) -> bool:
     """Whether the result's size does."""
     if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
         return False
-    return any(isinstance(s, torch.SymInt) and not s.node.has_hint() for v in tensors_in(node.meta["val"]) for s in v.shape)
+    return any(of_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
 
 
 def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:

@@ -15,10 +15,15 @@ RULES = Table()
 
 RULES.same(
     pointwise,
-    """masked_fill where copy fill softplus log_sigmoid hardswish floor_divide true_divide __and__ __or__ __xor__ zeros_like ones_like
+    """masked_fill copy fill softplus log_sigmoid hardswish floor_divide true_divide __and__ __or__ __xor__ zeros_like ones_like
     full_like empty_like rsub isclose isreal absolute arctan2 fix polar complex greater greater_equal less less_equal not_equal
     special_erf special_xlogy special_expit logit""",
 )
+
+
+@RULES.rule("where")
+def _where(p: Propagation, node: fx.Node) -> Any:
+    return pointwise(p, node) if given(node, "self") is not None else None  # of a condition alone: the positions where it holds
 
 
 @RULES.rule("add", "sub", "subtract")

@@ -77,7 +77,7 @@ def _einsum(p: Propagation, node: fx.Node) -> Any:
     if any(len(set(n)) != len(n) for n in names):
         return None  # a diagonal
     if "->" in equation:
-        out = _letters(right, dots, len(right.replace("...", "")) + wide)
+        out = _letters(right, dots, len(right.replace("...", "")) + (wide if "..." in right else 0))
     else:
         plain = left.replace("...", "").replace(",", "")
         out = [*dots, *sorted(c for c in set(plain) if plain.count(c) == 1)]
@@ -91,7 +91,7 @@ def _einsum(p: Propagation, node: fx.Node) -> Any:
 
 
 def _letters(term: str, dots: list[str], rank: int) -> list[str]:
-    """The labels of one operand of an einsum of so many dims, its ellipsis spelled out."""
+    """The labels of one term of an einsum of so many dims, its ellipsis spelled out."""
     before, _, after = term.partition("...")
     hidden = rank - len(before) - len(after)
     return [*before, *dots[len(dots) - hidden :], *after]
