@@ -59,7 +59,23 @@ class ReadInManyWays(nn.Module):
         return h.square().mean() + 1e-3 * table.square().sum()
 
 
-MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts}
+class Frequencies(nn.Module):
+    """Products of complex numbers, whose parameter is pairs of real ones: sums over channels are sums of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.filters, self.out = nn.Linear(8, 6), nn.Parameter(torch.randn(6, 6, 2, 2) * 0.3), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x[:, None] * torch.arange(1, 5, dtype=x.dtype)[:, None]).transpose(1, 2)
+        filters = torch.view_as_complex(self.filters)
+        found = torch.einsum("bim,iom->bom", torch.fft.rfft(h)[..., :2], filters)
+        found = torch.einsum("bom,iom->bim", found, filters.conj())
+        h = h + torch.fft.irfft(found, n=4)
+        return self.out(h.transpose(1, 2)).square().mean()
+
+
+MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts, "frequencies": Frequencies}
 
 
 @functools.cache
