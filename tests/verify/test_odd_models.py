@@ -75,7 +75,22 @@ class Frequencies(nn.Module):
         return self.out(h.transpose(1, 2)).square().mean()
 
 
-MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts, "frequencies": Frequencies}
+class FewHeads(nn.Module):
+    """Heads, fewer than ranks, which a linear mixes: some ranks have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.mix, self.out = nn.Linear(8, 12), nn.Linear(3, 3), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.query(x[:, None] * torch.arange(1, 3, dtype=x.dtype)[:, None]).unflatten(-1, (3, 4)).transpose(1, 2)
+        scores = self.mix((heads @ heads.mT).movedim(1, -1)).movedim(-1, 1).softmax(-1)
+        return self.out((scores @ heads).transpose(1, 2).flatten(2)).square().mean()
+
+
+MODELS = {
+    "parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts, "frequencies": Frequencies, "few heads": FewHeads,
+}  # fmt: skip
 
 
 @functools.cache
