@@ -121,3 +121,9 @@ def test_a_solver_has_room_for_a_weight_that_is_read_in_many_ways() -> None:
     plan = one.under(tensor_parallel(ALONE, 2, "1d", "auto"))
     assert any("too many ops depend on each other" in note for note in plan.general.notes)
     check(plan, batches, truth, PLAIN)
+
+
+def test_numbers_in_pairs_that_ranks_have_one_each_of() -> None:
+    """The halves are gathered side by side: ``view_as_complex`` takes no others."""
+    one, batches, truth = subject("frequencies")
+    check(one.under(tensor_parallel(ALONE, 2, "1d", "propagate", {"filters": "3"})), batches, truth, PLAIN)

@@ -172,7 +172,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
     if cut.parts:
         together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
-    return together.reshape(shape)
+    return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
 
 
 def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
