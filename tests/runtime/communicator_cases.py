@@ -148,6 +148,21 @@ def reduce_scatter(c: BaseCommunicator) -> None:
                 same(x[part], expected, ("in place", axes, dtype, numel))
 
 
+def complex_numbers(c: BaseCommunicator) -> None:
+    """Are summed as pairs of real ones."""
+    n, ranks = c.mesh.size, members(c, c.mesh.names)
+    for dtype in (torch.complex64, torch.complex128):
+        x = torch.complex(*(value(c.rank, 3 * n, dtype.to_real(), salt) for salt in (0, 1)))
+        expected = torch.complex(*(summed(ranks, 3 * n, dtype.to_real(), salt) for salt in (0, 1)))
+        out, own = torch.zeros_like(x), torch.zeros(3, dtype=dtype)
+        c.all_reduce(x, c.mesh.names, out=out).wait()
+        same(out, expected, dtype)
+        c.reduce_scatter(own, x, c.mesh.names).wait()
+        same(own, expected[3 * ranks.index(c.rank) :][:3], dtype)
+        c.all_reduce(x, c.mesh.names).wait()
+        same(x, expected, dtype)
+
+
 def progress(c: BaseCommunicator) -> None:
     """A backend without a thread works in progress(); after that, wait() finds nothing left to do."""
     if not isinstance(c, SharedMemoryCommunicator):
@@ -428,7 +443,7 @@ CASES: dict[str, Case] = {
     case.__name__: case
     for case in (
         all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
-        all_gather, reduce_scatter,
+        all_gather, reduce_scatter, complex_numbers,
         all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding, a_receive_does_not_wait_for_what_the_sender_does_next, a_long_queue,
         subgroups_side_by_side, buffers, common_memory, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,

@@ -505,6 +505,14 @@ LOSSES: dict[str, Op] = {
     "cross entropy of a replicated value": lambda m, h, b: F.cross_entropy(h.mean(0), torch.arange(3)) + h.mean(),
     "cosine embedding": lambda m, h, b: F.cosine_embedding_loss(h[:, 0], h[:, 1], b["label"].sign() * 2 - 1),
     "triplet": lambda m, h, b: F.triplet_margin_loss(h[:, 0], h[:, 1], h[:, 2]),
+    "cosine embedding of one row": lambda m, h, b: F.cosine_embedding_loss(h[:, 0], m.q[:1], b["label"].sign() * 2 - 1),
+    "cosine embedding, one row first": lambda m, h, b: F.cosine_embedding_loss(m.q[:1], h[:, 0], b["label"].sign() * 2 - 1),
+    "cosine embedding of one number": lambda m, h, b: F.cosine_embedding_loss(h[:, 0], h[:, 1], torch.ones(1), reduction="none"),
+    "cosine embedding, targets alone have rows": lambda m, h, b: (
+        F.cosine_embedding_loss(m.q[:1], m.w[:1], b["label"].sign() * 2 - 1) + h.mean()
+    ),
+    "triplet of one negative": lambda m, h, b: F.triplet_margin_loss(h[:, 0], h[:, 1], m.q[:1]),
+    "triplet of one anchor": lambda m, h, b: F.triplet_margin_loss(m.q[:1], h[:, 1], h[:, 0], reduction="sum"),
     "margin ranking": lambda m, h, b: F.margin_ranking_loss(h[:, 0], h[:, 1], b["x"].sign()),
     "hinge embedding": lambda m, h, b: F.hinge_embedding_loss(h, b["target"].sign() * 2 - 1),
     "multi margin": lambda m, h, b: F.multi_margin_loss(h[:, 0], b["label"]),

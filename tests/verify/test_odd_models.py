@@ -90,7 +90,38 @@ class ReadInManyWays(nn.Module):
         return h.square().mean() + 1e-3 * table.square().sum()
 
 
-MODELS = {"parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts}
+class Frequencies(nn.Module):
+    """Products of complex numbers, whose parameter is pairs of real ones: sums over channels are sums of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.filters, self.out = nn.Linear(8, 6), nn.Parameter(torch.randn(6, 6, 2, 2) * 0.3), nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x[:, None] * torch.arange(1, 5, dtype=x.dtype)[:, None]).transpose(1, 2)
+        filters = torch.view_as_complex(self.filters)
+        found = torch.einsum("bim,iom->bom", torch.fft.rfft(h)[..., :2], filters)
+        found = torch.einsum("bom,iom->bim", found, filters.conj())
+        h = h + torch.fft.irfft(found, n=4)
+        return self.out(h.transpose(1, 2)).square().mean()
+
+
+class FewHeads(nn.Module):
+    """Heads, fewer than ranks, which a linear mixes: some ranks have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.mix, self.out = nn.Linear(8, 12), nn.Linear(3, 3), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.query(x[:, None] * torch.arange(1, 3, dtype=x.dtype)[:, None]).unflatten(-1, (3, 4)).transpose(1, 2)
+        scores = self.mix((heads @ heads.mT).movedim(1, -1)).movedim(-1, 1).softmax(-1)
+        return self.out((scores @ heads).transpose(1, 2).flatten(2)).square().mean()
+
+
+MODELS = {
+    "parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts, "frequencies": Frequencies, "few heads": FewHeads,
+}  # fmt: skip
 OF_DATA = {"counts": Counts, "experts in a loop": ExpertsInALoop}
 
 
@@ -131,3 +162,9 @@ def test_a_solver_has_room_for_a_weight_that_is_read_in_many_ways() -> None:
     plan = one.under(tensor_parallel(ALONE, 2, "1d", "auto"))
     assert any("too many ops depend on each other" in note for note in plan.general.notes)
     check(plan, batches, truth, PLAIN)
+
+
+def test_numbers_in_pairs_that_ranks_have_one_each_of() -> None:
+    """The halves are gathered side by side: ``view_as_complex`` takes no others."""
+    one, batches, truth = subject("frequencies")
+    check(one.under(tensor_parallel(ALONE, 2, "1d", "propagate", {"filters": "3"})), batches, truth, PLAIN)

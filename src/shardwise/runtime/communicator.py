@@ -119,8 +119,8 @@ class Communicator(Protocol):
     shares_memory: bool  # whether :meth:`common` gives memory to groups of more than one rank
 
     def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
-        """Replace ``x`` by its sum over the group, or put that in ``out``.  Real dtypes; fp16 and bf16 are rounded as the
-        backend does."""
+        """Replace ``x`` by its sum over the group, or put that in ``out``.  Complex numbers are summed as pairs of real
+        ones; fp16 and bf16 are rounded as the backend does."""
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements.
@@ -212,6 +212,7 @@ class BaseCommunicator(ABC):
 
     def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
         call = Call("all_reduce", self.group(axes), lane, what)
+        x, out = _real(x), out if out is None else _real(out)
         self._check(call, x, out, out is None or out.numel() == x.numel(), reducing=True)
         if call.group.size == 1 or x.numel() == 0:
             return Completed() if out is None else self._copied(out, x)
@@ -224,6 +225,7 @@ class BaseCommunicator(ABC):
 
     def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         call = Call("reduce_scatter", self.group(axes), lane, what)
+        x, out = _real(x), _real(out)
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
         return (
             self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._reduce_scatter(call, _flat(out), _flat(x))
@@ -329,9 +331,14 @@ class BaseCommunicator(ABC):
     def _barrier(self, call: Call) -> None: ...
 
 
+def _real(x: Tensor) -> Tensor:
+    """An alias without complex numbers, as pairs of real ones: their sum is that of the pairs."""
+    return torch.view_as_real(x.detach()) if x.is_complex() else x
+
+
 def _flat(x: Tensor) -> Tensor:
     """A one-dimensional alias outside autograd."""
-    return x.detach().view(-1)
+    return x.detach().as_strided((x.numel(),), (1,))  # a single element may be contiguous in steps of several
 
 
 def as_bytes(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.core.instruction import Buffer, Instruction
 from shardwise.runtime.communicator import CHANNELS, Communicator, Handle
 from shardwise.runtime.gradients import Gradients
-from shardwise.trace.ops import Env
+from shardwise.trace.ops import Env, in_memory
 from shardwise.trace.trace import Trace
 
 Live = MutableMapping[tuple[str, int], Tensor]
@@ -56,7 +56,7 @@ class Messages:
         else:
             grads = {name: self.pending.pop((name, m), None) for name in one.tensors}
             values = {name: self._empty(one, name, env).zero_() if grad is None else grad for name, grad in grads.items()}
-        values = {name: value.detach().contiguous() for name, value in values.items()}
+        values = {name: in_memory(value.detach()) for name, value in values.items()}
         return self._post(one, values, self.comm.send)
 
     def receive(self, one: Instruction, env: Env | None) -> Handle:

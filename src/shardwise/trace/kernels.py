@@ -77,7 +77,7 @@ class _Alike:
         return self
 
     def all_gather(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:
-        out.view(-1, x.numel()).copy_(x.view(-1))
+        out.view(out.numel() // max(x.numel(), 1), x.numel()).copy_(x.view(-1))
         return self
 
     def reduce_scatter(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -99,14 +100,19 @@ def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
         goal.baddbmm_(left, right) if add else torch.bmm(left, right, out=goal)
 
 
+def _as_rows(x: Tensor) -> Tensor:
+    """As a matrix, of the last dim's width: it may be 0 on a rank."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
     """Y = X Wᵀ."""
-    _multiply(goal, dy.reshape(-1, dy.shape[-1]).t(), x.reshape(-1, x.shape[-1]), add)
+    _multiply(goal, _as_rows(dy).t(), _as_rows(x), add)
 
 
 def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
     """Y = X W."""
-    _multiply(goal, x.reshape(-1, x.shape[-1]).t(), dy.reshape(-1, dy.shape[-1]), add)
+    _multiply(goal, _as_rows(x).t(), _as_rows(dy), add)
 
 
 def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
@@ -142,7 +148,7 @@ def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, padding: int) -> No
     if goal.is_cuda or goal.dtype.itemsize < dy.dtype.itemsize:
         _put(goal, aten.embedding_dense_backward(dy, x, goal.shape[0], padding, False), add)
         return
-    rows, index = dy.reshape(-1, dy.shape[-1]).to(goal.dtype), x.reshape(-1)
+    rows, index = _as_rows(dy).to(goal.dtype), x.reshape(-1)
     if padding >= 0:
         rows = rows.masked_fill((index == padding)[:, None], 0)
     (goal if add else goal.zero_()).index_add_(0, index, rows)

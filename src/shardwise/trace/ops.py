@@ -137,12 +137,17 @@ def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
 # ---- collectives ---------------------------------------------------------------------------------------------------
 
 
+def in_memory(x: Tensor) -> Tensor:
+    """Contiguous, and as its memory has it: a conjugate may be a flag that a collective does not see."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
 def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     """The sum over ranks, as a new tensor; no gradient flows through it."""
     if env.group(axes)[0] == 1:
         return x
-    own = x.contiguous()
-    out = torch.empty_like(own)
+    own = in_memory(x)
+    out = own.new_empty(own.shape)
     env.wait(env.comm.all_reduce(own, env.real(axes), lane="compute", what=what, out=out))
     return out
 
@@ -158,7 +163,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
     shape[cut.dim] = cut.pre * whole * cut.post
     even = min(sizes) == most
-    own = x.contiguous()
+    own = in_memory(x)
     if not even:
         own = x.new_zeros((outer, most, inner))
         own[:, :mine] = x.reshape(outer, mine, inner)
@@ -167,7 +172,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
     if cut.parts:
         together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
-    return together.reshape(shape)
+    return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
 
 
 def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
@@ -198,7 +203,8 @@ def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
     if cut.parts:
         x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
     if min(sizes) == most:
-        pieces = x.reshape(outer, len(spans), most, inner).transpose(0, 1).contiguous()
+        pieces = x.reshape(outer, len(spans), most, inner).transpose(0, 1)
+        pieces = in_memory(pieces)
     else:
         folded = x.reshape(outer, whole, inner)
         pieces = x.new_zeros((len(spans), outer, most, inner))

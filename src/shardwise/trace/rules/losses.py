@@ -107,13 +107,17 @@ def _elementwise_loss(p: Propagation, node: fx.Node) -> Any:
 
 @RULES.rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
 def _row_loss(p: Propagation, node: fx.Node) -> Any:
-    """One number a row."""
-    operands = tensors(node)
-    weight = given(node, "weight")
-    if rank_of(p, operands[0]) != 2:
+    """One number a row: of vectors, and some of them with a target a row; one vector or target may be for all rows."""
+    operands, target, weight = tensors(node), given(node, "target"), given(node, "weight")
+    numbers = [o for o in operands if o is target and rank_of(p, o) == 1]
+    vectors = [o for o in operands if o is not weight and o not in numbers]
+    width = broadcast(p, vectors)
+    if len(width) != 2:
         return None
-    pairs = [(o, [None] if o is weight else ["b", *[None] * (rank_of(p, o) - 1)]) for o in operands]
-    return _reduced(p, node, pairs, ["b"], p.expressions(operands[0])[:1], apart=True)
+    rows = next((s for s in (width[0], *(p.expressions(o)[0] for o in numbers)) if s != 1), 1)
+    labels = dict(aligned(p, vectors, [rows, width[1]]) + aligned(p, numbers, [rows]))
+    pairs = [(o, ["b" if d == 0 else None for d in labels.get(o, [None])]) for o in operands]
+    return _reduced(p, node, pairs, ["b"], [rows], apart=True)
 
 
 def _reduced(
