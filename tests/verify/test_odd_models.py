@@ -90,3 +90,37 @@ def test_a_solver_has_room_for_a_weight_that_is_read_in_many_ways() -> None:
     plan = one.under(tensor_parallel(ALONE, 2, "1d", "auto"))
     assert any("too many ops depend on each other" in note for note in plan.general.notes)
     check(plan, batches, truth, PLAIN)
+
+
+class SequenceFirst(nn.Module):
+    """BatchNorm of prototypes, and of a sequence that is before the rows: dim 0 is not the rows of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(8, 12), nn.Linear(12, 5), nn.BatchNorm1d(5)
+        self.kinds, self.centred = nn.Parameter(torch.randn(7, 5)), nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.down(self.up(x).relu())
+        near = (h @ self.centred(self.kinds).T).logsumexp(-1)
+        return self.norm(h.permute(1, 2, 0)).tanh().square().mean() + near.mean()
+
+
+@functools.cache
+def sequence_first() -> tuple[Compiled, list[dict[str, Tensor]], list]:  # type: ignore[type-arg]
+    torch.manual_seed(0)
+    module = SequenceFirst().double()
+    batches = [{"x": torch.randn(rows, 6, 8, dtype=torch.float64)} for rows in (7, 4, 1)]
+    return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
+
+
+@pytest.mark.parametrize(("kind", "tp"), [("1d-sp", 2), ("1d-sp", 4), ("2d", 4)])
+def test_batch_norm_counts_what_is_cut_whatever_it_is(kind: str, tp: int) -> None:
+    one, batches, truth = sequence_first()
+    check(one.under(tensor_parallel(ALONE, tp, kind)), batches, truth, PLAIN)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pins", [{"kinds": "0"}, {"kinds": "0", "down": "1"}])
+def test_batch_norm_of_a_pinned_parameter(pins: dict[str, str]) -> None:
+    one, batches, truth = sequence_first()
+    check(one.under(tensor_parallel(ALONE, 2, "1d", "propagate", pins)), batches, truth, PLAIN)
