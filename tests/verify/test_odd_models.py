@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
+from shardwise.verify.verify import run_steps, run_threads
 
 
 class PartsOfAParameter(nn.Module):
@@ -124,3 +125,33 @@ def test_batch_norm_counts_what_is_cut_whatever_it_is(kind: str, tp: int) -> Non
 def test_batch_norm_of_a_pinned_parameter(pins: dict[str, str]) -> None:
     one, batches, truth = sequence_first()
     check(one.under(tensor_parallel(ALONE, 2, "1d", "propagate", pins)), batches, truth, PLAIN)
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(67, 8), nn.Linear(8, 67, bias=False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.out(self.table(ids)).flatten(0, 1), labels.flatten())
+
+
+@functools.cache
+def table() -> tuple[Compiled, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    batch = {"ids": torch.randint(0, 67, (4, 3)), "labels": torch.randint(0, 67, (4, 3))}
+    return Compiled(Table().double(), ALONE, batch), batch
+
+
+@pytest.mark.parametrize("value", [-1, 67, 100])
+@pytest.mark.parametrize("field", ["ids", "labels"])
+@pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("1d", 3), ("2d", 4)])
+def test_what_is_not_in_a_table_in_pieces_fails_as_on_one_device(kind: str, tp: int, field: str, value: int) -> None:
+    one, batch = table()
+    compiled = one.under(tensor_parallel(ALONE, tp, kind))  # type: ignore[arg-type]
+    layouts = {p.name: p.layout for bucket in compiled.general.buckets for p in bucket.parameters}
+    assert kind != "1d" or any(factor.axes for factor in layouts["table.weight"].dims[0])
+    batch = {k: v.clone() for k, v in batch.items()}
+    batch[field][1, 2] = value
+    with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
+        run_threads(compiled, lambda comm: run_steps(compiled, comm, [batch], PLAIN, 1.0, 0))

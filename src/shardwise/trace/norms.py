@@ -66,7 +66,7 @@ class _SyncBatchNorm(torch.autograd.Function):
             local[-1] = elements
         every = torch.empty((env.group(axes)[0], *local.shape), dtype=local.dtype, device=x.device)
         env.comm.all_gather(every.view(-1), local, env.real(axes), lane="compute", what="BatchNorm statistics").wait()
-        means, variances, counts = every.split([channels, channels, 1], 1)
+        means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
         total = counts.sum()
         mean = (means * counts).sum(0) / total
         var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
