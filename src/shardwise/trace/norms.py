@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.core.layout import shard_range
-from shardwise.trace.ops import ROWS, Env, Groups, all_sum, local_size
+from shardwise.trace.ops import ROWS, Env, Groups, all_sum
 
 
 def batch_norm(
@@ -23,20 +22,25 @@ def batch_norm(
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
 
+def statistics(channels: int) -> int:
+    """The numbers that each rank gives to a synchronised BatchNorm in forward."""
+    return 2 * channels + 1
+
+
 def sync_batch_norm(
     env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float,
-    eps: float, per_row: int = 1, axes: Groups = (ROWS,),
+    eps: float, axes: Groups = (ROWS,), stand_in: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """BatchNorm over the rows of all ranks over ``axes``: ``x`` is V on dim 0, ``per_row`` elements of it a row, the statistics I, weight and
-    bias R."""
+    """BatchNorm over dim 0 of all ranks over ``axes``, whatever they have of it: ``x`` is V on that dim, the statistics I, weight and bias R.
+    ``stand_in`` says that ``x`` stands for no rows at all and has no part in the statistics."""
     if env.group(axes)[0] == 1:
         return batch_norm(x, weight, bias, mean, var, momentum, eps)
-    result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, per_row, axes)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, axes, stand_in)  # type: ignore[no-untyped-call]
     return result
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """One gather of (mean, variance) in forward, one stacked all-reduce in backward; statistics combined as by Chan et al. (1979)."""
+    """One gather of (means, variances, how many elements they are of) in forward, one stacked all-reduce in backward; statistics combined as by Chan et al. (1979)."""
 
     @staticmethod
     def forward(
@@ -49,31 +53,29 @@ class _SyncBatchNorm(torch.autograd.Function):
         running_var: Any,
         momentum: float,
         eps: float,
-        per_row: int,
         axes: Groups,
+        stand_in: bool,
     ) -> Any:
         dims = [0, *range(2, x.dim())]
-        each = math.prod(x.shape[2:]) * per_row
         wide = x.to(torch.promote_types(x.dtype, torch.float32) if running_mean is None else running_mean.dtype)
-        local = torch.zeros((2, x.shape[1]), dtype=wide.dtype, device=x.device)
-        if x.shape[0]:
+        channels, elements = x.shape[1], 0 if stand_in else x.shape[0] * math.prod(x.shape[2:])
+        local = torch.zeros(statistics(channels), dtype=wide.dtype, device=x.device)
+        if elements:
             v, m = torch.var_mean(wide, dims, correction=0)
-            local[0], local[1] = m, v
-        parts = env.group(axes)[0]
-        every = torch.empty((parts, *local.shape), dtype=local.dtype, device=x.device)
-        env.comm.all_gather(every.view(-1), local.view(-1), env.real(axes), lane="compute", what="BatchNorm statistics").wait()
-        spans = (shard_range(env.rows, parts, i) for i in range(parts))
-        counts = torch.tensor([(b - a) * each for a, b in spans], dtype=local.dtype)
-        counts = counts.to(x.device)[:, None]
-        total = env.rows * each
-        mean = (every[:, 0] * counts).sum(0) / total
-        var = ((every[:, 1] + (every[:, 0] - mean) ** 2) * counts).sum(0) / total
+            local[:channels], local[channels:-1] = m, v
+            local[-1] = elements
+        every = torch.empty((env.group(axes)[0], *local.shape), dtype=local.dtype, device=x.device)
+        env.comm.all_gather(every.view(-1), local, env.real(axes), lane="compute", what="BatchNorm statistics").wait()
+        means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps))
-        ctx.env, ctx.axes, ctx.total, ctx.has_bias = env, axes, total, bias is not None
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), total)
+        ctx.env, ctx.axes, ctx.stand_in, ctx.has_bias = env, axes, stand_in, bias is not None
         if running_mean is None:
             return (y,)
-        unbiased = var * (total / max(total - 1, 1))
+        unbiased = var * (total / (total - 1).clamp(min=1))
         new_mean = torch.lerp(running_mean, mean, momentum)
         new_var = torch.lerp(running_var, unbiased, momentum)
         ctx.mark_non_differentiable(new_mean, new_var)
@@ -81,17 +83,17 @@ class _SyncBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        x, weight, mean, inverse = ctx.saved_tensors
+        x, weight, mean, inverse, elements = ctx.saved_tensors
         shape = [1, -1] + [1] * (x.dim() - 2)
         dims = [0, *range(2, x.dim())]
         dy = grads[0].to(mean.dtype)
         xhat = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
         sums = torch.stack([dy.sum(dims), (dy * xhat).sum(dims)])
-        total = all_sum(ctx.env, sums, ctx.axes, "BatchNorm gradient") / ctx.total
+        total = all_sum(ctx.env, sums, ctx.axes, "BatchNorm gradient") / elements
         scale = inverse if weight is None else inverse * weight.to(mean.dtype)
         dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
-        if not local_size(ctx.env, ctx.env.rows, ctx.axes):
-            dx = torch.zeros_like(dx)  # a stand-in for no rows at all has had no part in the statistics
+        if ctx.stand_in:
+            dx = torch.zeros_like(dx)
         dw = None if weight is None else sums[1].to(weight.dtype)
         db = sums[0].to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
         return None, dx.to(x.dtype), dw, db, None, None, None, None, None, None

@@ -155,7 +155,8 @@ class _SyncBatchNorms:
         channels = input.shape[1]
         mean = running_mean if running_mean is not None else input.new_zeros(channels)
         var = running_var if running_var is not None else input.new_ones(channels)
-        y, new_mean, new_var = norms.sync_batch_norm(self.env, input, weight, bias, mean, var, momentum, eps)
+        stand_in = not ops.local_rows(self.env)
+        y, new_mean, new_var = norms.sync_batch_norm(self.env, input, weight, bias, mean, var, momentum, eps, stand_in=stand_in)
         if running_mean is not None and running_var is not None:
             running_mean.copy_(new_mean)
             running_var.copy_(new_var)

@@ -320,9 +320,11 @@ def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
 
 
 def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
-    """Indices into this rank's part of the rows; of those of other ranks, its first row."""
+    """Indices into this rank's part of the rows; of those of other ranks, its first row.  What is no row of the whole table stays outside
+    of every part: the lookup fails on all ranks as it does on one device."""
     local, here = _found(env, index, factors)
-    return torch.where(here, local, 0)
+    another = (index >= 0) & (index < math.prod(size for size, _ in factors)) & ~here
+    return torch.where(here, local, index).masked_fill(another, 0)
 
 
 def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: int = -1) -> Tensor:

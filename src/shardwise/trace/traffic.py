@@ -12,7 +12,7 @@ from torch import fx
 
 from shardwise.trace import entropy, norms, ops, softmax
 from shardwise.trace.moves import COLLECTIVES
-from shardwise.trace.ops import ROWS, Cut, Env
+from shardwise.trace.ops import Cut, Env
 from shardwise.trace.sizes import local_shape, of_data
 from shardwise.trace.units import gradient_paths
 
@@ -118,11 +118,11 @@ def _moved(node: fx.Node, env: Env) -> _Found:
 
 def _batch_norm(node: fx.Node, env: Env) -> _Found:
     """Means and variances of all ranks, and two sums in backward."""
-    x, mean, axes = node.args[1], node.args[4], node.args[9] if len(node.args) > 9 else (ROWS,)
+    x, mean, axes = node.args[1], node.args[4], node.args[8]
     dtype = torch.promote_types(x.meta["val"].dtype, torch.float32) if mean is None else mean.meta["val"].dtype
-    pair = 2 * local_shape(x.meta["val"], x.meta["layout"], env)[1] * dtype.itemsize
-    yield False, "all_gather", axes, env.group(axes)[0] * pair
-    yield True, "all_reduce", axes, pair
+    channels = local_shape(x.meta["val"], x.meta["layout"], env)[1]
+    yield False, "all_gather", axes, env.group(axes)[0] * norms.statistics(channels) * dtype.itemsize
+    yield True, "all_reduce", axes, 2 * channels * dtype.itemsize
 
 
 def _cross_entropy(node: fx.Node, env: Env) -> _Found:

@@ -238,7 +238,7 @@ def _instance_norm(p: Propagation, node: fx.Node) -> Any:
 
 
 def batch_norm(p: Propagation, node: fx.Node) -> Any:
-    """BatchNorm over the rows of all ranks, channel by channel; rows that are not along dim 0 are gathered."""
+    """BatchNorm over dim 0 of all ranks, channel by channel; the other dims are gathered."""
     operands = tensors(node)
     shapes = p.shapes(node)
     rank = len(shapes[0])
@@ -257,24 +257,22 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
         return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
 
     def emit(p: Propagation, solved: Solved) -> fx.Node:
-        rows = {g: q for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0}
-        if not rows:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0)
+        if not axes:
             return p.plain(node, solved)
-        place = next(iter(rows.values()))
         rest = iter(solved.values[1:])
         others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
         for kind in ("all_gather", "all_reduce in backward"):
             p.count(kind, "batch_norm")
-        args = (p.env, solved.values[0], *others, place.pre * place.post, tuple(rows))
+        args = (p.env, solved.values[0], *others, axes)
         return p.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
 
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
-        """Means and variances of rows."""
-        at = strategy.operands[0]
+        """Means and variances of each channel."""
+        at, channels, each = strategy.operands[0], shapes[0][1], _wide(operands[0])
         if isinstance(at, Place) and at.dim == 0:
-            pair = 2 * shapes[0][1] * _wide(operands[0])
-            yield False, "all_gather", parts * pair
-            yield True, "all_reduce", pair
+            yield False, "all_gather", parts * norms.statistics(channels) * each
+            yield True, "all_reduce", 2 * channels * each
 
     form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
