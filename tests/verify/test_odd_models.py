@@ -234,3 +234,24 @@ def test_what_is_not_in_a_table_in_pieces_fails_as_on_one_device(kind: str, tp: 
     batch[field][1, 2] = value
     with pytest.raises((IndexError, RuntimeError), match="out of (range|bounds)"):
         run_threads(compiled, lambda comm: run_steps(compiled, comm, [batch], PLAIN, 1.0, 0))
+
+
+class NormTwice(nn.Module):
+    """A BatchNorm that is used twice counts its batches twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.out = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.out(self.norm(self.up(x)).relu())).tanh().mean()
+
+
+@pytest.mark.parametrize("where", ["1", "-1", "whole"])
+def test_a_pin_of_what_batch_norm_returns_is_not_of_its_buffers(where: str) -> None:
+    torch.manual_seed(0)
+    module, batch = NormTwice().double(), {"x": torch.randn(7, 8, dtype=torch.float64)}
+    compiled = Compiled(module, tensor_parallel(ALONE, 2, "1d", "propagate", {"norm": where}), batch)
+    layouts = {p.name: p.layout for bucket in compiled.general.buckets for p in bucket.parameters}
+    assert bool(layouts["norm.weight"] and layouts["norm.weight"].axes_used) == (where != "whole")
+    check(compiled, [batch], oracle(module, None, [batch], PLAIN, 1), PLAIN)

@@ -76,13 +76,18 @@ def used_parameters(p: Propagation) -> dict[str, fx.Node]:
 
 
 def returned(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
-    """By path of a module the tensors that it makes and others read."""
+    """By path of a module the tensors that it makes and others read; what only goes into buffers it does not return."""
+    loss = next(reversed(graph.nodes)).args[0][0]
+    read = {loss}  # all that the loss is made of
+    for node in reversed(graph.nodes):
+        if node in read:
+            read.update(node.all_input_nodes)
     found: dict[str, list[fx.Node]] = {}
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        if node not in read or node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
             continue
         for call, path in _calls(node).items():
-            if path and any(call not in _calls(user) for user in node.users):
+            if path and any(call not in _calls(user) for user in node.users if user in read or node is loss):
                 found.setdefault(path, []).append(node)
     yield from found.items()
 
