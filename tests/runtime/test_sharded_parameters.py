@@ -178,7 +178,7 @@ def test_traces_that_lay_parameters_differently_are_refused() -> None:
     assert evaluation.programs(evaluation.general, 1)
     sharded.place(evaluation.general, evaluation.module, evaluation.plan, {})
     with pytest.raises(ShardwiseError, match=r"parameter \S+ lies as \S+.* in training, and as \S+.* in another trace"):
-        found._check_placed(evaluation.general)
+        found._check_placed(evaluation.general, found.buckets)
 
 
 def test_tensor_axes_are_those_of_no_other_parallelism() -> None:
