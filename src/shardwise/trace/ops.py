@@ -163,8 +163,9 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
     shape[cut.dim] = cut.pre * whole * cut.post
     even = min(sizes) == most
-    own = in_memory(x)
-    if not even:
+    if even:
+        own = in_memory(x)
+    else:
         own = x.new_zeros((outer, most, inner))
         own[:, :mine] = x.reshape(outer, mine, inner)
     out = x.new_empty((len(spans), outer, most, inner))
@@ -203,8 +204,7 @@ def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
     if cut.parts:
         x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
     if min(sizes) == most:
-        pieces = x.reshape(outer, len(spans), most, inner).transpose(0, 1)
-        pieces = in_memory(pieces)
+        pieces = in_memory(x.reshape(outer, len(spans), most, inner).transpose(0, 1))
     else:
         folded = x.reshape(outer, whole, inner)
         pieces = x.new_zeros((len(spans), outer, most, inner))
