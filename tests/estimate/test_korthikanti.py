@@ -28,11 +28,13 @@ PARALLEL = [(*shape, t) for shape, t in zip(SHAPES, (4, 8, 2), strict=True)]
 """With the number of ranks."""
 
 
-def middle_layer(b: int, s: int, h: int, a: int, device: str, tensor: Tensors | None = None) -> UnitMemory:
+def middle_layer(
+    b: int, s: int, h: int, a: int, device: str, tensor: Tensors | None = None, recompute: str = "none"
+) -> UnitMemory:
     with torch.device("meta"):
         module = Layers(h, a)
     found = trace(module, {"ids": torch.zeros(b, s, dtype=torch.int64)}, precision="bf16", tensor=tensor)
-    unit = profile(found, b, device=device).units[2]
+    unit = profile(found, b, device=device, recompute=recompute).units[2]
     assert unit.name == "layers.1" and not unit.unknown
     return unit
 
@@ -71,9 +73,9 @@ def test_sequence_parallelism_shards_all_but_what_was_gathered(b: int, s: int, h
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
 def test_a_recomputed_layer_keeps_its_input(b: int, s: int, h: int, a: int) -> None:
     """FORWARD that saves nothing leaves 2sbh, and RECOMPUTE brings back the rest."""
-    layer = middle_layer(b, s, h, a, "cuda")
+    layer = middle_layer(b, s, h, a, "cuda", recompute="full")
     assert layer.outputs == 2 * s * b * h
-    assert layer.full.saved == layer.none.kept + layer.outputs
+    assert layer.again.saved == layer.none.kept + layer.outputs
 
 
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)

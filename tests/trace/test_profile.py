@@ -45,21 +45,22 @@ def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_bytes_by_hand() -> None:
     """5 rows of 8 floats are 160 bytes; relu keeps its result, the output; a linear keeps what the unit before it made."""
-    first, middle, last, tail = profile(trace(zoo.Chain(), {"x": torch.zeros(5, 8)}), 5).units
-    for unit in (first, middle, last):  # that nothing before the first has a gradient makes no difference
-        assert (unit.outputs, unit.none.kept, unit.full.kept, unit.full.saved) == (160, 0, 0, 160)
-        assert unit.none.forward == unit.full.forward == unit.full.recompute == 320  # the product and relu's result
+    found = trace(zoo.Chain(), {"x": torch.zeros(5, 8)})
+    fully, selectively = (profile(found, 5, recompute=how).units for how in ("full", "selective"))
+    for unit, other in zip(
+        fully[:3], selectively, strict=False
+    ):  # that nothing before the first has a gradient makes no difference
+        assert (unit.outputs, unit.none.kept, unit.again.kept, unit.again.saved) == (160, 0, 0, 160)
+        # the product and relu's result
+        assert unit.alone == unit.none.forward == unit.again.forward == unit.again.recompute == 320
         # Relu reads the product, which is kept; of the result of relu nothing is kept, and it is made again.
-        assert (unit.selective.forward, unit.selective.kept, unit.selective.recompute, unit.selective.saved) == (
-            320,
-            160,
-            160,
-            160,
-        )
-        assert unit.outputs == 160 and not unit.unknown
+        again = other.again
+        assert (again.forward, again.kept, again.recompute, again.saved) == (320, 160, 160, 160)
+        assert other.none == unit.none and unit.outputs == other.outputs == 160 and not unit.unknown and not other.unknown
+    first, middle, last, tail = fully
     assert first.gradients == () and middle.gradients == last.gradients == (160,)
     assert (
-        middle.none.backward == middle.full.backward == middle.selective.backward == 320
+        middle.none.backward == middle.again.backward == selectively[1].again.backward == 320
     )  # relu's gradient and the input's; the weight's goes into its buffer
     assert (tail.outputs, tail.none.kept) == (0, 4)  # the loss itself
 
@@ -117,8 +118,8 @@ def test_selective_recomputation_keeps_shards(kind: str, tp: int) -> None:
     b, s, h, a = 3, 24, 48, 12
     module = GPT(vocabulary=48, width=h, layers=2, heads=a, context=s)
     batch = {n: torch.zeros(b, s, dtype=torch.int64) for n in ("input_ids", "labels")}
-    layer = profile(trace(module, batch, tensor=Tensors({"tp": tp}, kind)), b).units[1]
-    assert layer.selective.kept == 4 * b * s * ((3 * h + h + a + 4 * h) // tp + h)
+    layer = profile(trace(module, batch, tensor=Tensors({"tp": tp}, kind)), b, recompute="selective").units[1]
+    assert layer.again.kept == 4 * b * s * ((3 * h + h + a + 4 * h) // tp + h)
 
 
 def test_the_last_rank_of_an_axis_has_the_most() -> None:

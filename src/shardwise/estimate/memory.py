@@ -152,9 +152,7 @@ class ProgramSizes:
     microbatches: int = 0
 
     def __post_init__(self) -> None:
-        self.recomputed = {
-            (one.unit, one.microbatch): any(b.kind == "kept" for b in one.reads) for one in self.program if one.op is Op.RECOMPUTE
-        }
+        self.recomputed = {(one.unit, one.microbatch) for one in self.program if one.op is Op.RECOMPUTE}
         self.microbatches = self.microbatches or len(self.traces)
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
@@ -179,11 +177,10 @@ class ProgramSizes:
     def way(self, one: Instruction) -> Way:
         """How the unit goes from FORWARD to BACKWARD in its microbatch."""
         memory = self.unit(one)
-        recalled = self.recomputed.get((one.unit, one.microbatch))
-        if recalled is None:
-            saves = one.op is not Op.FORWARD or any(b.kind == "saved" for b in one.writes)
-            return memory.none if saves else memory.full
-        return memory.selective if recalled else memory.full
+        if (one.unit, one.microbatch) in self.recomputed:
+            return memory.again
+        saves = one.op is not Op.FORWARD or any(b.kind == "saved" for b in one.writes)
+        return memory.none if saves else Way(memory.alone)
 
     def made(self, one: Instruction) -> Made:
         """What the instruction leaves, by buffer and part."""

@@ -136,7 +136,10 @@ class _Subject:
         parts, index = mesh.axis_size(batch_axes(plan)), mesh.index(rank, batch_axes(plan))
         split = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         places = mesh.places(rank, tuple(trace.tensor))
-        options = {"microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split, "tensor": places}
+        options = {
+            "microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split, "tensor": places,
+            "recompute": plan.recompute,
+        }  # fmt: skip
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
         own = self.cut.own(trace.buckets, mesh.index(rank, PIPELINE))

@@ -108,7 +108,7 @@ class Forecast:
         plan, trace = self.plan, self._trace(self.plan)
         parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
         options: dict[str, Any] = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
-        options["tensor"] = plan.mesh.places(0, tuple(trace.tensor))
+        options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.recompute}
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:

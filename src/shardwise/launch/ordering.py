@@ -244,7 +244,7 @@ def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCo
     cut = Cut.of(trace, forecast.plan)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
     outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
-    ways = [getattr(profile.units[u.index], forecast.plan.recompute) for u in units]
+    ways = [one.none if forecast.plan.recompute == "none" else one.again for one in (profile.units[u.index] for u in units)]
     before = [cut.producers[u.index] for u in units]
     held = [
         sum(outputs[p] for p in (*made, u.index) if set(trace.units[p].outputs) & set(u.held))

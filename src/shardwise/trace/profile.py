@@ -51,8 +51,7 @@ class UnitMemory:
     Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
     autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or to the weight
     gradients that do, which come after all of these.  Peaks are the
-    most that an instruction adds to what was alive before it, and include what it leaves.  There is a :class:`Way` for each
-    choice of a plan's ``recompute``; a unit without backward goes the first part of ``full``, which keeps nothing.
+    most that an instruction adds to what was alive before it, and include what it leaves.
     """
 
     index: int
@@ -61,9 +60,9 @@ class UnitMemory:
     updates: int = 0  # new values of buffers, kept until the step ends
     gradients: tuple[int, ...] = ()  # that BACKWARD leaves pending, by input of the unit
     passed: tuple[int, ...] = ()  # that BACKWARD_INPUT does
-    none: Way = Way()
-    selective: Way = Way()
-    full: Way = Way()
+    alone: int = 0  # the peak of a FORWARD that keeps nothing for any backward
+    none: Way = Way()  # without RECOMPUTE
+    again: Way = Way()  # with that of the plan's ``recompute``, if it has one
     unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
 
 
@@ -77,14 +76,14 @@ class Profile:
 
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
-    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None,
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None, recompute: str = "none",
 ) -> Profile:  # fmt: skip
     """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at ``tensor`` on the axes of
     tensor parallelism.
 
     Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.  ``device`` is "cpu" or "cuda", whichever is present here;
     ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
-    where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too; ``recompute`` is a plan's.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
     places = check_walk("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
@@ -94,7 +93,7 @@ def profile(
     alone = microbatches == 1 and trace.precision != "fp16"
     walk = Walk.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
     with largest_sizes():
-        return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split).run()), _count(trace, walk))
+        return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split, recompute).run()), _count(trace, walk))
 
 
 def _count(trace: Trace, walk: Walk) -> int:
@@ -157,9 +156,10 @@ class _Profiler:
     """All units forward, then all backward with the pending gradients that the later ones left."""
 
     def __init__(
-        self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype], split: bool = False
+        self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype], split: bool, recompute: str
     ) -> None:
         self.trace, self.walk, self.microbatches, self.split = trace, walk, microbatches, split
+        self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
         self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
@@ -188,7 +188,7 @@ class _Profiler:
             work = _Work(self, unit, arguments)
             peak, _ = work.forward("alone")
             made, updates = work.made()
-            memory = UnitMemory(unit.index, unit.name, made, updates, full=Way(peak), unknown=work.names_of_unknown())
+            memory = UnitMemory(unit.index, unit.name, made, updates, alone=peak, unknown=work.names_of_unknown())
             self.forwards[key] = memory, _forms(work.live, arguments)
         memory, forms = self.forwards[key]
         for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
@@ -222,21 +222,21 @@ class _Profiler:
     def walk_backward(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None]
     ) -> tuple[dict[str, Any], list[Tensor | None]]:
-        """All ways of the unit, and the gradients that are pending then."""
-        once, recalled, again = (_Work(self, unit, arguments) for _ in range(3))
-        forward, left = once.forward("save")
-        kept = left - sum(once.made())
-        none = Way(forward, kept, 0, kept, once.backward(given, before)[0])
-        forward, left = recalled.forward("record")
-        kept = left - sum(recalled.made())
-        recompute, more = recalled.forward("again")
-        selective = Way(forward, kept, recompute, kept + more, recalled.backward(given, before)[0])
-        forward = self.forwards[self.key(unit, arguments)][0].full.forward
-        recompute, saved = again.forward("again")
-        backward, grads = again.backward(given, before)
-        full = Way(forward, 0, recompute, saved, backward)
-        unknown = {*once.names_of_unknown(), *recalled.names_of_unknown()}
-        return {"none": none, "selective": selective, "full": full, "unknown": tuple(sorted(unknown))}, grads
+        """The ways of the unit, and the gradients that are pending then."""
+        found: dict[str, Any] = {}
+        unknown: set[str] = set()
+        for name, recompute in self.ways.items():
+            work = _Work(self, unit, arguments)
+            forward, kept, again, more = self.forwards[self.key(unit, arguments)][0].alone, 0, 0, 0
+            if recompute != "full":
+                forward, left = work.forward("save" if recompute == "none" else "record")
+                kept = left - sum(work.made())
+            if recompute != "none":
+                again, more = work.forward("again")
+            backward, grads = work.backward(given, before)
+            found[name] = Way(forward, kept, again, kept + more, backward)
+            unknown |= {*work.names_of_unknown()}
+        return {**found, "unknown": tuple(sorted(unknown))}, grads
 
     def walk_parts(
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
@@ -244,11 +244,11 @@ class _Profiler:
     ) -> dict[str, Any]:  # fmt: skip
         """The ways completed by what the two parts of a backward need, and the gradients that the first leaves pending."""
         found: dict[str, Any] = {}
-        for name in ("none", "selective", "full"):
+        for name, recompute in self.ways.items():
             work, held = _Work(self, unit, arguments), deque[Factors]()
-            if name == "selective":
+            if recompute == "selective":
                 work.forward("record")
-            work.forward("save" if name == "none" else "again")
+            work.forward("save" if recompute == "none" else "again")
             with work.tracker:  # the second part may end what the first was given
                 own = dict(zip(given, _made(_forms([*given.values()])), strict=True))
             peak, grads = work.backward(own, before, held)
