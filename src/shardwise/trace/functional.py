@@ -9,7 +9,6 @@ buffer holds at the end of the graph is its update.  Random ops get their ordina
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,27 +16,15 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import norms
+from shardwise.trace.aliases import aliased, examples, functional_form, is_idle, is_random, looks_alike
 from shardwise.trace.capture import Captured, Uncapturable
-from shardwise.trace.schema import given, has_argument, op_name
-from shardwise.trace.torch_private import HigherOrderOperator, overload_name, schema, storage_key
+from shardwise.trace.schema import given, op_name
+from shardwise.trace.torch_private import HigherOrderOperator, schema
 
 aten = torch.ops.aten
 
 _IDENTITIES = {aten.alias.default, aten.lift_fresh.default}
 _DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
-_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
-_NOT_REPLAYED = {"resize_", "set_", "resize_as_", "requires_grad_", "swap_", "as_strided_"}
-_RENAMED: dict[str, Callable[..., Any]] = {
-    "zero_": aten.zeros_like.default,
-    "fill_": aten.full_like.default,
-    "copy_": aten.copy.default,
-    "detach_": aten.detach.default,
-    "normal_": aten.normal_functional.default,
-    "transpose_": aten.transpose.int,
-    "swapaxes_": aten.transpose.int,
-    "swapdims_": aten.transpose.int,
-}
 
 
 @dataclass
@@ -148,7 +135,7 @@ class _Walker:
             return self.call(target, (new, [order.index(i) for i in range(len(order))]), source)
         if target in _SHAPED:
             return self.call(aten.view_as.default, (new, base), source)
-        if target in _WHOLE or _looks_alike(view.meta["val"], source.meta["val"]):
+        if target in _WHOLE or looks_alike(view.meta["val"], source.meta["val"]):
             return new
         raise Uncapturable(f"in-place write through {target} has no functional form")
 
@@ -261,7 +248,7 @@ class _Walker:
             return
         elif target is aten.lift_fresh_copy.default:  # nothing writes to constants any more: no copy is needed
             self.bind(old, self.read(old.args[0]))
-        elif target in _IDENTITIES or _is_idle(old):
+        elif target in _IDENTITIES or is_idle(old):
             self.bind(old, self.read(old.args[0]), old.args[0])
         elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
@@ -274,9 +261,9 @@ class _Walker:
             if target is aten.instance_norm.default and isinstance(old.args[3], fx.Node):
                 raise Uncapturable("instance_norm with running statistics")
             node = self.emit(old)
-            if _is_random(old):
+            if is_random(old):
                 self.draw(node)
-            self.bind(old, node, _aliased(old))
+            self.bind(old, node, aliased(old))
 
     def item(self, old: fx.Node) -> None:
         tuple_, index = old.args
@@ -319,9 +306,7 @@ class _Walker:
         name = described.name.removeprefix("aten::")
         written = [i for i, a in enumerate(described.arguments) if a.alias_info and a.alias_info.is_write]
         target = (
-            _functional_form(old)
-            if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::")
-            else None
+            functional_form(old) if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::") else None
         )
         if target is None:
             raise Uncapturable(f"in-place op {old.target} has no functional form")
@@ -329,7 +314,7 @@ class _Walker:
             new = self.copied(old, goal)
         else:
             new = self.call(target, self.map(old.args[:1] if name == "zero_" else old.args), old, self.map(old.kwargs))
-        if _is_random(old):
+        if is_random(old):
             self.draw(new)
         new = self.cast_back(new, goal)
         self.write(goal, new)
@@ -343,7 +328,7 @@ class _Walker:
 
     def change_view(self, old: fx.Node) -> None:
         """An op that changes how a tensor looks at its memory, and no values: its node, which later ops read, is a view of what there was."""
-        goal, target = old.args[0], _functional_form(old)
+        goal, target = old.args[0], functional_form(old)
         assert isinstance(goal, fx.Node)
         if target is None:
             raise Uncapturable(f"in-place op {old.target} has no functional form")
@@ -377,7 +362,7 @@ class _Walker:
         others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
         if new.target is aten.index_put.default or all(o == dtype for o in others):
             return new
-        example: Tensor = new.target(*_examples(new.args), **_examples(new.kwargs))
+        example: Tensor = new.target(*examples(new.args), **examples(new.kwargs))
         if example.dtype == dtype:
             return new
         new.meta["val"] = example
@@ -413,55 +398,3 @@ _SHAPED = {
 }  # fmt: skip
 _WHOLE = {aten.alias.default, aten.detach.default}
 _SPLITS = {"split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "tensor_split"}
-
-
-def _aliased(old: fx.Node) -> fx.Node | None:
-    """The operand whose memory ``old`` shares, if any."""
-    mine = _storages(old.meta.get("val"))
-    return next((i for i in old.all_input_nodes if mine & _storages(i.meta.get("val"))), None)
-
-
-def _storages(value: Any) -> set[int]:
-    if isinstance(value, Tensor):
-        return {storage_key(value)}
-    return {s for v in value for s in _storages(v)} if isinstance(value, tuple | list) else set()
-
-
-def _looks_alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of the same memory are views of the same elements in the same order."""
-    if a.dtype != b.dtype or a.dim() != b.dim():
-        return False
-    places = ([str(s) for s in (*x.shape, *x.stride(), x.storage_offset())] for x in (a, b))
-    return next(places) == next(places)
-
-
-def _functional_form(old: fx.Node) -> Any:
-    """The op that gives the new value of what an in-place op writes to."""
-    name, overload = op_name(old), overload_name(old.target)
-    if name in _NOT_REPLAYED or not name.endswith("_"):
-        return None
-    if name == "fill_" and overload == "Tensor":
-        return aten.fill.Tensor
-    if name in _RENAMED:
-        return _RENAMED[name]
-    packet = getattr(aten, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)  # __ior__ is in-place __or__
-    renamed = {("bernoulli_", "float"): "p"}.get((name, overload), overload)
-    return packet and getattr(packet, renamed, None)
-
-
-def _examples(argument: Any) -> Any:
-    return fx.map_arg(argument, lambda n: n.meta["val"])
-
-
-def _is_idle(node: fx.Node) -> bool:
-    """Whether a node is a dropout that changes nothing: outside training."""
-    return op_name(node).rstrip("_") in _DROPOUTS and not given(node, "train", True)
-
-
-def _is_random(node: fx.Node) -> bool:
-    """Whether an op draws random numbers, so called."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    if any(has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")):
-        return False
-    return not (op_name(node) in _RECURRENT and given(node, "num_layers") == 1)  # dropout is between layers
