@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -36,9 +37,13 @@ def apart(ranks: int, **options: bool) -> list[float]:
     return one.losses
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("split_loss", [False, True])
-@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "sequence", "split_loss"),
+    [
+        pytest.param(*one, marks=() if one in ((2, False, False), (2, True, True)) else pytest.mark.full)
+        for one in itertools.product((2, 4), (False, True), (False, True))
+    ],
+)
 def test_in_shards_it_trains_as_an_ordinary_loop(ranks: int, sequence: bool, split_loss: bool) -> None:
     found = apart(ranks, sequence=sequence, split_loss=split_loss)
     assert len(found) == 3 and all(difference <= 1e-10 for difference in found)
@@ -90,14 +95,14 @@ def run(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 def test_the_peers_by_themselves(tmp_path: Path) -> None:
-    found, said = run(tmp_path, "--only", "DTensor", "DTensor SP + loss_parallel")
-    expected = [("1d", LIMIT), ("1d", "DTensor"), ("1d-sp", LIMIT), ("1d-sp", "DTensor SP + loss_parallel")]
+    found, said = run(tmp_path, "--only", "DTensor SP + loss_parallel")
+    expected = [("1d-sp", LIMIT), ("1d-sp", "DTensor SP + loss_parallel")]
     assert [(row["tensor"], row["name"]) for row in found["rows"]] == expected
     for row in found["rows"]:
         assert len(row["losses"]) == WARMUP + STEPS and row["losses"][-1] < row["losses"][0]
         assert (row["off"] <= SAME["fp32"]) == (row["name"] != LIMIT)
         assert 0 < row["data"] < row["pss"] < row["peak_rss"] < 2**31
-    assert found["verdicts"] == [] and "run 2 of 2: limit, DTensor SP + loss_parallel" in said
+    assert found["verdicts"] == [] and "run 1 of 1: limit, DTensor SP + loss_parallel" in said
 
 
 def test_ours_is_judged_by_the_best_of_its_peers() -> None:

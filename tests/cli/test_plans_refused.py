@@ -1,4 +1,4 @@
-"""Plans that a model does not allow: an error of ``train`` and ``show`` before a folder is touched or a rank starts."""
+"""Plans that a model does not allow: an error of ``train``, ``show`` and ``verify`` before a folder is touched or a rank starts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_commands import call
 
-from shardwise.cli import train
+from shardwise.cli import train, verify
 
 TINY = ["model.width=16", "model.layers=2", "model.heads=4", "data.sequence_length=16", "data.batch_size=4", "parallel.dp=1"]
 PINNED = ["parallel.tp=2", "parallel.tensor_plan=propagate"]
@@ -28,7 +28,8 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def start(*_: Any, **__: Any) -> None:
         raise AssertionError("ranks start")
 
-    monkeypatch.setattr(train, "launch_local", start)
+    for command in (train, verify):
+        monkeypatch.setattr(command, "launch_local", start)
 
 
 @pytest.mark.parametrize(("given", "words"), [
@@ -81,7 +82,7 @@ def test_a_model_that_cannot_be_captured(key: str, tmp_path: Path) -> None:
 def test_the_config_in_which_it_stands_is_named(tmp_path: Path, text: str) -> None:
     config = tmp_path / "mine.toml"
     config.write_text("[parallel]\ntp = 2\ntensor_plan = 'propagate'\n[parallel.pins]\n'*.nothing.weight' = 'column'\n")
-    for command in ("train", "show"):
-        refused = call(command, str(config), *TINY, text, f"train.run_dir={tmp_path}/run")
+    for command in (["train"], ["show"], ["verify", "--ranks-as", "processes"]):
+        refused = call(*command, str(config), *TINY, text, f"train.run_dir={tmp_path}/run")
         assert f"({config}): legal: patterns" in refused.stderr, refused.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine.toml"]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.text import Text
@@ -15,7 +16,7 @@ from rich.text import Text
 from shardwise.config import Config
 from shardwise.core.errors import check_choice
 from shardwise.launch.local import clear_logs, launch_local, run_folder
-from shardwise.launch.subject import load_anywhere
+from shardwise.launch.subject import check_plan, load_anywhere
 from shardwise.launch.verifying import verify_config
 from shardwise.report.tables import grid, make_console, print_json, show
 
@@ -40,6 +41,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str) 
 
 
 def _processes(config: Config) -> dict[str, Any]:
+    check_plan(config, torch.device("cpu"))
     folder = Path(config.train.run_dir) / "verify"
     with run_folder(folder):
         (folder / "report.json").unlink(missing_ok=True)
