@@ -35,10 +35,17 @@ def apart(kind: Kind, ranks: int, **options: bool) -> list[float]:
     return one.losses
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS.values() if kind.torch], ids=lambda kind: kind.name)
-def test_torch_trains_as_an_ordinary_loop(kind: Kind, ranks: int) -> None:
-    found = apart(kind, ranks)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        pytest.param(kind.name, ranks, marks=() if (kind.name, ranks) in (("1f1b", 2), ("zbv", 2)) else pytest.mark.full)
+        for kind in KINDS.values()
+        for ranks in (2, 4)
+        if kind.torch
+    ],
+)
+def test_torch_trains_as_an_ordinary_loop(name: str, ranks: int) -> None:
+    found = apart(KINDS[name], ranks)
     assert len(found) == 3 and all(difference <= 1e-10 for difference in found)
 
 

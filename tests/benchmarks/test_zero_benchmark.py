@@ -50,6 +50,7 @@ def test_all_train_the_same_but_those_that_never_meet(tmp_path: Path) -> None:
     assert said["faster"] == by["FSDP2 reshard"]["seconds"] / by["zero 3"]["seconds"] and said["faster_to_reach"] == 1.35
 
 
+@pytest.mark.full
 def test_the_run_on_one_device(tmp_path: Path) -> None:
     sizes = ("--kv-heads", "1", "--hidden", "64", "--rows", "2", "--gpu-steps", "2")
     found = run(tmp_path, "--gpu", "--device", "cpu", *sizes)

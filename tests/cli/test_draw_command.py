@@ -134,7 +134,7 @@ def test_refusals(arguments: list[str], words: str, tmp_path: Path, monkeypatch:
     assert shown.exit_code == 2 and re.search(words, shown.output), shown.output
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [pytest.param(0, marks=pytest.mark.full), 3])
 def test_a_run_is_drawn_beside_its_prediction(tmp_path: Path, text: str, zero: int) -> None:  # noqa: F811
     folder, picture, trace = tmp_path / "run", tmp_path / "t.png", tmp_path / "t.json"
     given = [*RUN, "train.steps=5", f"parallel.zero={zero}", "parallel.microbatches=2", text, f"train.run_dir={folder}"]
@@ -163,6 +163,7 @@ def test_a_run_is_drawn_beside_its_prediction(tmp_path: Path, text: str, zero: i
     assert call("draw", str(folder), "--step", "2").exit_code == 2
 
 
+@pytest.mark.full
 def test_nothing_is_recorded_where_no_step_is_named(tmp_path: Path, text: str) -> None:  # noqa: F811
     folder = tmp_path / "run"
     done = shardwise("train", *RUN, "train.trace_steps=[]", text, f"train.run_dir={folder}", "--json")

@@ -252,6 +252,7 @@ def test_what_is_in_the_folder(tmp_path: Path, text: str, short: Path) -> None:
     assert len(metrics(tmp_path / "run-2")) == 8
 
 
+@pytest.mark.full
 def test_sigterm_to_all_processes(tmp_path: Path, text: str, whole: Path) -> None:
     """As service managers and schedulers send it: launcher and ranks at once."""
     folder = tmp_path / "run"
@@ -280,6 +281,7 @@ def test_cut_between_the_last_checkpoint_and_the_result(tmp_path: Path, text: st
     assert not (tmp_path / "run-1").exists()
 
 
+@pytest.mark.full
 def test_a_disk_that_stays_full(tmp_path: Path, text: str) -> None:
     """The run ends with the reason, and is not started again in vain."""
     disk = tmp_path / "disk"

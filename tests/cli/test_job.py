@@ -197,6 +197,7 @@ def test_checkpoints_in_a_users_script(tmp_path: Path) -> None:
         assert [path.name for path in checkpoints(tmp_path / name)] == [f"step_{step:08d}"], done.stdout
 
 
+@pytest.mark.full
 def test_a_tokenizer_goes_with_the_export(tmp_path: Path, text: str) -> None:
     from transformers import AutoTokenizer
 

@@ -195,7 +195,10 @@ def test_train_refuses_what_does_not_fit(tmp_path: Path, text: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("plan", [("parallel.zero=3",), ("parallel.precision=bf16", "parallel.recompute=selective")])
+@pytest.mark.parametrize(
+    "plan",
+    [("parallel.zero=3",), pytest.param(("parallel.precision=bf16", "parallel.recompute=selective"), marks=pytest.mark.full)],
+)
 def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...]) -> None:
     folder, picture = tmp_path / "run", tmp_path / "m.png"
     done = shardwise("train", *RUN, *plan, text, f"train.run_dir={folder}", "--json")
@@ -220,6 +223,7 @@ def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...
     assert as_json["measured"] == measured and as_json["predicted"] == predicted
 
 
+@pytest.mark.full
 def test_a_run_of_one_step_is_not_measured(tmp_path: Path, text: str) -> None:
     done = shardwise("train", *RUN, text, "train.steps=1", "train.eval_every=1", f"train.run_dir={tmp_path / 'run'}", "--json")
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from test_auto import shardwise
 
@@ -14,6 +15,7 @@ RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_lengt
        "optimizer.schedule=constant", "optimizer.warmup_steps=0"]  # fmt: skip
 
 
+@pytest.mark.full
 def test_a_run_has_the_numbers_of_one_with_a_barrier(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
     given = [*RUN, f"data.source={tmp_path / 'text.txt'}"]

@@ -72,7 +72,7 @@ def run_processes(ranks: int, *arguments: str) -> list[Ended]:
     return ended
 
 
-@pytest.mark.parametrize("mesh", [pytest.param(one, marks=pytest.mark.full) if one == "dp=2" else one for one in MESHES])
+@pytest.mark.parametrize("mesh", [one if one == "dp=2,tp=2" else pytest.param(one, marks=pytest.mark.full) for one in MESHES])
 def test_processes(mesh: str) -> None:
     """All cases on both backends, in one set of processes."""
     ended = run_processes(cases.parse_mesh(mesh).size, "conformance", mesh)

@@ -278,7 +278,7 @@ def test_where_it_is_not_legal() -> None:
 # ---- processes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", PLANS)
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shared", marks=pytest.mark.full)])
 def test_processes_go_back_too(backend: str) -> None:
     command = [str(Path(__file__).with_name("post_validating.py")), backend]
     mesh = PLANS[backend].mesh
