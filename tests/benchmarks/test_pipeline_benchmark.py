@@ -74,6 +74,7 @@ def run(tmp_path: Path, *only: str) -> dict[str, Any]:
     return json.loads(found.read_text())
 
 
+@pytest.mark.full
 def test_both_train_the_same(tmp_path: Path) -> None:
     found = run(tmp_path, "1f1b", "torch 1f1b")
     limit, mine, peer = found["rows"]

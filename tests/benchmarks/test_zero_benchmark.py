@@ -34,6 +34,7 @@ def run(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(found.read_text())
 
 
+@pytest.mark.full
 def test_all_train_the_same_but_those_that_never_meet(tmp_path: Path) -> None:
     names = ["zero 3", "FSDP2 reshard"]
     found = run(tmp_path, "--ranks", "2", "--precision", "fp32", "--only", *names)
