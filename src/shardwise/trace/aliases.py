@@ -62,10 +62,6 @@ def functional_form(old: fx.Node) -> Any:
     return packet and getattr(packet, renamed, None)
 
 
-def examples(argument: Any) -> Any:
-    return fx.map_arg(argument, lambda n: n.meta["val"])
-
-
 def is_idle(node: fx.Node) -> bool:
     """Whether a node is a dropout that changes nothing: outside training."""
     return op_name(node).rstrip("_") in _DROPOUTS and not given(node, "train", True)

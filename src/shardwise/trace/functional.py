@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.trace import norms
-from shardwise.trace.aliases import aliased, examples, functional_form, is_idle, is_random, looks_alike
+from shardwise.trace.aliases import aliased, functional_form, is_idle, is_random, looks_alike
 from shardwise.trace.capture import Captured, Uncapturable
 from shardwise.trace.schema import given, op_name
 from shardwise.trace.torch_private import HigherOrderOperator, schema
@@ -362,7 +362,7 @@ class _Walker:
         others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
         if new.target is aten.index_put.default or all(o == dtype for o in others):
             return new
-        example: Tensor = new.target(*examples(new.args), **examples(new.kwargs))
+        example: Tensor = new.target(*_examples(new.args), **_examples(new.kwargs))
         if example.dtype == dtype:
             return new
         new.meta["val"] = example
@@ -398,3 +398,7 @@ _SHAPED = {
 }  # fmt: skip
 _WHOLE = {aten.alias.default, aten.detach.default}
 _SPLITS = {"split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "tensor_split"}
+
+
+def _examples(argument: Any) -> Any:
+    return fx.map_arg(argument, lambda n: n.meta["val"])

@@ -62,10 +62,15 @@ class Layouts:
         return found // (place.pre * place.post) if isinstance(found, int) else found / (place.pre * place.post)
 
     def shared_out(self, node: fx.Node, place: Place) -> bool:
-        """Whether what is cut at ``place`` are no rows of the batch, and every rank has some of it; a factor of as many elements as ranks
-        stands for equal pieces, within which other axes have theirs."""
-        size, ranks = self.size(node, place), self.tensor.axes.values()
-        return size != self.rows and isinstance(size, int) and (size >= math.prod(ranks) or all(n in (1, size) for n in ranks))
+        """Whether what is cut at ``place`` are no rows of the batch, and every rank has some of it."""
+        size = self.size(node, place)
+        if size == self.rows or not isinstance(size, int):
+            return False
+        return size >= math.prod(self.tensor.axes.values()) or self.stands_for_pieces(size)
+
+    def stands_for_pieces(self, size: Any) -> bool:
+        """Whether a factor of this size stands for equal pieces, within which other axes have theirs: it has as many elements as ranks."""
+        return all(n in (1, size) for n in self.tensor.axes.values())
 
     def layout_of(self, shape: Sequence[int], states: Mapping[str, State]) -> Layout:
         """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within the other."""

@@ -84,8 +84,12 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
 def _at_every_so_many(p: Propagation, x: fx.Node, place: Place) -> bool:
     """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even over all axes that may
     share in it."""
-    size, ranks = p.size(x, place), p.tensor.axes.values()
-    return place.pre == 1 and (place.post == 1 or size % math.prod(ranks) == 0 or all(n in (1, size) for n in ranks))
+    if place.pre != 1:
+        return False
+    if place.post == 1:
+        return True
+    size = p.size(x, place)
+    return size % math.prod(p.tensor.axes.values()) == 0 or p.stands_for_pieces(size)
 
 
 def _before_cast(scores: fx.Node) -> fx.Node:
