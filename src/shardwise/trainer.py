@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
@@ -131,13 +132,13 @@ class Trainer:
         """
         size = self._rows if batch_size is None else batch_size
         seed = self.seed if seed is None else seed
-        pin = self.comm.device.type == "cuda"
+        pin = Backend.of(self.comm.device).pins
         return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin)
 
     def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
         """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more than so many."""
         size = self._rows if batch_size is None else batch_size
-        pin = self.comm.device.type == "cuda"
+        pin = Backend.of(self.comm.device).pins
         return one_pass(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin)
 
     def step(self, batch: Batch) -> StepResult:

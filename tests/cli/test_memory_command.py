@@ -62,7 +62,7 @@ def test_tables_have_the_predicted_numbers(plan: tuple[str, ...], device: str) -
     assert max(map(cell_len, shown.stdout.splitlines())) <= 80
     config = load_anywhere(None, arguments)
     compiled = forecast(config).compiled
-    kind = "cuda" if device.startswith("A") else "cpu"
+    kind = "gpu" if device.startswith("A") else "cpu"
     truth = predict(compiled.general, build_plan(config), build_optimizer(config), rows=12, device=kind)
     found = rows(shown.stdout)
     for category, n in truth.peak.items():
@@ -70,7 +70,7 @@ def test_tables_have_the_predicted_numbers(plan: tuple[str, ...], device: str) -
     between = sum(truth.persistent.values())
     assert found["total"] == [size(between), size(truth.peak_bytes)]
     assert found["peak"] == [truth.at]
-    assert ("host" in found) == bool(truth.host_bytes) == ("parallel.offload=optimizer" in plan and kind == "cuda")
+    assert ("host" in found) == bool(truth.host_bytes) == ("parallel.offload=optimizer" in plan and kind == "gpu")
     assert f"left  {' ' * 4}" in shown.stdout or "left" in found
 
 
@@ -86,7 +86,7 @@ def test_json(tmp_path: Path) -> None:
         "longest that fits" in note for note in values["notes"]
     )
     for one in values["ranks"]:
-        truth = predict(compiled.general, plan, build_optimizer(config), rows=12, device="cuda", rank=one["rank"])
+        truth = predict(compiled.general, plan, build_optimizer(config), rows=12, device="gpu", rank=one["rank"])
         assert one["peak"] == dict(truth.peak) and one["peak_bytes"] == truth.peak_bytes
         assert one["between_bytes"] == sum(truth.persistent.values())
         assert one["instructions"][one["at"]] == str(truth.timeline.instructions[truth.timeline.at])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from shardwise.backend import Backend
 from shardwise.config import Config, Hardware, load_config
 from shardwise.config.build import build_plan
 from shardwise.config.sections import SECTIONS, rules
@@ -165,18 +166,16 @@ def test_ranks_that_share_a_layer_count() -> None:
 
 
 def test_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "3")
     here = Hardware.here()
     assert here.cores >= 1
-    assert here.gpus == torch.cuda.device_count()
+    assert here.gpus == (Backend.here().count if Backend.here().asynchronous else 0)
     assert here.world is None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     assert Hardware.here().world == 3
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    monkeypatch.setattr(Backend, "here", lambda: Backend("cuda"))
+    monkeypatch.setattr(Backend, "count", 5)
     assert Hardware.here().gpus == 5
 
 

@@ -47,7 +47,7 @@ def layer_bytes(b: int, s: int, h: int, a: int, selective: bool) -> tuple[int, i
         assert y.requires_grad
         return tracker.current, parameters
     found = trace(whole, {"ids": torch.zeros(b, s, dtype=torch.int64)}, precision="bf16")
-    unit = profile(found, b, device="cuda").units[2]
+    unit = profile(found, b, device="gpu").units[2]
     return unit.outputs + unit.none.kept, parameters
 
 

@@ -41,10 +41,10 @@ def middle_layer(
 
 def statistics(b: int, s: int, device: str) -> int:
     """Two norms, two numbers a token."""
-    return 2 * 2 * b * s * {"cpu": 2, "cuda": 4}[device]
+    return 2 * 2 * b * s * {"cpu": 2, "gpu": 4}[device]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
 def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: int, device: str) -> None:
     layer = middle_layer(b, s, h, a, device)
@@ -52,7 +52,7 @@ def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: in
     assert layer.outputs + layer.none.kept == s * b * h * 34 + 5 * a * s * s * b + statistics(b, s, device)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
     layer = middle_layer(b, s, h, a, device, Tensors({"tp": t}, "1d"))
@@ -60,7 +60,7 @@ def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int
     assert t * (layer.outputs + layer.none.kept - statistics(b, s, device)) == s * b * h * (10 * t + 24) + 5 * a * s * s * b
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_sequence_parallelism_shards_all_but_what_was_gathered(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
     """And what recomputation keeps is the shard of the layer's input."""
@@ -73,7 +73,7 @@ def test_sequence_parallelism_shards_all_but_what_was_gathered(b: int, s: int, h
 @pytest.mark.parametrize(("b", "s", "h", "a"), SHAPES)
 def test_a_recomputed_layer_keeps_its_input(b: int, s: int, h: int, a: int) -> None:
     """FORWARD that saves nothing leaves 2sbh, and RECOMPUTE brings back the rest."""
-    layer = middle_layer(b, s, h, a, "cuda", recompute="full")
+    layer = middle_layer(b, s, h, a, "gpu", recompute="full")
     assert layer.outputs == 2 * s * b * h
     assert layer.again.saved == layer.none.kept + layer.outputs
 
@@ -87,7 +87,7 @@ def test_recomputed_attention_leaves_34sbh(b: int, s: int, h: int, a: int, selec
     with tracker:
         y = layer(x)
     attention = 0 if selective else 5 * a * s * s * b
-    assert tracker.current == 34 * s * b * h + attention + statistics(b, s, "cuda")
+    assert tracker.current == 34 * s * b * h + attention + statistics(b, s, "gpu")
     assert y.nbytes == x.nbytes == 2 * s * b * h
 
 

@@ -116,7 +116,7 @@ def test_offloaded_states_are_on_the_host_of_a_gpu() -> None:
     module, batch, _ = gpt(4)
     near, far = (planned(2, 1, precision="bf16", offload=one) for one in ("none", "optimizer"))
     found = trace(module, batch, precision="bf16")
-    here, there = (predict(found, plan, ADAMW, rows=4, device="cuda", rank=0) for plan in (near, far))
+    here, there = (predict(found, plan, ADAMW, rows=4, device="gpu", rank=0) for plan in (near, far))
     held = here.states[Category.OPTIMIZER]
     copy = sum(b.layout(ADAMW, far.mesh, 0).numel // 2 * 4 for b in found.buckets)
     assert here.host_bytes == 0 and there.states[Category.OPTIMIZER] == 0
@@ -208,7 +208,7 @@ def large(layers: int) -> Any:
 
 def of_large(layers: int, **fields: Any) -> Prediction:
     plan = planned(1024, 3, precision="bf16", microbatches=8, **fields)
-    return predict(large(layers), plan, ADAMW, rows=8 * 1024, device="cuda")
+    return predict(large(layers), plan, ADAMW, rows=8 * 1024, device="gpu")
 
 
 def test_layers_cost_no_walk_of_their_own() -> None:

@@ -114,7 +114,7 @@ def compare_states(found: Trace, plan: Plan, choice: OptimizerChoice) -> list[di
     program, held = lower(found, plan)[0], []
     beside = {Buffer(kind) for kind in ("buffer", "batch", "unused", "scalar")}
     for rank, real in enumerate(run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)):
-        ours = accounts(found, plan, choice, program, 6, rank, "cuda")
+        ours = accounts(found, plan, choice, program, 6, rank, "gpu")
         bare = tuple({b: n for b, n in one.persistent.items() if b not in beside} for one in ours)
         assert bare == real, (rank, plan)
         together = accounts(found, plan, choice, program, 6, rank, "cpu")
@@ -157,7 +157,7 @@ def test_parameters_under_different_rules() -> None:
     program, choice = lower(found, plan)[0], OptimizerChoice()
     real = run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)
     for rank in range(2):
-        ours = accounts(found, plan, choice, program, 6, rank, "cuda")[0].persistent
+        ours = accounts(found, plan, choice, program, 6, rank, "gpu")[0].persistent
         assert {b: n for b, n in ours.items() if b.kind not in ("buffer", "batch", "scalar")} == real[rank][0]
 
 
@@ -219,7 +219,7 @@ def test_a_step_takes_what_is_predicted(choice: OptimizerChoice, sizes: tuple[in
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("name", [n for n, device in UPDATE_TENSORS if device == "cuda"])
+@pytest.mark.parametrize("name", [n for n, device in UPDATE_TENSORS if device == "gpu"])
 def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> None:
     """The branches of torch's updates that CUDA takes ("capturable"), run here."""
     parameter = torch.randn(1 << 12)
@@ -234,7 +234,7 @@ def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> N
             tracker = StorageTracker()
             with tracker:
                 optimizer.step()
-    assert tracker.peak // parameter.nbytes == UPDATE_TENSORS[name, "cuda"][decay > 0]
+    assert tracker.peak // parameter.nbytes == UPDATE_TENSORS[name, "gpu"][decay > 0]
 
 
 # ---- published tables --------------------------------------------------------------------------------------------------

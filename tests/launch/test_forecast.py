@@ -24,18 +24,18 @@ def config(*more: str) -> Config:
     return load_anywhere(None, [*TINY, *more])
 
 
-def device(nbytes: int, kind: str = "cuda") -> Device:
+def device(nbytes: int, kind: str = "gpu") -> Device:
     return Device("a device", kind, nbytes, nbytes)
 
 
-def bare(given: Config, budget: int = 1 << 40, kind: str = "cuda") -> Forecast:
+def bare(given: Config, budget: int = 1 << 40, kind: str = "gpu") -> Forecast:
     return forecast(given, device(budget, kind))
 
 
 def test_a_forecast_is_the_prediction_of_the_plan() -> None:
     given = config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=2", "parallel.reduced=microbatch")
     found = bare(given)
-    mine = predict(found.compiled.general, build_plan(given), build_optimizer(given), rows=16, device="cuda")
+    mine = predict(found.compiled.general, build_plan(given), build_optimizer(given), rows=16, device="gpu")
     assert found.plan == build_plan(given) and found.note is None
     assert (found.worst.peak, found.worst.persistent) == (mine.peak, mine.persistent)
     assert found.fits and bare(given, mine.peak_bytes).fits and not bare(given, mine.peak_bytes - 1).fits
@@ -47,7 +47,7 @@ def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
     found = bare(open_)
     plan, choice = build_plan(open_), build_optimizer(open_)
     needs = {
-        word: predict(found.compiled.general, plan.replace(gathered=word), choice, rows=16, device="cuda").peak_bytes
+        word: predict(found.compiled.general, plan.replace(gathered=word), choice, rows=16, device="gpu").peak_bytes
         for word in ("step", "forward", "use")
     }
     assert found.plan.gathered == "step" and f"({size(needs['step'])} needed)" in str(found.note)
@@ -177,7 +177,7 @@ def test_traces_serve_every_plan_of_a_precision() -> None:
 
 def test_devices_by_name() -> None:
     a100 = named("a100-80gb")
-    assert (a100.name, a100.kind) == ("A100-80GB", "cuda") and 79 * GIB < a100.memory < 80 * GIB
+    assert (a100.name, a100.kind) == ("A100-80GB", "gpu") and 79 * GIB < a100.memory < 80 * GIB
     assert a100.budget == int(0.95 * a100.memory)
     assert named("cpu=64") == Device("cpu", "cpu", 64 * GIB, 64 * GIB) and named("H200=100").memory == 100 * GIB
     assert named("cpu").memory > 0

@@ -141,7 +141,7 @@ def test_costs_are_those_of_a_real_run(name: str, precision: str) -> None:
     ours = cost(found, 5)  # not the number of rows that was captured
     assert comparable(ours) == real_costs(module, found, batch, 5)
     assert sum(c.saved_bytes for c in ours) > 0 and sum(c.weight_flops for c in ours) > 0
-    assert not any(c.unknown for c in cost(found, 5, device="cuda"))
+    assert not any(c.unknown for c in cost(found, 5, device="gpu"))
 
 
 @pytest.mark.parametrize("name", ["convolutions", "gpt with dropout", "transformers llama with a mask"])
@@ -159,7 +159,7 @@ def test_fast_dropout_keeps_what_the_native_kernels_keep() -> None:
     found = trace(module, batch, dropout="fast")
     ours = cost(found, 6)
     assert comparable(ours) == real_costs(module, found, batch, 6)
-    here, there = ours[1].saved_bytes, cost(found, 6, device="cuda")[1].saved_bytes
+    here, there = ours[1].saved_bytes, cost(found, 6, device="gpu")[1].saved_bytes
     pairs, tokens = 4 * 6 * LENGTH**2, 6 * LENGTH * 32
     assert here - there >= 3 * 2 * tokens + 3 * pairs  # masks of a byte an element; and CUDA's attention keeps no probabilities
 
@@ -250,7 +250,7 @@ def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None
 def test_activations_of_a_gpt() -> None:
     """bf16 with dropout: sbh (34 + 5as/h) bytes a layer (Korthikanti et al., table 2), norms' statistics and small masks."""
     b, s, h, a = 6, LENGTH, 32, 4
-    for device, statistic in (("cpu", 2), ("cuda", 4)):
+    for device, statistic in (("cpu", 2), ("gpu", 4)):
         block = cost(traced("gpt with dropout", "bf16"), b, device=device)[1]
         assert block.input_bytes == block.saved_input_bytes == block.output_bytes == 2 * s * b * h
         masks = block.input_bytes + block.saved_bytes - (s * b * h * 34 + 5 * a * b * s * s + 4 * statistic * b * s)
@@ -282,7 +282,7 @@ def test_a_llama_of_70b_allocates_nothing(layers: int) -> None:
     module.rotary = rotary_table(s, h // 64)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     found = trace(module, {n: torch.zeros(rows, s, dtype=torch.int64) for n in ("input_ids", "labels")}, precision="bf16")
-    ours = cost(found, rows, device="cuda")
+    ours = cost(found, rows, device="gpu")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB: a GiB, of which the units have none
     weights = 2 * h * h + 2 * h * h // 8 + 3 * h * ffn
     assert sum(c.parameters for c in ours) == layers * (weights + 2 * h) + 2 * vocabulary * h + h
@@ -375,7 +375,7 @@ def test_a_model_that_was_not_captured_has_only_parameters() -> None:
 
 def test_illegal_arguments_are_refused() -> None:
     found = traced("mlp")
-    with pytest.raises(ConfigError, match="legal: cpu, cuda"):
+    with pytest.raises(ConfigError, match="legal: cpu, gpu"):
         cost(found, 6, device="tpu")
     with pytest.raises(ConfigError, match="1 or more"):
         cost(found, 0)

@@ -25,14 +25,14 @@ def gpt() -> Compiled:
     """GPT-2's sizes, one layer; on meta."""
     module = Values.of_recorded(record(lambda: GPT(vocabulary=50257, width=768, layers=1, heads=12, context=1024)), 0).structure()
     example = {n: torch.zeros(2, 1024, dtype=torch.int64) for n in ("input_ids", "labels")}
-    return Compiled(module, Plan(precision="bf16", mesh=Mesh(())), example, batch_rows=8, kind="cuda")
+    return Compiled(module, Plan(precision="bf16", mesh=Mesh(())), example, batch_rows=8, kind="gpu")
 
 
 def on(per_host: int, kind: Any = "1d", **changes: int) -> Compiled:
     one = gpt()
     plan = tensor_parallel(Plan(precision="bf16", mesh=Mesh(())), 4, kind, "auto")
     return Compiled(
-        one.module, plan, one.example, batch_rows=8, kind="cuda", per_host=per_host, _captures=one._captures, **changes
+        one.module, plan, one.example, batch_rows=8, kind="gpu", per_host=per_host, _captures=one._captures, **changes
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def test_a_group_across_hosts_is_slower_and_may_choose_otherwise() -> None:
     assert took(within).total < took(across).total
     fast, slow = within.general.decisions, across.general.decisions
     assert fast is not None and slow is not None and (fast.ops, fast.parameters) != (slow.ops, slow.parameters)
-    link = rates("cuda", "bf16", ["tp"])
+    link = rates("gpu", "bf16", ["tp"])
     priced = [
         sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.talks, *one.once)) for one in map(took, (within, across))
     ]
@@ -68,7 +68,7 @@ def test_a_trace_depends_on_who_is_on_a_host() -> None:
     assert traced_for(one, 6)[2][-1] == () and traced_for(two, 6)[2][-1] == ("tp",)
 
 
-@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+@pytest.mark.parametrize("kind", ["gpu", "cpu"])
 def test_between_hosts_it_is_slower(kind: str) -> None:
     own = rates(kind, "fp32", ["tp"])
     assert own.links["tp"].bandwidth < own.link.bandwidth and own.links["tp"].latency > own.link.latency

@@ -121,7 +121,7 @@ def test_statistics_of_bf16_activations_and_fp32_parameters() -> None:
         with Meter("cpu"):
             assert kept_sizes(op, (meta(low), meta(wide))) == truth
     norm = lambda a, w: F.layer_norm(a, (5,), w)  # noqa: E731
-    with Meter("cuda"):
+    with Meter("gpu"):
         assert kept_sizes(norm, (meta(low), meta(x(5).detach().bfloat16()))) == [4 * 24, 4 * 24]
     with Meter("cpu"):
         assert kept_sizes(norm, (meta(low), meta(x(5).detach().bfloat16()))) == [2 * 24, 2 * 24]
@@ -170,9 +170,9 @@ def test_attention_on_cuda() -> None:
     """Flash in half precision, padded to sizes of 8; memory-efficient in fp32 or with a mask; probabilities in fp64."""
 
     def kept(operands: Sequence[Any], dtype: torch.dtype, **rest: Any) -> list[int]:
-        with Meter("cuda"):
+        with Meter("gpu"):
             cast = [meta(o.detach().to(dtype).requires_grad_()) for o in operands]
-            return kept_sizes(lambda *o: attention("cuda", *o, **rest), cast)
+            return kept_sizes(lambda *o: attention("gpu", *o, **rest), cast)
 
     out, pairs = 2 * 4 * 6 * 8, 2 * 4 * 6 * 6
     flash = kept(heads(6, 6, 8, 8), torch.bfloat16)
@@ -189,14 +189,14 @@ def test_attention_on_cuda() -> None:
 def test_dropout_and_rms_norm_per_device() -> None:
     a, w = x(3, 4, 6), x(6)
     assert kept_sizes(lambda t: F.dropout(t, 0.2), (a,)) == [4 * 72]
-    for device, mask in (("cpu", 4 * 72), ("cuda", 72)):
+    for device, mask in (("cpu", 4 * 72), ("gpu", 72)):
         with Meter(device):
             assert kept_sizes(lambda t, d=device: dropout(d, t, 0.2, True), (meta(a),)) == [mask]
     truth = kept_sizes(lambda t, s: F.rms_norm(t, (6,), s), (a, w))
     with Meter("cpu"):
         assert kept_sizes(lambda t, s: rms_norm("cpu", t, (6,), s), (meta(a), meta(w))) == truth
-    with Meter("cuda"):
-        assert kept_sizes(lambda t, s: rms_norm("cuda", t, (6,), s), (meta(a), meta(w))) == [4 * 12]
+    with Meter("gpu"):
+        assert kept_sizes(lambda t, s: rms_norm("gpu", t, (6,), s), (meta(a), meta(w))) == [4 * 12]
 
 
 def test_names_in_the_table_are_ops() -> None:

@@ -293,7 +293,7 @@ def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine:
     p = Propagation(normal, find, None, (), "exact", torch.device("cuda"), Tensors(axes, recipe, None, plan, (), machine))
     p.run()
     forms = {n: p.form(n) for n in normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
-    return p, seconds(Prices(p, machine.rates, machine.rows, "cuda"), Flow(p, forms), p.assignments)
+    return p, seconds(Prices(p, machine.rates, machine.rows, "gpu"), Flow(p, forms), p.assignments)
 
 
 def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: Machine) -> int:
@@ -303,9 +303,7 @@ def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: 
     return int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "kind"), [("gpt", 8, "cuda"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "cuda")]
-)
+@pytest.mark.parametrize(("name", "rows", "kind"), [("gpt", 8, "gpu"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "gpu")])
 def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, kind: str) -> None:
     normal = whole_model(name, 2)
     machine = Machine(rates(kind, "bf16"), rows)
@@ -320,7 +318,7 @@ def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, k
 
 
 def test_two_axes_are_no_slower_than_one_of_as_many_ranks() -> None:
-    normal, machine = whole_model("llama", 1), Machine(rates("cuda", "bf16"), 1)
+    normal, machine = whole_model("llama", 1), Machine(rates("gpu", "bf16"), 1)
     one = by(normal, {"tp": 4}, "1d", "auto", machine)[1]
     two = by(normal, {"tp_i": 2, "tp_j": 2}, "2d", "auto", machine)[1]
     recipe = by(normal, {"tp_i": 2, "tp_j": 2}, "2d", "recipe", machine)[1]
@@ -329,7 +327,7 @@ def test_two_axes_are_no_slower_than_one_of_as_many_ranks() -> None:
 
 def test_two_axes_keep_a_limit_of_memory() -> None:
     """No more bytes than allowed, for more seconds; how many more the best would take is not known."""
-    normal, own = whole_model("gpt", 1), rates("cuda", "bf16")
+    normal, own = whole_model("gpt", 1), rates("gpu", "bf16")
     axes = {"tp_i": 2, "tp_j": 2}
     fast = by(normal, axes, "2d", "auto", Machine(own, 8))[1]
     fewest = fewest_bytes(normal, axes, "2d", Machine(own, 8))
@@ -368,7 +366,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Solved, float]]:
 )
 def test_whole_models_within_limits_of_memory(monkeypatch: pytest.MonkeyPatch, name: str, layers: int, rows: int) -> None:
     """On the links of a data sheet the answer is exact, and it is what the plan then takes; more memory is never slower."""
-    found, normal, own = solved(monkeypatch), whole_model(name, layers), rates("cuda", "bf16")
+    found, normal, own = solved(monkeypatch), whole_model(name, layers), rates("gpu", "bf16")
     fast = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows))[1]
     fewest = fewest_bytes(normal, {"tp": 4}, "1d", Machine(own, rows))
     last = math.inf
@@ -428,5 +426,5 @@ def test_32_layers_are_solved_in_seconds(
 ) -> None:
     """Llama 3 of 8B parameters; of CPU, so on an idle machine no more of the clock."""
     found = solved(monkeypatch)
-    by(whole_model("llama", 32), axes, recipe, "auto", Machine(rates("cuda", "bf16"), 1))
+    by(whole_model("llama", 32), axes, recipe, "auto", Machine(rates("gpu", "bf16"), 1))
     assert found[-1][1] <= most

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.flat import range_boxes
 
 from .atoms import Piece
@@ -96,7 +97,7 @@ class Stream:
     def __init__(self, runs: Sequence[Run], blocks: Sequence[Tensor]) -> None:
         self._runs = runs
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
-        self._full: queue.SimpleQueue[tuple[Tensor, torch.cuda.Event | None] | None] = queue.SimpleQueue()
+        self._full: queue.SimpleQueue[tuple[Tensor, torch.Event | None] | None] = queue.SimpleQueue()
         self._taken: Tensor | None = None
         for block in blocks:
             self._free.put(block)
@@ -117,7 +118,7 @@ class Stream:
                     if run.stop > stop:
                         break
                     index += 1
-                event = _recorded(block)
+                event = self._recorded()
                 self._full.put((block[: stop - position], event))
                 position = stop
             if event is not None:
@@ -139,6 +140,14 @@ class Stream:
         self._taken = block
         return memoryview(block.numpy())  # type: ignore[arg-type]  # an array has the buffer protocol
 
+    def _recorded(self) -> torch.Event | None:
+        """An event after the copies into a block that a device makes; None where the host has made them."""
+        tensors = (run.strided if run.raw is None else run.raw for run in self._runs)
+        device = next(
+            (tensor.device for tensor in tensors if tensor is not None and Backend.of(tensor.device).asynchronous), None
+        )
+        return None if device is None else Backend.of(device).event(device)
+
     def give_up(self) -> None:
         """Nothing more is taken: ``fill`` returns instead of waiting for a free block."""
         self._free.put(None)
@@ -156,12 +165,3 @@ def _copy(run: Run, start: int, stop: int, block: Tensor, position: int) -> None
     for box in range_boxes(tuple(tensor.shape), (start - run.start) // width, (stop - run.start) // width):
         values[done : done + box.numel].view(box.shape).copy_(tensor[box.slices], non_blocking=True)
         done += box.numel
-
-
-def _recorded(block: Tensor) -> torch.cuda.Event | None:
-    """An event after the copies into a block that a GPU makes."""
-    if not block.is_pinned():
-        return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError, check_count, describe
 
 from . import folder as names
@@ -131,7 +132,9 @@ class CheckpointWriter:
         """Make the staging memory now, so that the first save need not; returns its bytes."""
         self.wait()
         listed = list(pieces)
-        self._staging.prepare(sum(piece.nbytes for piece in listed), any(piece.tensor.is_cuda for piece in listed))
+        self._staging.prepare(
+            sum(piece.nbytes for piece in listed), any(Backend.of(piece.tensor.device).pins for piece in listed)
+        )
         return self._staging.nbytes
 
     def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Saving:
@@ -207,7 +210,7 @@ class CheckpointWriter:
         entries = lay_out([(_key(number, one), one.box.shape, one.tensor.dtype) for number, one in enumerate(filled)])
         header(entries, {})  # refuses dtypes that the format lacks
         nbytes = entries[-1].stop if entries else 0
-        self._staging.prepare(nbytes, any(piece.tensor.is_cuda for piece in filled))
+        self._staging.prepare(nbytes, any(Backend.of(piece.tensor.device).pins for piece in filled))
         job.stream = Stream(runs_of(filled), self._staging.blocks(nbytes))
         empty = [piece for piece in ordered if not piece.nbytes]
         job.pieces, job.entries, job.nbytes = [*filled, *empty], entries, nbytes

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.text import Text
 
+from shardwise.backend import Backend
 from shardwise.config import Config, build_optimizer
 from shardwise.core.layout import Layout
 from shardwise.core.pins import starred
@@ -49,7 +49,7 @@ def run(
     trace, plan = compiled.general, compiled.plan
     trace.notes += [note] if (note := across_hosts(plan, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
-    costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), "cuda" if torch.cuda.is_available() else "cpu")
+    costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), Backend.here().kind)
     batches = steady(plan)
     programs = compiled.programs(trace, plan.microbatches, batches)
     if picture is not None:

@@ -15,8 +15,9 @@ import torch
 import typer
 from rich.console import Console
 
+from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
-from shardwise.config import Config, Hardware, build_data, build_plan, load_config
+from shardwise.config import Config, build_data, build_plan, load_config
 from shardwise.data.progress import shown
 from shardwise.launch.folder import CHECKPOINTS, PLAN, Found, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
@@ -40,14 +41,16 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     start = time.monotonic()
     adopt(os.environ)
     config = load_config(path, overrides)
-    device = "cuda" if Hardware.here().gpus else "cpu"
-    build_plan(config).check_device(device)
+    backend = Backend.here()
+    build_plan(config).check_device(backend.kind)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
     notices = [*config.notices, *_prepare_data(config, console if first else None)]
     with console.status("capturing the model") if first and not json else nullcontext():
-        check_plan(config, torch.device(device))  # by all ranks that somebody else has started: none waits for another that fails
+        check_plan(
+            config, torch.device(backend.type)
+        )  # by all ranks that somebody else has started: none waits for another that fails
     with run_folder(folder) if first else nullcontext():
         found = _prepare(config) if first else Found()
         notices += found.notices

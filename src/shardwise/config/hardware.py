@@ -22,11 +22,12 @@ class Hardware:
     @staticmethod
     def here() -> Hardware:
         """The cores this process may use, the GPUs torch sees, and torchrun's world if it started us."""
-        import torch
+        from shardwise.backend import Backend
 
         affinity = getattr(os, "sched_getaffinity", None)
         cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        here = Backend.here()
+        gpus = here.count if here.asynchronous else 0
         started = os.environ if "TORCHELASTIC_RUN_ID" in os.environ else {}
         world, local = (started.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if local.isdigit() and cores * int(local) <= (os.cpu_count() or 1):

@@ -29,7 +29,7 @@ APPLIES: Mapping[str, tuple[str, ...]] = {
 }
 """The fields that only some optimizers have, with these."""
 
-FUSED: Mapping[str, tuple[str, ...]] = {"cpu": ("adamw", "adam", "sgd", "adagrad"), "cuda": ("adamw", "adam", "sgd")}
+FUSED: Mapping[str, tuple[str, ...]] = {"cpu": ("adamw", "adam", "sgd", "adagrad"), "gpu": ("adamw", "adam", "sgd")}
 """The optimizers for which the oldest torch that we support has fused kernels, by type of device."""
 
 

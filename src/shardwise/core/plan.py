@@ -259,7 +259,7 @@ class Plan:
         return self.offload in ("activations", "all")
 
     def check_device(self, kind: str) -> None:
-        """:class:`ConfigError` if ranks on devices of this ``kind``, "cpu" or "cuda", cannot do what the plan says."""
+        """:class:`ConfigError` if ranks on devices of this ``kind``, "cpu" or "gpu", cannot do what the plan says."""
         if self.offloads_activations and kind == "cpu":
             raise ConfigError(
                 f'offload: "{self.offload}" is not legal on a CPU, whose memory is the host\'s; legal: "none", "optimizer".'

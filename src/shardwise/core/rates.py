@@ -55,7 +55,7 @@ class Machine:
     """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``.
 
     ``memory`` are the bytes, of all stages of a pipeline together, for parameters with what belongs to them, ``beside`` bytes for each element that learns, and for
-    what is kept for backward of ``live`` microbatches; None: any number.  ``kind`` is that of the devices, "cuda" or "cpu"; None: where the model is traced.
+    what is kept for backward of ``live`` microbatches; None: any number.  ``kind`` is that of the devices, "gpu" or "cpu"; None: where the model is traced.
     """
 
     rates: Rates
@@ -74,9 +74,9 @@ class Machine:
 
 
 def rates(kind: str, precision: str, across: Iterable[str] = ()) -> Rates:
-    """What is assumed of a device ``kind`` ("cuda" or "cpu") that computes in ``precision``, and of axes that reach ``across`` hosts, where nobody says more.
+    """What is assumed of a device ``kind`` ("gpu" or "cpu") that computes in ``precision``, and of axes that reach ``across`` hosts, where nobody says more.
 
-    cuda: an H100 SXM as measured: the fastest of many bf16 products reaches 794 TFLOP/s (ml-engineering, MAMF), 0.8 of the data sheet's 989, and the same part is taken
+    gpu: an H100 SXM as measured: the fastest of many bf16 products reaches 794 TFLOP/s (ml-engineering, MAMF), 0.8 of the data sheet's 989, and the same part is taken
     of its 67 TFLOP/s in fp32 (without TF32) and fp64; over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest all-reduce of 2 to 8 ranks, and of 256 MiB a
     rank sends 305 to 431 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Memory is the data sheet's, 3.35 TB/s.  Between hosts each has an adapter of
     400 Gb/s (DGX H100 data sheet), 50 GB/s; a step of a small ring takes 2.7 µs there and 0.6 over NVLink (NCCL 2.19, src/graph/tuning.cc), so 4 to 29 µs
@@ -84,14 +84,14 @@ def rates(kind: str, precision: str, across: Iterable[str] = ()) -> Rates:
     cpu: a core with 90 GFLOP/s in fp32 (docs/performance.md, "float32 matmul"), half in fp64, 10 GB/s of memory; ranks of a host pass
     2 GB/s through shared memory at 50 µs a collective; hosts are taken to have 10 Gb/s Ethernet, 1.25 GB/s, and as long again for TCP: 100 µs.
     """
-    memory, link, between = _CUDA if kind == "cuda" else _CPU
-    flops = _FLOPS[kind == "cuda"].get(precision)
+    memory, link, between = _GPU if kind == "gpu" else _CPU
+    flops = _FLOPS[kind == "gpu"].get(precision)
     if flops is None:
         raise ConfigError(f"rates: precision {precision} is not known; legal: {', '.join(_FLOPS[0])}")
     return Rates(flops, memory, link, dict.fromkeys(across, between))
 
 
-_CUDA = (3.35e12, Link(10e-6, 330e9), Link(20e-6, 50e9))
+_GPU = (3.35e12, Link(10e-6, 330e9), Link(20e-6, 50e9))
 _CPU = (10e9, Link(50e-6, 2e9), Link(100e-6, 1.25e9))
 """Bytes a second of memory, the link between devices of a host, and that between hosts."""
 _FLOPS: tuple[Mapping[str, float], ...] = (

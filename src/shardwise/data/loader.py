@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -90,8 +89,8 @@ class _Source:
 
 
 def _batch(fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool) -> Batch:
-    """A rank's part of a batch; page-locked for a copy to the GPU that nobody waits for, if ``pin`` and there is one."""
-    if pin and torch.cuda.is_available():
+    """A rank's part of a batch; with ``pin`` page-locked, for a copy to the device that nobody waits for."""
+    if pin:
         fields = {name: value.pin_memory() for name, value in fields.items()}
     return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
 
@@ -162,7 +161,7 @@ class Loader:
     same rows.
 
     A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With ``pin`` the
-    fields lie in page-locked memory where there is a GPU.
+    fields lie in page-locked memory, which needs a GPU.
 
     ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there. ``state_dict`` says the
     same, and of which data, for a checkpoint.

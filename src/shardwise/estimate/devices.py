@@ -9,16 +9,17 @@ from types import MappingProxyType
 import psutil
 import torch
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError, did_you_mean
 
 GIB = 2**30
-CUDA_MARGIN = 0.05
+GPU_MARGIN = 0.05
 """What a rank leaves of a GPU's memory: to CUDA's own context and kernels, and to the allocator's fragmentation."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """``kind`` is "cuda" or "cpu"; ``memory`` the bytes that there are for all ranks on it, ``budget`` what one may use of them."""
+    """``kind`` is "gpu" or "cpu"; ``memory`` the bytes that there are for all ranks on it, ``budget`` what one may use of them."""
 
     name: str
     kind: str
@@ -51,21 +52,21 @@ def named(name: str) -> Device:
             memory = 0
         if memory <= 0:
             raise ConfigError(f"--device {name}: legal: a number of GiB above 0 after the =, such as {found}=64")
-        return Device(found, "cpu", memory, memory) if found == "cpu" else _cuda(found, memory)
-    return _cpu(1) if found == "cpu" else _cuda(found, round(NAMED[found] * GIB))
+        return Device(found, "cpu", memory, memory) if found == "cpu" else _gpu(found, memory)
+    return _cpu(1) if found == "cpu" else _gpu(found, round(NAMED[found] * GIB))
 
 
 def here(device: torch.device | None = None, ranks: int = 1) -> Device:
     """The device of this machine that a rank trains on, by default its GPU if it has one; ``ranks`` share the memory of its CPUs."""
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        return _cuda(str(properties.name), int(properties.total_memory))
+    device = device or Backend.here().device()
+    backend = Backend.of(device)
+    if backend.asynchronous:
+        return _gpu(backend.name(device), backend.free_and_total(device)[1])
     return _cpu(ranks)
 
 
-def _cuda(name: str, memory: int) -> Device:
-    return Device(name, "cuda", memory, int(memory * (1 - CUDA_MARGIN)))
+def _gpu(name: str, memory: int) -> Device:
+    return Device(name, "gpu", memory, int(memory * (1 - GPU_MARGIN)))
 
 
 def _cpu(ranks: int) -> Device:

@@ -43,7 +43,7 @@ class Choices:
     microbatches: int = 1
     offload: str = "none"
     precision: str = "fp32"
-    kind: str = "cuda"
+    kind: str = "gpu"
     tp: int | None = None
 
 
@@ -125,7 +125,7 @@ def _ladders(now: Choices) -> dict[str, list[Rung]]:
         found["parallel.gathered"] = _from(GATHERED, now.gathered)
     if now.reduced is not None and found["parallel.zero"][-1].value >= 2:
         found["parallel.reduced"] = _from(REDUCED, now.reduced)
-    if now.kind == "cuda":  # the host of a CPU rank has the same memory
+    if now.kind == "gpu":  # the host of a CPU rank has the same memory
         found["parallel.offload"] = _from(OFFLOAD, now.offload) if now.offload in OFFLOAD else [Rung(now.offload, 0)]
     return found
 

@@ -88,7 +88,7 @@ def predict(
 
     Args:
         trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their trace.
-        device: "cpu" or "cuda", whichever is present here.
+        device: "cpu" or "gpu", whichever is present here.
         common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once for all of them.
         profiled: :func:`shardwise.trace.profile.profile`, or one that remembers what it has found.
         cut: the model's stages, by default as the plan has them.

@@ -19,7 +19,7 @@ SCALARS: Mapping[str, int] = {"nadam": 2, "sgd": 0}
 
 UPDATE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
     ("rmsprop", "cpu"): (1, 2), ("nadam", "cpu"): (2, 3), ("radam", "cpu"): (5, 6),
-    ("adagrad", "cuda"): (1, 2), ("rmsprop", "cuda"): (1, 2), ("nadam", "cuda"): (3, 3), ("radam", "cuda"): (4, 5),
+    ("adagrad", "gpu"): (1, 2), ("rmsprop", "gpu"): (1, 2), ("nadam", "gpu"): (3, 3), ("radam", "gpu"): (4, 5),
 }  # fmt: skip
 """Temporaries of a segment's size in the update of an optimizer that is not fused: (without weight decay, with it)."""
 

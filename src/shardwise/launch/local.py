@@ -121,12 +121,12 @@ def launch_local(
     hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP (with ``on_stop``: before the first step, or a second
     one) the ranks are ended first.
     """
-    import torch
+    from shardwise.backend import Backend  # starts torch
 
     for old in run_dir.glob("monitor/rank_*"):
         old.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex
-    watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=torch.cuda.is_available(), on_notice=on_notice)
+    watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=Backend.here().asynchronous, on_notice=on_notice)
     agent = _Agent(command, ranks, run_id, threads)
     asked = False
     with _signals():

@@ -1,4 +1,4 @@
-"""The memory of one step as it is: bytes by category at every instruction, of the storages on a CPU, of CUDA's allocator on a GPU."""
+"""The memory of one step as it is: bytes by category at every instruction, of the storages on a CPU, of torch's allocator on a GPU."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.data.loader import Batch
@@ -46,23 +47,23 @@ class _Allocator:
     """Of one GPU.  The allocator works in the order in which the host asks, so nothing here waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._before = device, 0
+        self._device, self._backend, self._before = device, Backend.of(device), 0
 
     @property
     def peak(self) -> int:
-        return torch.cuda.max_memory_allocated(self._device)
+        return self._backend.most_allocated(self._device)
 
     @property
     def made(self) -> int:
-        return max(0, torch.cuda.memory_allocated(self._device) - self._before)
+        return max(0, self._backend.allocated(self._device) - self._before)
 
     @property
     def reserve(self) -> int:
-        return torch.cuda.memory_reserved(self._device) - self.peak
+        return self._backend.reserved(self._device) - self.peak
 
     def mark(self) -> int:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._before = torch.cuda.memory_allocated(self._device)
+        self._backend.reset_peak(self._device)
+        self._before = self._backend.allocated(self._device)
         return self._before
 
 

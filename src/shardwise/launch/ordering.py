@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.backend import Backend
 from shardwise.config import Config, build_optimizer
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
@@ -186,8 +187,7 @@ def _transfers(comm: Communicator, nbytes: int) -> Iterator[float]:
 
     def wait(handle: Any) -> None:
         handle.wait()
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize(comm.device)
+        Backend.of(comm.device).synchronize(comm.device)
 
     for here, there in enumerate(range(1, len(ranks))):
         comm.barrier(what="a measured message")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.layout import shard_range
 from shardwise.core.plan import CHOICES
@@ -79,9 +80,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     a core can do depends on its clock under load, on its vector units and on its neighbours.
     """
     check_choice("precision", precision, CHOICES["precision"])
-    if device.type != "cuda" or torch.version.hip is not None:
-        return None
-    return named_peak(torch.cuda.get_device_name(device), precision, tf32=torch.backends.cuda.matmul.fp32_precision == "tf32")
+    backend = Backend.of(device)
+    return named_peak(backend.name(device), precision, tf32=backend.tf32) if backend.asynchronous else None
 
 
 def named_peak(name: str, precision: str, *, tf32: bool = False) -> float | None:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.optim import OptimizerChoice
 from shardwise.models import generate
 from shardwise.report.tensorboard import TensorBoard
@@ -138,8 +139,9 @@ class MetricsWriter:
 
 def peak_memory(device: torch.device) -> int:
     """The most memory this rank has used, in bytes: of the GPU since its peak was last reset, or the process's resident memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    backend = Backend.of(device)
+    if backend.asynchronous:
+        return backend.most_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

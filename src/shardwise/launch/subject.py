@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.config import Config, Hardware, build_dataset, build_model, build_plan, load_config
 from shardwise.config.build import LossFunction
 from shardwise.core.mesh import Mesh
@@ -105,7 +106,7 @@ def check_plan(config: Config, device: torch.device) -> None:
     if config.parallel.tp == config.parallel.pp == 1:
         return
     with config.answering():
-        compiled = _compiled(config, device.type, device)
+        compiled = _compiled(config, Backend.of(device).kind, device)
         compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
 
 

@@ -16,7 +16,7 @@ from shardwise.trace.sizes import of_data
 from shardwise.trace.trace import Bucket, Trace
 from shardwise.trace.units import Unit
 
-FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "cuda": 150.0}
+FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "gpu": 150.0}
 """What a CPU computes while it moves a byte: products and the rest of a unit in one number."""
 Weights = Mapping[int, float]
 """What each unit takes, by its index."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
@@ -263,7 +264,7 @@ def _zeros(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
 
 
 def _host(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
-    return torch.zeros(numel, dtype=dtype, pin_memory=comm.device.type == "cuda")
+    return torch.zeros(numel, dtype=dtype, pin_memory=Backend.of(comm.device).pins)
 
 
 @dataclass

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.check import check
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Layout
@@ -42,7 +43,7 @@ class Compiled:
     otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other values than they have.  A
     model that cannot be captured is made as a whole if its parameters are on the meta device, and says so.
 
-    A solver of tensor plans goes by devices of ``kind`` ("cuda" or "cpu"; None: that of ``device``), of which ``per_host`` in turn are on one host (None: all), and by
+    A solver of tensor plans goes by devices of ``kind`` ("gpu" or "cpu"; None: that of ``device``), of which ``per_host`` in turn are on one host (None: all), and by
     their ``rates`` (None: those assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With ``like`` it decides nothing: what is
     decided there is done here.
     """
@@ -191,7 +192,7 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        kind = self.kind or self.device.type
+        kind = self.kind or Backend.of(self.device).kind
         own = self.rates or rates(kind, plan.precision, _across(plan, self.per_host))
         return Machine(own, rows, plan.tensor_bytes or None, gradient + state, live, kind)
 

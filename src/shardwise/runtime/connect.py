@@ -8,13 +8,14 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import BaseCommunicator, Call, Communicator, Handle, OnWait
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator, available
 
-Backend = Literal["auto", "gloo", "nccl", "shared"]
+Transport = Literal["auto", "gloo", "nccl", "shared"]
 
 
 def ranks_of_a_host(comm: Communicator) -> int:
@@ -56,18 +57,11 @@ class LoneCommunicator(BaseCommunicator):
         self._refuse(call)
 
 
-def default_device() -> torch.device:
-    """This process's GPU, if there are any, else the CPU."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
 def connect(
     mesh: Mesh,
     device: torch.device | None = None,
     *,
-    backend: Backend = "auto",
+    backend: Transport = "auto",
     timeout: float = 300.0,
     on_wait: OnWait | None = None,
 ) -> BaseCommunicator:
@@ -76,7 +70,7 @@ def connect(
     ``auto`` is NCCL between GPUs, shared memory between CPU ranks of one host, and gloo otherwise.
     :class:`ConfigError` where the number of processes is not that of the mesh.
     """
-    device = device or default_device()
+    device = device or Backend.here().device()
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     if processes != mesh.size:
         raise ConfigError(
@@ -88,7 +82,7 @@ def connect(
     if backend == "auto":
         one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
         shared = device.type == "cpu" and one_host and available(mesh) is None
-        backend = "nccl" if device.type == "cuda" else "shared" if shared else "gloo"
+        backend = "shared" if shared else "auto"
     if backend == "shared":
         return SharedMemoryCommunicator.from_environment(mesh, timeout, on_wait)
     return DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
@@ -74,7 +75,7 @@ class DistributedCommunicator(BaseCommunicator):
         self._patience = timedelta(seconds=timeout)
         # NCCL serialises what a pair of ranks exchanges in one group.  So there is one group per direction and channel,
         # or a send that waits for its receive would block the receive that its peer waits for.
-        ways = [(channel, up) for channel in CHANNELS for up in (False, True)] if device.type == "cuda" else []
+        ways = [(channel, up) for channel in CHANNELS for up in (False, True)] if Backend.of(device).asynchronous else []
         self._directions = {way: dist.new_group(timeout=self._patience) for way in ways}
 
     @classmethod
@@ -84,10 +85,9 @@ class DistributedCommunicator(BaseCommunicator):
         """Join the processes that torchrun's environment variables name; :meth:`close` leaves them again."""
         met = rendezvous("distributed", max(timeout, START_TIMEOUT))
         choose_interfaces(met, os.environ)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        Backend.of(device).select(device)
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            Backend.of(device).transport,
             store=PrefixStore("torch", met.store),
             rank=met.rank,
             world_size=met.size,
@@ -153,8 +153,7 @@ class DistributedCommunicator(BaseCommunicator):
 
     def _barrier(self, call: Call) -> None:
         self._all_reduce(call, torch.zeros(1, dtype=torch.int32, device=self.device)).wait()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        Backend.of(self.device).synchronize(self.device)
 
     def _start(
         self,
@@ -194,7 +193,7 @@ class DistributedCommunicator(BaseCommunicator):
         return found
 
     def _wait(self, work: dist.Work, call: Call, position: int) -> None:
-        if self.device.type == "cuda":
+        if Backend.of(self.device).asynchronous:
             work.wait()  # the current stream waits, not the host
             return
         if self.on_wait is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
@@ -64,7 +65,7 @@ class Engine:
             raise ConfigError(
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
-        plan.check_device(comm.device.type)
+        plan.check_device(Backend.of(comm.device).kind)
         if plan.asynchronous and plan.schedule == "pipedream" and clip_norm is not None:
             raise ConfigError(
                 f'clip_norm: {clip_norm:g} is not legal with schedule "pipedream", whose stages do not wait for the norm of all; legal: none'

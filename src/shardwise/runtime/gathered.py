@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.parallel.data import SHARDS
@@ -164,7 +165,7 @@ class Gathered:
         if value.nbytes < LEAST_OFFLOAD or value.untyped_storage().data_ptr() in self._resident:
             return value
         # On the stream that computes: the copy ends before the memory can be used again.
-        host = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda, requires_grad=False)
+        host = torch.empty_like(value, device="cpu", pin_memory=Backend.of(value.device).pins, requires_grad=False)
         return Offloaded(host.copy_(value.detach(), non_blocking=True), value.requires_grad)
 
     def _unpack(self, kept: Any) -> Any:

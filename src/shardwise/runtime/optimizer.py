@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.optim import FUSED, OptimizerChoice
 
@@ -84,8 +85,7 @@ class FlatOptimizer:
         self._params = [segment.param.detach() for segment in self.segments]
         for param, segment in zip(self._params, self.segments, strict=True):
             param.grad = segment.grad
-        device_type = self._params[0].device.type if self._params else "cpu"
-        self._fused = choice.name in FUSED.get(device_type, ())
+        self._fused = bool(self._params) and choice.name in FUSED[Backend.of(self._params[0].device).kind]
         self._optimizer = self._make() if self.segments else None
 
     @torch.no_grad()

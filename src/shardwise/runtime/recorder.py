@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-import torch
-
+from shardwise.backend import Backend
 from shardwise.core.instruction import Instruction
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.interpreter import Interpreter
@@ -81,7 +80,7 @@ class Recorder:
     def __init__(self, interpreter: Interpreter, stage: Callable[[Instruction], int] | None = None) -> None:
         self._interpreter, self._comm = interpreter, interpreter.comm
         self._stage = stage or (lambda one: 0 if one.unit >= 0 else -1)
-        self._on_gpu = self._comm.device.type == "cuda"
+        self._backend = Backend.of(self._comm.device)
         self._stamps: list[tuple[Instruction, Any, Any]] = []
         self._latest: dict[int, int] = {}  # place in there by position
 
@@ -126,17 +125,14 @@ class Recorder:
         return Event(str(one.op), str(one.lane), self._stage(one), one.microbatch, peer, *times, str(one), lasting)
 
     def _settle(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize(self._comm.device)
+        self._backend.synchronize(self._comm.device)
 
     def _stamp(self) -> Any:
         """Now: nanoseconds, or an event in the compute stream."""
-        if not self._on_gpu:
+        if not self._backend.asynchronous:
             return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+        return self._backend.event(self._comm.device, timing=True)
 
     def _since(self, stamp: Any) -> float:
         """Seconds from the begin to a stamp."""
-        return float(self._begun.elapsed_time(stamp)) / 1e3 if self._on_gpu else (stamp - self._begun) / 1e9
+        return float(self._begun.elapsed_time(stamp)) / 1e3 if self._backend.asynchronous else (stamp - self._begun) / 1e9

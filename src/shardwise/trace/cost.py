@@ -56,7 +56,7 @@ class UnitCost:
 def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor: Places | None = None) -> list[UnitCost]:
     """The cost of each unit of ``trace`` for a microbatch of ``rows`` rows over ``parts`` ranks, of which the last has the most.
 
-    ``device`` is "cpu" or "cuda", whichever is present here; ``tensor`` is the rank's place on the axes of tensor parallelism, by default
+    ``device`` is "cpu" or "gpu", whichever is present here; ``tensor`` is the rank's place on the axes of tensor parallelism, by default
     the last, too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
     places = check_walk("cost", trace, rows, parts, device, tensor)

@@ -22,7 +22,7 @@ from shardwise.trace.softmax import joined, largest
 
 PIECE = {
     "cpu": 1 << 20,
-    "cuda": 1 << 26,
+    "gpu": 1 << 26,
 }  # scores that are worked on at once: what fits a core's cache; on a GPU, a bound on memory
 REDUCTIONS = ("none", "mean", "sum")  # by torch's number
 NONE, MEAN, SUM = range(3)
@@ -200,7 +200,7 @@ class _CrossEntropy(torch.autograd.Function):
         lesson = torch.empty_like(target) if ctx.needs_input_grad[2] else None
         losses = torch.empty_like(wanted.valid, dtype=wide)
         most = -(-classes // env.group(axes)[0]) * math.prod(logits.shape[2:])  # of a row on any rank: all have as many pieces
-        step = max(1, PIECE.get(where, PIECE["cuda"]) // max(most, 1))
+        step = max(1, PIECE.get(where, PIECE["gpu"]) // max(most, 1))
         starts = range(0, rows, step)
         for start in starts[:2] if logits.is_meta and where != "meta" else starts:  # for their memory, two stand for all
             piece = slice(start, start + step)

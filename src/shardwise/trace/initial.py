@@ -25,6 +25,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError, did_you_mean
 from shardwise.trace.recorder import Disguise, KeyedDraws, Recorder, truncated_normals
 from shardwise.trace.recording import Memory, Operand, Operation, Record, Unrecordable
@@ -273,10 +274,8 @@ def _own_random_numbers(seed: int) -> Iterator[Callable[[], bool]]:
 
     Yields a function that tells whether any of them has been used since.
     """
-    # Only the current device, so that a rank makes no context on the devices of others.
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     python, arrays = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=devices):
+    with Backend.here().forked_generator():
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed % 2**32)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.backend import Backend
+
 aten = torch.ops.aten
 
 
@@ -145,7 +147,7 @@ def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, *rest: Any) -> N
 def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, padding: int) -> None:
     """Y = W[X], straight into the rows that are used; on a GPU, whose sums into rows have no order, and where the goal is less precise than
     dY, by way of the whole gradient."""
-    if goal.is_cuda or goal.dtype.itemsize < dy.dtype.itemsize:
+    if Backend.of(goal.device).asynchronous or goal.dtype.itemsize < dy.dtype.itemsize:
         _put(goal, aten.embedding_dense_backward(dy, x, goal.shape[0], padding, False), add)
         return
     rows, index = _as_rows(dy).to(goal.dtype), x.reshape(-1)

@@ -81,7 +81,7 @@ def profile(
     """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at ``tensor`` on the axes of
     tensor parallelism.
 
-    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.  ``device`` is "cpu" or "cuda", whichever is present here;
+    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.  ``device`` is "cpu" or "gpu", whichever is present here;
     ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
     where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too; ``recompute`` is a plan's.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """

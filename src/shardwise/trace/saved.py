@@ -23,7 +23,7 @@ from shardwise.trace.torch_private import OpOverload, is_composite, schema
 
 aten = torch.ops.aten
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "gpu")
 
 _FAMILIES = {
     "shapes": """
@@ -76,14 +76,14 @@ def attention(
     results: tuple[Tensor, ...]
     if device == "cpu" and _flash_cpu(q, k, v, mask, dropout_p, enable_gqa):
         results = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, *rest, attn_mask=mask, scale=scale)
-    elif device == "cuda" and _flash_cuda(q, k, v, mask, enable_gqa):
+    elif device == "gpu" and _flash_gpu(q, k, v, mask, enable_gqa):
         padded = [x if x.shape[-1] % 8 == 0 else F.pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v)]
         results = aten._scaled_dot_product_flash_attention(*padded, *rest, False, scale=scale)
         return results[0][..., : q.shape[-1]]
-    elif device == "cuda" and _efficient_cuda(q, k, v):
+    elif device == "gpu" and _efficient_gpu(q, k, v):
         bias = None if mask is None else _aligned_mask(mask).expand(*q.shape[:-1], k.shape[-2])
         results = aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, *rest, scale=scale)
-    elif device == "cuda" and dropout_p:
+    elif device == "gpu" and dropout_p:
         raise NotImplementedError("what the mask of unfused attention takes on CUDA")
     else:
         results = aten._scaled_dot_product_attention_math(q, k, v, mask, *rest, None, scale=scale, enable_gqa=enable_gqa)
@@ -108,12 +108,12 @@ def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: fl
     return _dense(q, k, v, gqa) and not dropout and len({x.shape[-1] for x in (q, k, v)}) == 1
 
 
-def _flash_cuda(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
+def _flash_gpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
     half = q.dtype in (torch.float16, torch.bfloat16)
     return half and mask is None and _dense(q, k, v, gqa) and len({x.shape[-1] for x in (q, k, v)}) == 1 and q.shape[-1] <= 256
 
 
-def _efficient_cuda(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _efficient_gpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
     aligned = {torch.float32: 4, torch.float16: 8, torch.bfloat16: 8}.get(q.dtype)
     return aligned is not None and _dense(q, k, v, False) and all(x.shape[-1] % aligned == 0 for x in (q, v))
 
@@ -135,7 +135,7 @@ def _aligned_mask(mask: Tensor) -> Tensor:
 
 def dropout(device: str, x: Tensor, p: float, train: bool) -> Tensor:
     """Native dropout: CUDA keeps a boolean mask, the CPU one of x's dtype."""
-    if device == "cuda" and train and 0 < p < 1 and x.numel():
+    if device == "gpu" and train and 0 < p < 1 and x.numel():
         out: Tensor = aten.native_dropout(x, p, True)[0]
         return out
     return F.dropout(x, p, train)
@@ -159,7 +159,7 @@ class _FusedNorm(torch.autograd.Function):
 
 def rms_norm(device: str, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     """RMSNorm: one kernel on CUDA where the dtypes agree, else composed."""
-    if device == "cuda" and (weight is None or weight.dtype == x.dtype):
+    if device == "gpu" and (weight is None or weight.dtype == x.dtype):
         fused: Tensor = _FusedNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]
         return fused
     return F.rms_norm(x, list(shape), weight, eps)

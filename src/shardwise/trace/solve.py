@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.rates import Link, Machine, rates
 from shardwise.parallel.tensor import role
@@ -130,8 +131,10 @@ def cost(weights: Weights, one: Solved) -> float:
 
 def priced(p: Propagation) -> Prices:
     """By the machine that the plan is for, else by one row on a device of the kind."""
-    machine = p.tensor.machine or Machine(rates(p.device.type, p.captured.precision), p.captured.rows or 1)
-    return Prices(p, machine.rates, machine.rows, machine.kind or p.device.type, beside=machine.beside, live=machine.live)
+    machine = p.tensor.machine or Machine(rates(Backend.of(p.device).kind, p.captured.precision), p.captured.rows or 1)
+    return Prices(
+        p, machine.rates, machine.rows, machine.kind or Backend.of(p.device).kind, beside=machine.beside, live=machine.live
+    )
 
 
 def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:

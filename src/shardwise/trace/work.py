@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.backend import Backend
 from shardwise.trace.meter import Meter, tensors_in
 from shardwise.trace.saved import COMPOSED
 from shardwise.trace.sizes import known
@@ -122,7 +123,7 @@ Repeats = Callable[[int], Mapping[tuple[str, str], tuple[int, Work]]]
 
 def repeats(p: Propagation, rows: int) -> dict[tuple[str, str], tuple[int, Work]]:
     """What the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as views, are left out."""
-    works = Works(p, rows, p.device.type)
+    works = Works(p, rows, Backend.of(p.device).kind)
     found = {
         key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in p.sharded.replicated.items()
     }

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Op
 from shardwise.core.optim import OptimizerChoice
@@ -24,7 +25,6 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, rank_rows
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled, solves
-from shardwise.runtime.connect import default_device
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace.capture import LossFunction
@@ -102,7 +102,7 @@ def verify(
     run = run or run_threads
     exact = plan.replace(precision="fp64", dropout="exact")
     if captured is None and solves(plan):
-        captured = Compiled(module, plan, batches[0], loss, kind=default_device().type)
+        captured = Compiled(module, plan, batches[0], loss, kind=Backend.here().kind)
     compiled = _ready(module, plan, exact, batches[0], loss, captured)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
     oracle = Oracle(

@@ -1,0 +1,175 @@
+"""What torch offers on one type of device: the only place that tells one maker's devices from another's.
+
+Everything else asks a :class:`Backend`, so CUDA, ROCm (which torch calls "cuda" too), XPU, MPS and a device that an extension of torch
+registers go through the same door.  What torch itself has for all of them (``torch.accelerator``, ``torch.Event``, ``torch.Stream``, the
+table of distributed backends) is used as it is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Kind = Literal["cpu", "gpu"]
+"""Which kernels compute, for tables of what they take: those of a CPU, or those of a device with memory and queues of its own."""
+
+CPU = "cpu"
+CUDA = "cuda"  # also of ROCm
+_HOST = (CPU, "meta")
+
+# What a process on such a device should have in its environment before torch starts the device; a user's own value stays.
+#   expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost to fragmentation.
+#   CUDA_DEVICE_MAX_CONNECTIONS: hardware queues.  With 1, which Megatron sets, a gather would wait for the products issued before it.
+_ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {CUDA: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
+)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One ``type`` of device, in torch's words: "cpu", "cuda", "xpu", "mps", or the name that an extension has registered."""
+
+    type: str
+
+    @staticmethod
+    def of(device: torch.device | str) -> Backend:
+        """That of a device, or of a type of devices."""
+        return Backend(torch.device(device).type)
+
+    @staticmethod
+    def here() -> Backend:
+        """That of the accelerator that this torch has and can use, else the CPU's."""
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return Backend(CPU if found is None else found.type)
+
+    @property
+    def kind(self) -> Kind:
+        """Which tables of kernels hold for it."""
+        return "gpu" if self.asynchronous else "cpu"
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether the device works through queues while the host goes on."""
+        return self.type not in _HOST
+
+    @property
+    def rocm(self) -> bool:
+        """Whether what torch calls "cuda" is an AMD device."""
+        return self.type == CUDA and torch.version.hip is not None
+
+    @property
+    def transport(self) -> str | None:
+        """The backend of ``torch.distributed`` between devices of this type: "gloo", "nccl" (also RCCL), "xccl", or an extension's.
+
+        None where torch knows of none, and for MPS: a machine has one device of it.
+        """
+        return None if self.type == "mps" else dist.Backend.default_device_backend_map.get(self.type)
+
+    @property
+    def count(self) -> int:
+        """Devices of this type that this process sees; a CPU is one."""
+        if not self.asynchronous:
+            return 1
+        module = self._module
+        return int(module.device_count()) if module.is_available() else 0
+
+    def device(self, local_rank: int | None = None) -> torch.device:
+        """The device of a rank of this host, by default the one that torchrun's LOCAL_RANK says."""
+        if not self.asynchronous:
+            return torch.device(CPU)
+        index = int(os.environ.get("LOCAL_RANK", "0")) if local_rank is None else local_rank
+        return torch.device(self.type, index % max(self.count, 1))
+
+    def name(self, device: torch.device) -> str:
+        """What its maker calls the device, such as "NVIDIA H100 80GB HBM3"; the type where the driver says nothing."""
+        ask = getattr(self._module, "get_device_name", None)
+        return str(ask(device)) if ask is not None else self.type
+
+    # ---- queues ----------------------------------------------------------------------------------------------------------
+
+    def select(self, device: torch.device) -> None:
+        """Make it the current device of this thread."""
+        if self.asynchronous:
+            torch.accelerator.set_device_index(device)
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait on the host until the device has done all that was issued to it."""
+        if self.asynchronous:
+            torch.accelerator.synchronize(device)
+
+    def event(self, device: torch.device, *, timing: bool = False) -> torch.Event:
+        """A new event, recorded in the device's current stream; two with ``timing`` give the milliseconds between them."""
+        made = torch.Event(device=device, enable_timing=timing)
+        made.record()
+        return made
+
+    def stream(self, device: torch.device, *, urgent: bool = False) -> torch.Stream:
+        """A new queue of the device; what is in an ``urgent`` one is taken up first.  ``with stream:`` makes it the current one."""
+        return torch.Stream(device, priority=-1 if urgent else 0)
+
+    # ---- memory ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def pins(self) -> bool:
+        """Whether copies from page-locked host memory run while the host goes on."""
+        return self.asynchronous and self.type != "mps"  # MPS shares the host's memory
+
+    def free_and_total(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of the device that nobody has taken, and all of them, as the driver says."""
+        module = self._module
+        if hasattr(module, "mem_get_info"):
+            free, total = module.mem_get_info(device)
+        elif self.type == "mps":  # shares the host's memory: the system says how much of it is for the device
+            total = module.recommended_max_memory()
+            free = total - module.driver_allocated_memory()
+        else:
+            free, total = torch.accelerator.get_memory_info(device)
+        return int(free), int(total)
+
+    def allocated(self, device: torch.device) -> int:
+        """Bytes of live tensors of this process."""
+        return int(self._module.current_allocated_memory() if self.type == "mps" else torch.accelerator.memory_allocated(device))
+
+    def most_allocated(self, device: torch.device) -> int:
+        """The most bytes of live tensors since :meth:`reset_peak`; of MPS, which keeps no record, those now."""
+        return self.allocated(device) if self.type == "mps" else int(torch.accelerator.max_memory_allocated(device))
+
+    def reserved(self, device: torch.device) -> int:
+        """Bytes that this process's allocator has taken from the device."""
+        return int(self._module.driver_allocated_memory() if self.type == "mps" else torch.accelerator.memory_reserved(device))
+
+    def reset_peak(self, device: torch.device) -> None:
+        """Begin a new record for :meth:`most_allocated`."""
+        if self.type != "mps":
+            torch.accelerator.reset_peak_memory_stats(device)
+
+    # ---- processes -------------------------------------------------------------------------------------------------------
+
+    @property
+    def tf32(self) -> bool:
+        """Whether torch may compute products of float32 matrices with TF32, as it is set now."""
+        return self.type == CUDA and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+    @contextmanager
+    def forked_generator(self) -> Iterator[None]:
+        """Put torch's generators back at the end: the CPU's and that of the current device, so that no other device is started."""
+        started = self.asynchronous and getattr(self._module, "is_initialized", bool)()
+        devices = [torch.accelerator.current_device_index()] if started else []
+        with torch.random.fork_rng(devices=devices, device_type=self.type if started else CUDA):
+            yield
+
+    def prepare(self, environment: dict[str, str] | os._Environ[str]) -> None:
+        """Put into an environment what helps a process on such a device, where the user has not said otherwise; before the device starts."""
+        for name, value in _ENVIRONMENT.get(self.type, {}).items():
+            environment.setdefault(name, value)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self.type)
