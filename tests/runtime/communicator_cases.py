@@ -453,7 +453,17 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
-STAGED = (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, messages_both_ways, barrier, waits_are_told, bad_arguments)
+STAGED = (
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    broadcast,
+    messages_both_ways,
+    barrier,
+    waits_are_told,
+    bad_arguments,
+)
 """Of these what a copy in between could spoil."""
 
 
