@@ -40,8 +40,7 @@ class Background:
         patience = timedelta(seconds=PATIENCE)
         if not dist.is_initialized():  # training goes through shared memory
             met = rendezvous("background", START_TIMEOUT)
-            count = met.store.add(f"made/{met.rank}", 1)  # a second one must not meet the first one's addresses
-            store = PrefixStore(f"torch/{count}", met.store)
+            store = PrefixStore("torch", met.store)
             dist.init_process_group("gloo", store=store, rank=met.rank, world_size=met.size, timeout=patience)
             self._owns_default = True
         self._group = dist.new_group(backend="gloo", timeout=patience)
