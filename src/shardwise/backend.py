@@ -22,6 +22,7 @@ Kind = Literal["cpu", "gpu"]
 
 CPU = "cpu"
 CUDA = "cuda"  # also of ROCm
+NCCL = "nccl"  # also RCCL
 _HOST = (CPU, "meta")
 
 # What a process on such a device should have in its environment before torch starts the device; a user's own value stays.
@@ -71,6 +72,12 @@ class Backend:
         None where torch knows of none, and for MPS: a machine has one device of it.
         """
         return None if self.type == "mps" else dist.Backend.default_device_backend_map.get(self.type)
+
+    def urgent_group(self) -> Any:
+        """Options of one new process group, whose operations are taken up before what computes; None where there are none to choose."""
+        if self.transport != NCCL or not dist.is_nccl_available():
+            return None
+        return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
     @property
     def count(self) -> int:

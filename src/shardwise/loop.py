@@ -21,6 +21,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.runtime.communicator import host_sum
 from shardwise.trainer import Trainer
 
 HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that do not change what they compute
@@ -249,9 +250,7 @@ def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
     for name in sorted(batch):
         word = zlib.crc32(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), word)
     word %= 1 << 20  # so that the sums below stay inside of 64 bits
-    sums = torch.tensor([word, word * word], device=trainer.comm.device)
-    trainer.comm.all_reduce(sums, trainer.plan.mesh.names, what="the comparison of the batch").wait()
-    total, squares = sums.tolist()
+    total, squares = host_sum(trainer.comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
     if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
         raise ConfigError(
             "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."

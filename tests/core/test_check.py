@@ -466,24 +466,26 @@ def test_every_rank_needs_one_program() -> None:
 Graph = dict[tuple[str, int, int], list[tuple[str, int, int]]]
 
 
-def order_graph(programs: dict[int, Program], mesh: Mesh) -> Graph:
-    """What has to happen before what, for all ranks: the rules as edges."""
+def order_graph(programs: dict[int, Program], mesh: Mesh, made: bool) -> Graph:
+    """What has to happen before what, for all ranks: the rules as edges.  ``made``: communicators are there before the step."""
     graph: Graph = defaultdict(list)
     meetings: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, program in programs.items():
-        last: dict[Lane, int] = {}
+        last: dict[tuple[object, ...], int] = {}
         seen: Counter[tuple[object, ...]] = Counter()
         for i, instruction in enumerate(program.instructions):
+            graph["come", rank, i] += [("issue", rank, i)]
             graph["issue", rank, i] += [("start", rank, i)]
             graph["start", rank, i] += [("end", rank, i)]
             if i + 1 < len(program.instructions):
                 blocking = "end" if instruction.lane is Lane.COMPUTE else "issue"
-                graph[blocking, rank, i] += [("issue", rank, i + 1)]
+                graph[blocking, rank, i] += [("come", rank, i + 1)]
             for wait in instruction.waits:
-                graph["end", rank, wait] += [("issue", rank, i)]
-            if instruction.queue in last:
-                graph["end", rank, last[instruction.queue]] += [("start", rank, i)]
-            last[instruction.queue] = i
+                graph["end", rank, wait] += [("come", rank, i)]
+            turn = instruction.lane, instruction.peer
+            if turn in last:
+                graph["end", rank, last[turn]] += [("start", rank, i)]
+            last[turn] = i
             key: tuple[object, ...] = ()
             if instruction.axes:
                 key = (instruction.axes, mesh.group(rank, instruction.axes), instruction.lane)
@@ -493,16 +495,18 @@ def order_graph(programs: dict[int, Program], mesh: Mesh) -> Graph:
             if key:
                 meetings[(*key, "message" if instruction.peer else "", seen[key])].append((rank, i))
                 seen[key] += 1
-    for members in meetings.values():
+    for key, members in meetings.items():
         for a, b in product(members, members):
             graph["start", *a] += [("end", *b)]
+            if not made and not key[-1]:
+                graph["come", *a] += [("issue", *b)]
     return graph
 
 
-def problem_of(programs: list[Program], mesh: Mesh) -> str:
+def problem_of(programs: list[Program], mesh: Mesh, made: bool = True) -> str:
     """What `check` finds wrong, or nothing."""
     try:
-        check(programs, mesh)
+        check(programs, mesh, None if made else ())
     except ProgramError as error:
         return str(error)
     return ""
@@ -554,17 +558,19 @@ def random_programs(rng: random.Random, mesh: Mesh) -> list[Program]:
 
 def test_deadlocks_agree_with_a_graph_of_all_ranks() -> None:
     rng = random.Random(7)
-    verdicts: Counter[bool] = Counter()
+    verdicts: Counter[tuple[bool, bool]] = Counter()
     for _ in range(400):
         mesh = Mesh.of(dp=rng.randint(1, 3), pp=rng.randint(1, 3))
         programs = random_programs(rng, mesh)
         of_rank = {rank: programs[mesh.coordinates(rank)["pp"]] for rank in range(mesh.size)}
-        expected = has_cycle(order_graph(of_rank, mesh))
-        problem = problem_of(programs, mesh)
-        assert problem.startswith("deadlock") == expected, "\n".join(program.text() for program in programs)
-        assert bool(problem) == expected
-        verdicts[expected] += 1
-    assert min(verdicts.values()) > 60, verdicts
+        expected = [has_cycle(order_graph(of_rank, mesh, made)) for made in (True, False)]
+        for made in (True, False):
+            problem = problem_of(programs, mesh, made)
+            assert problem.startswith("deadlock") == expected[not made], "\n".join(program.text() for program in programs)
+            assert bool(problem) == expected[not made]
+        verdicts[expected[0], expected[1]] += 1
+    assert verdicts[True, False] == 0
+    assert min(verdicts[True, True], verdicts[False, True], verdicts[False, False]) > 30, verdicts
 
 
 def conflict(program: Program) -> bool:
@@ -593,6 +599,7 @@ def test_races_agree_with_the_closure_of_the_order() -> None:
             Instruction(
                 Op.FORWARD,
                 lane=rng.choice([Lane.COMPUTE, Lane.REDUCE, Lane.GATHER]),
+                axes=rng.choice([(), ("dp",), ("tp",)]),
                 reads=tuple(buffer for buffer in buffers if rng.random() < 0.15),
                 writes=tuple(buffer for buffer in buffers if rng.random() < 0.1),
                 waits=tuple(j for j in range(i) if rng.random() < 0.3),

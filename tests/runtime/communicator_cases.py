@@ -19,16 +19,19 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator
+from shardwise.runtime.staged import StagedCommunicator
 from shardwise.runtime.threads import ThreadCommunicator
 
 Case = Callable[[BaseCommunicator], None]
@@ -36,6 +39,7 @@ Case = Callable[[BaseCommunicator], None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (1, 2, 3, 65, 1009, 4099)
 TIMEOUT = 2.0  # seconds, in the runs that fail
+BACKENDS = ("shared", "gloo", "staged")
 LANES = ("compute", "gather", "reduce", "host", "other")
 
 
@@ -278,7 +282,6 @@ def messages_both_ways(c: BaseCommunicator) -> None:
 def many_outstanding(c: BaseCommunicator) -> None:
     """Lanes are independent: every rank posts and waits in an order of its own; a lane keeps its order."""
     axes = c.mesh.names
-    c.prepare([(axes, lane) for lane in LANES])
     choice = random.Random(c.rank)
     pending, counts = [], dict.fromkeys(LANES, 0)
     while any(count < 40 for count in counts.values()):
@@ -312,7 +315,6 @@ def a_long_queue(c: BaseCommunicator) -> None:
 def subgroups_side_by_side(c: BaseCommunicator) -> None:
     """Pending operations on several groups of a mesh at once."""
     every = [(axes, lane) for axes in axes_of(c) for lane in ("compute", "reduce")]
-    c.prepare(every)
     posted = []
     for i, (axes, lane) in enumerate(every * 3):
         x = c.allocate(777, torch.float64)
@@ -451,6 +453,20 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+STAGED = (
+    all_reduce,
+    all_gather,
+    reduce_scatter,
+    all_to_all,
+    broadcast,
+    messages_both_ways,
+    barrier,
+    waits_are_told,
+    bad_arguments,
+)
+"""Of these what a copy in between could spoil."""
+
+
 def parse_mesh(text: str) -> Mesh:
     return Mesh.of(**{name: int(size) for name, size in (word.split("=") for word in text.split(","))})
 
@@ -458,14 +474,23 @@ def parse_mesh(text: str) -> Mesh:
 def connect(backend: str, mesh: Mesh, timeout: float) -> BaseCommunicator:
     if backend == "shared":
         return SharedMemoryCommunicator.from_environment(mesh, timeout)
-    return DistributedCommunicator.from_environment(mesh, torch.device("cpu"), timeout)
+    gloo = DistributedCommunicator.from_environment(mesh, torch.device("cpu"), timeout)
+    return StagedCommunicator(gloo, torch.device("cpu")) if backend == "staged" else gloo
+
+
+def prepare(c: BaseCommunicator) -> None:
+    """All that the cases use."""
+    lanes = (*LANES, CONTROL)
+    pairs = [Members((a, b), channel, True) for a, b in permutations(range(c.mesh.size), 2) for channel in CHANNELS]
+    c.prepare([*(one for axes in axes_of(c) for lane in lanes for one in groups(c.mesh, axes, lane)), *pairs])
 
 
 def conformance(mesh: Mesh) -> None:
-    for backend in ("shared", "gloo"):
+    for backend in BACKENDS:
         c = connect(backend, mesh, 30.0)
+        prepare(c)
         results = {}
-        for name, case in CASES.items():
+        for name, case in (CASES if backend != "staged" else {one.__name__: one for one in STAGED}).items():
             try:
                 case(c)
                 results[name] = ""
@@ -480,6 +505,7 @@ def conformance(mesh: Mesh) -> None:
 def lose_a_rank(how: str, backend: str, mesh: Mesh) -> None:
     """All meet, then rank 1 stays away or dies; the others report what they raise, and after how long."""
     c = connect(backend, mesh, TIMEOUT)
+    prepare(c)
     x = torch.ones(1000)
     c.all_reduce(x, c.mesh.names, what="warm up").wait()
     if c.rank == 1 and how == "killed":

@@ -79,7 +79,10 @@ def test_processes(mesh: str) -> None:
     for rank, process in enumerate(ended):
         assert process.code == 0, process.errors
         results = {backend: found for line in process.lines() for backend, found in line.items()}
-        problems = {(b, case): results[b].get(case, "not reached") for b in ("shared", "gloo") for case in cases.CASES}
+        wanted = [(b, case) for b in cases.BACKENDS[:2] for case in cases.CASES] + [
+            ("staged", one.__name__) for one in cases.STAGED
+        ]
+        problems = {(b, case): results[b].get(case, "not reached") for b, case in wanted}
         assert not any(problems.values()), (rank, {key: problem for key, problem in problems.items() if problem})
 
 

@@ -4,14 +4,16 @@ What is assumed of a backend:
 
 * The interpreter issues the instructions of a rank in order.  It blocks on ``waits`` before it issues, and
   on the compute lane until the instruction is done.
+* It blocks before the first use of a communicator that was not made beforehand, until all members have come to their first use of it.
+  So does the start of NCCL's communicators, those for messages between two ranks included.
 * Each other lane runs what was issued to it in order, one at a time; messages only if they are with the same peer
   and both of buckets, or neither.
 * A SEND and its RECEIVE are done only when both have started; a collective, when all members have.
   Nothing is buffered: a program that needs small messages to be buffered is wrong.
 
-What is assumed to be *ordered* is less: on another backend compute is asynchronous too, so an access
-happens before another only if they are on one lane (and with one peer) in that order, or ``waits`` lead from the second to the
-first.
+What is assumed to be *ordered* is less: on another backend compute is asynchronous too, and communicators have queues of their own.  So
+an access happens before another only if they are on one lane and of one communicator, in that order, or ``waits`` lead from the second
+to the first.
 
 All of this is deterministic, whatever the timing: one simulation decides.  Ranks of one class run the same
 program, so one rank for each class is simulated: a deadlock of the classes is one of the ranks.
@@ -19,22 +21,18 @@ program, so one rank for each class is simulated: a deadlock of the classes is o
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from shardwise.core.communicators import Members, communicators, groups, pair_of
+from shardwise.core.deadlocks import Event, Position, Simulation, describe
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.program import Program, class_of
 from shardwise.core.repeat import unrepeatable
-
-Position = tuple[int, int]
-"""An instruction: the class that runs it and its position in the program."""
-
-Event = tuple[Position, ...]
-"""The instructions that only complete together."""
 
 _Channel = tuple[list[Position], list[Position]]
 """What is sent and what is received between two ranks, each in the order of issue."""
@@ -44,8 +42,10 @@ class ProgramError(ShardwiseError):
     """Programs race, deadlock or do not fit together; the message names the instructions."""
 
 
-def check(programs: Sequence[Program], mesh: Mesh) -> None:
+def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | None = None) -> None:
     """Check the ``programs`` of all classes of ranks of ``mesh`` together.
+
+    ``made`` are the communicators that exist before the first step; by default all that the programs need.
 
     Time and memory are linear in the number of instructions of all classes.
 
@@ -59,9 +59,15 @@ def check(programs: Sequence[Program], mesh: Mesh) -> None:
     for program in {id(program): program for program in classes}.values():
         _check_races(program)
     collectives, messages = _collectives(classes, mesh), _messages(classes, mesh)
-    for (number, position), why in unrepeatable(classes, collectives, messages):
-        raise ProgramError(f"{_describe(classes[number], position)} {why}")
-    _Simulation(classes, collectives + messages).run()
+    flat = [[event for one in each.values() for event in one] for each in (collectives, messages)]
+    for (number, position), why in unrepeatable(classes, *flat):
+        raise ProgramError(f"{describe(classes[number], position)} {why}")
+    needed = [*collectives.values(), *messages.values()]
+    known = frozenset(communicators(programs, mesh) if made is None else made)
+    ranks = [mesh.rank(dict(place)) for place in mesh.classes(_fixed(classes))]
+    starts = [each[0] for each in needed if not _is_made(classes, ranks, mesh, each[0][0], known)]
+    if problem := Simulation(classes, flat[0] + flat[1], starts).run():
+        raise ProgramError(problem)
 
 
 def _classes(programs: Sequence[Program], mesh: Mesh) -> list[Program]:
@@ -86,10 +92,6 @@ def _classes(programs: Sequence[Program], mesh: Mesh) -> list[Program]:
 def _fixed(programs: Sequence[Program]) -> tuple[str, ...]:
     """The axes that any of the programs fixes."""
     return tuple({axis: None for program in programs for axis, _ in program.coordinates})
-
-
-def _describe(program: Program, position: int) -> str:
-    return f"{program.name} [{position}] {program.instructions[position]}"
 
 
 # Races
@@ -120,7 +122,7 @@ def _check_races(program: Program) -> None:
         known = latest[lane]
         for wait in instruction.waits:
             if not 0 <= wait < position:
-                raise ProgramError(f"{_describe(program, position)} waits for {wait}: no earlier instruction")
+                raise ProgramError(f"{describe(program, position)} waits for {wait}: no earlier instruction")
             known = tuple(map(max, known, clocks[wait]))
         clock = (*known[:lane], position, *known[lane + 1 :])
         clocks.append(clock)
@@ -129,7 +131,7 @@ def _check_races(program: Program) -> None:
             held = accesses[buffer]
             if buffer in freed:
                 raise ProgramError(
-                    f"{_describe(program, position)} reads {buffer}, which {_describe(program, freed[buffer])} has freed"
+                    f"{describe(program, position)} reads {buffer}, which {describe(program, freed[buffer])} has freed"
                 )
             if held.write and clock[held.write[0]] < held.write[1]:
                 raise _race(program, "read-after-write", buffer, held.write[1], position)
@@ -154,16 +156,16 @@ def _check_races(program: Program) -> None:
 def _race(program: Program, kind: str, buffer: Buffer, first: int, second: int) -> ProgramError:
     lanes = [program.instructions[position].lane for position in (first, second)]
     return ProgramError(
-        f"{kind} race on {buffer}: {_describe(program, second)} (lane {lanes[1]}) does not wait for "
-        f"{_describe(program, first)} (lane {lanes[0]})"
+        f"{kind} race on {buffer}: {describe(program, second)} (lane {lanes[1]}) does not wait for "
+        f"{describe(program, first)} (lane {lanes[0]})"
     )
 
 
 # Which instructions belong together
 
 
-def _collectives(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
-    """The collectives, each with one member for each class in its group."""
+def _collectives(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Event]]:
+    """The collectives of each communicator in the order of issue, each with one member for each class in its group."""
     places = mesh.classes(_fixed(classes))
     issued: dict[tuple[object, ...], dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -178,14 +180,27 @@ def _collectives(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
                 known[number, axes] = (axes, rest)
                 groups[axes, rest] = [n for n, place in enumerate(places) if set(rest) <= set(place)]
             issued[*known[number, axes], instruction.lane][number].append(position)
-    found: list[Event] = []
+    found: dict[object, list[Event]] = {}
     for key, sequences in issued.items():
         members = groups[key[:2]]
         for member in members[1:]:
             _check_same_order(classes, members[0], sequences[members[0]], member, sequences[member])
         rows = zip(*(sequences[member] for member in members), strict=True)
-        found += [tuple(zip(members, row, strict=True)) for row in rows]
+        found[key] = [tuple(zip(members, row, strict=True)) for row in rows]
     return found
+
+
+def _is_made(
+    classes: Sequence[Program], ranks: Sequence[int], mesh: Mesh, first: Position, made: frozenset[Members]
+) -> bool:  # fmt: skip
+    """Whether the communicator of an instruction is there already; ``ranks`` has one of each class.  That of a unit is its own affair: it
+    blocks the compute lane anyway."""
+    number, position = first
+    one, rank = classes[number].instructions[position], ranks[number]
+    if one.lane is Lane.COMPUTE:
+        return True
+    needed = [pair_of(mesh, rank, one)] if one.peer is not None else groups(mesh, one.axes, str(one.lane), (rank,))
+    return made.issuperset(needed)
 
 
 def _label(instruction: Instruction) -> tuple[object, ...]:
@@ -203,18 +218,19 @@ def _check_same_order(classes: Sequence[Program], a: int, ours: list[int], b: in
         if one != other:
             raise ProgramError(
                 f"mismatched collectives: as number {k} of their communicator, "
-                f"{_describe(classes[a], ours[k])} meets {_describe(classes[b], theirs[k])}"
+                f"{describe(classes[a], ours[k])} meets {describe(classes[b], theirs[k])}"
             )
     longer, shorter = (a, b) if len(ours) > len(theirs) else (b, a)
     position = max(ours, theirs, key=len)[min(len(ours), len(theirs))]
     raise ProgramError(
-        f"mismatched collectives: {_describe(classes[longer], position)} "
+        f"mismatched collectives: {describe(classes[longer], position)} "
         f"on lane {classes[longer].instructions[position].lane} is not joined by {classes[shorter].name}"
     )
 
 
-def _messages(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
-    """The pairs of a SEND and its RECEIVE: those between two ranks match in the order of issue, gradients of buckets apart.
+def _messages(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Event]]:
+    """The pairs of a SEND and its RECEIVE, by communicator: those from one rank to another match in the order of issue, gradients of
+    buckets apart.
 
     Offsets wrap around; on an axis that does not tell classes apart, the other side is another rank of the
     same class.
@@ -233,20 +249,21 @@ def _messages(classes: Sequence[Program], mesh: Mesh) -> list[Event]:
             kind = instruction.bucket >= 0
             channel = (number, axis, step, kind) if sends else (numbers[there], axis, -step % size, kind)
             channels[channel][0 if sends else 1].append((number, position))
-    found: list[Event] = []
-    for sent, received in channels.values():
+    found: dict[object, list[Event]] = {}
+    for key, (sent, received) in channels.items():
+        found[key] = []
         _check_one_lane(classes, sent)
         _check_one_lane(classes, received)
         for out, into in zip(sent, received, strict=False):
             ours, theirs = (classes[number].instructions[position] for number, position in (out, into))
             if _label(ours)[1:] != _label(theirs)[1:]:
-                names = [_describe(classes[number], position) for number, position in (out, into)]
+                names = [describe(classes[number], position) for number, position in (out, into)]
                 raise ProgramError(f"mismatched messages: {names[0]} arrives at {names[1]}")
-            found.append((out, into))
+            found[key].append((out, into))
         if len(sent) != len(received):
             number, position = max(sent, received, key=len)[min(len(sent), len(received))]
             verb = "received" if len(sent) > len(received) else "sent"
-            raise ProgramError(f"{_describe(classes[number], position)} is never {verb} by its peer")
+            raise ProgramError(f"{describe(classes[number], position)} is never {verb} by its peer")
     return found
 
 
@@ -256,8 +273,8 @@ def _check_one_lane(classes: Sequence[Program], messages: Sequence[Position]) ->
         program = classes[number]
         if program.instructions[first].queue != program.instructions[second].queue:
             raise ProgramError(
-                f"{_describe(program, second)} is on lane {program.instructions[second].lane}, and "
-                f"{_describe(program, first)}, with the same peer, on {program.instructions[first].lane}"
+                f"{describe(program, second)} is on lane {program.instructions[second].lane}, and "
+                f"{describe(program, first)}, with the same peer, on {program.instructions[first].lane}"
             )
 
 
@@ -265,118 +282,11 @@ def _peer(program: Program, position: int, mesh: Mesh) -> tuple[str, int]:
     """The peer of a message as (axis, offset), the offset taken into 1 … size-1."""
     instruction = program.instructions[position]
     if instruction.op not in (Op.SEND, Op.RECEIVE) or instruction.peer is None or instruction.axes:
-        name = _describe(program, position)
+        name = describe(program, position)
         raise ProgramError(f"{name}: a SEND or RECEIVE has a peer and no axes, and nothing else has a peer")
     axis, offset = instruction.peer
     step = offset % mesh.axis_size(axis)
     if not step:
         size = mesh.axis_size(axis)
-        raise ProgramError(f"{_describe(program, position)} has itself for a peer: {axis} has size {size}")
+        raise ProgramError(f"{describe(program, position)} has itself for a peer: {axis} has size {size}")
     return axis, step
-
-
-# Deadlocks
-
-
-class _Simulation:
-    """One step of all classes: every instruction runs as soon as the rules allow, until nothing more can."""
-
-    def __init__(self, classes: Sequence[Program], events: Sequence[Event]) -> None:
-        self.classes = classes
-        self.events = events
-        self.event = [[-1] * len(program.instructions) for program in classes]
-        for number, event in enumerate(events):
-            for member, position in event:
-                self.event[member][position] = number
-        self.missing = [len(event) for event in events]  # the members that have not started
-        self.done = [bytearray(len(program.instructions)) for program in classes]
-        self.next = [0] * len(classes)  # the instruction that each interpreter is at
-        self.blocker = [-1] * len(classes)  # what each interpreter is blocked on
-        self.queues: list[dict[object, deque[int]]] = [
-            {one.queue: deque() for one in program.instructions} for program in classes
-        ]
-        self.runnable = list(range(len(classes)))
-
-    def run(self) -> None:
-        """Run to the end, or raise ProgramError naming a circle of instructions that wait for each other."""
-        while self.runnable:
-            self._interpret(self.runnable.pop())
-        for number, done in enumerate(self.done):
-            if not all(done):
-                raise ProgramError(self._explain((number, done.index(0))))
-
-    def _interpret(self, number: int) -> None:
-        """Issue the instructions of a class until its interpreter blocks."""
-        instructions, done, queues = self.classes[number].instructions, self.done[number], self.queues[number]
-        self.blocker[number] = -1
-        for position in range(self.next[number], len(instructions)):
-            instruction = instructions[position]
-            self.next[number] = position
-            for wait in instruction.waits:
-                if not done[wait]:
-                    self.blocker[number] = wait
-                    return
-            queue = queues[instruction.queue]
-            if instruction.lane is not Lane.COMPUTE:
-                queue.append(position)
-                if len(queue) == 1:
-                    self._start(number, position)
-            elif not done[position]:
-                queue.append(position)
-                self._start(number, position)
-                if not done[position]:
-                    self.blocker[number] = position
-                    return
-        self.next[number] = len(instructions)
-
-    def _start(self, number: int, position: int) -> None:
-        """Start an instruction, complete what only lacked this, and start what is next on those lanes."""
-        started = [(number, position)]
-        while started:
-            member = started.pop()
-            event = self.event[member[0]][member[1]]
-            if event >= 0:
-                self.missing[event] -= 1
-                if self.missing[event]:
-                    continue
-            for number, position in self.events[event] if event >= 0 else (member,):
-                self.done[number][position] = 1
-                queue = self.queues[number][self.classes[number].instructions[position].queue]
-                queue.popleft()
-                if queue:
-                    started.append((number, queue[0]))
-                if self.blocker[number] == position:
-                    self.blocker[number] = -1
-                    self.runnable.append(number)
-
-    def _explain(self, stuck: Position) -> str:
-        """Follow the causes from one stuck instruction until they come round."""
-        chain: list[Position] = []
-        reasons: list[str] = []
-        while stuck not in chain:
-            chain.append(stuck)
-            reason, stuck = self._cause(stuck)
-            reasons.append(reason)
-        first = chain.index(stuck)
-        lines = [
-            f"  {_describe(self.classes[number], position)}: {reason}"
-            for (number, position), reason in zip(chain[first:], reasons[first:], strict=True)
-        ]
-        return "deadlock, each waits for the next and the last for the first:\n" + "\n".join(lines)
-
-    def _cause(self, stuck: Position) -> tuple[str, Position]:
-        """Why an instruction is not done, and the other instruction that has to happen first."""
-        number, position = stuck
-        one = self.classes[number].instructions[position]
-        queue = self.queues[number][one.queue]
-        if position not in queue:
-            return "is issued only after", (number, self.blocker[number])
-        if queue[0] != position:
-            return f"is behind on lane {one.lane}", (number, queue[0])
-        members = self.events[self.event[number][position]]
-        return "has started and needs its other side", next(m for m in members if not self._has_started(m))
-
-    def _has_started(self, member: Position) -> bool:
-        number, position = member
-        queue = self.queues[number][self.classes[number].instructions[position].queue]
-        return bool(queue) and queue[0] == position

@@ -76,7 +76,7 @@ class Buffer:
         return text + (f"@v{self.version}" if self.version else "")
 
 
-Queue = tuple[Lane, tuple[str, int] | None, bool]
+Queue = tuple[Lane, tuple[str, ...], tuple[str, int] | None, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,10 @@ class Instruction:
 
     @property
     def queue(self) -> Queue:
-        """What it is done in the order of: its lane, and of messages also the peer and whether they are gradients of a bucket, for those
-        to others, and of the other kind, do not wait for each other."""
-        return self.lane, self.peer, self.peer is not None and self.bucket >= 0
+        """What it is done in the order of: its lane, and what communicates its communicator.  That of a collective has its axes; that of
+        messages the peer, and whether they are gradients of a bucket.  Different ones do not wait for each other."""
+        axes = self.axes if self.lane is not Lane.COMPUTE else ()
+        return self.lane, axes, self.peer, self.peer is not None and self.bucket >= 0
 
     def __str__(self) -> str:
         words = [str(self.op)]

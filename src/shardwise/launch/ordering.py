@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from shardwise.backend import Backend
 from shardwise.config import Config, build_optimizer
+from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Task, Timetable, read, written
@@ -181,8 +183,11 @@ def _seconds(recorded: RankStep) -> dict[tuple[int, str], list[float]]:
 
 def _transfers(comm: Communicator, nbytes: int) -> Iterator[float]:
     """Half of the seconds to the next rank of the pipeline and back, some times; the ranks take turns."""
-    ranks = comm.mesh.group(comm.rank, PIPELINE)
+    mesh, ranks = comm.mesh, comm.mesh.group(comm.rank, PIPELINE)
     me = ranks.index(comm.rank)
+    pipelines = [one.ranks for one in groups(mesh, PIPELINE, CONTROL)]
+    ways = [way for line in pipelines for way in pairwise(line)]
+    comm.prepare(Members(way, CHANNELS[0], True) for a, b in ways for way in ((a, b), (b, a)))
     x = torch.zeros(max(1, nbytes), dtype=torch.uint8, device=comm.device)
 
     def wait(handle: Any) -> None:

@@ -18,7 +18,7 @@ from shardwise.estimate.devices import here
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import role
 from shardwise.parallel.tensor import across_hosts
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.initial_values import Values
@@ -93,6 +93,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     if unordered(config):
         progress.phase("measuring the units of the pipeline")
         settle(forecast, comm, data.train)
+    progress.phase("starting the engine and its communicators")
     trainer = Trainer(
         forecast.compiled, build_optimizer(config), forecast.plan, example, clip_norm=config.train.clip_norm or None,
         seed=config.train.seed, loss_scale=build_loss_scale(config), comm=comm, progress=progress.instruction,
@@ -106,11 +107,11 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecas
     """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
-    told = torch.zeros(3, comm.mesh.size, dtype=torch.float64, device=comm.device)
+    told = torch.zeros(3, comm.mesh.size, dtype=torch.float64)
     told[0, comm.rank], told[1, comm.rank] = budget_of(config, device), host.budget
     if comm.rank == 0 and (before := _before(Path(config.train.run_dir))) is not None:
         told[2, 0] = before + 1
-    comm.all_reduce(told, comm.mesh.names, what="the memory of all ranks").wait()
+    host_sum(comm, told, "the memory of all ranks")
     before = int(told[2, 0]) - 1 if told[2, 0] else None
     found = Forecast.of(config, compiled, device, int(told[0].min()), comm.shares_memory, before)
     per_host = compiled.per_host or comm.mesh.size
@@ -142,8 +143,7 @@ def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator)
         return None
     choice = choose_matmul(typical_shapes(module, rows))
     refused = torch.tensor([float(choice.precision == SAFE)])
-    comm.all_reduce(refused, plan.mesh.names, what="the choice of float32 kernels").wait()
-    if bool(refused.any()):
+    if bool(host_sum(comm, refused, "the choice of float32 kernels").any()):
         choice = MatmulChoice(SAFE, choice.fast_error, choice.safe_error)
     torch.set_float32_matmul_precision(choice.precision)
     return choice

@@ -46,6 +46,7 @@ def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator]
     """A runner of this rank alone, which gets the last parameters of the others: they must agree."""
     import torch
 
+    from shardwise.core.communicators import CONTROL
     from shardwise.verify.verify import RankStep
 
     def run(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
@@ -54,7 +55,7 @@ def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator]
         last = [RankStep(math.nan, math.nan, {}, {}, {}) for _ in range(size)]
         for name, value in mine[-1].parameters.items():
             gathered = torch.empty(size * value.numel(), dtype=value.dtype)
-            comm.all_gather(gathered, value.contiguous(), comm.mesh.names, what=f"parameter {name}").wait()
+            comm.host.all_gather(gathered, value.contiguous(), comm.mesh.names, lane=CONTROL, what=f"parameter {name}").wait()
             for one, part in zip(last, gathered.view(size, -1), strict=True):
                 one.parameters[name] = part.view(value.shape)
         others = [[one] for index, one in enumerate(last) if index != comm.rank]

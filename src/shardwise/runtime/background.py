@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from shardwise.core.communicators import groups
 from shardwise.core.errors import ShardwiseError
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.rendezvous import rendezvous
@@ -16,6 +17,7 @@ from shardwise.runtime.threads import ThreadCommunicator
 
 PATIENCE = 1800.0  # seconds that ranks wait for each other: their disks may differ much in speed
 START_TIMEOUT = 300.0
+LANE = "background"
 
 
 class Background:
@@ -29,15 +31,16 @@ class Background:
         self._group: dist.ProcessGroup | None = None
         self._owns_default = False
         self._comm = comm
-        if self._size > 1 and not isinstance(comm, ThreadCommunicator):
+        if isinstance(comm, ThreadCommunicator):
+            comm.host.prepare(groups(comm.mesh, comm.mesh.names, LANE))
+        elif self._size > 1:
             self._connect()
 
     def _connect(self) -> None:
         patience = timedelta(seconds=PATIENCE)
         if not dist.is_initialized():  # training goes through shared memory
             met = rendezvous("background", START_TIMEOUT)
-            count = met.store.add(f"made/{met.rank}", 1)  # a second one must not meet the first one's addresses
-            store = PrefixStore(f"torch/{count}", met.store)
+            store = PrefixStore("torch", met.store)
             dist.init_process_group("gloo", store=store, rank=met.rank, world_size=met.size, timeout=patience)
             self._owns_default = True
         self._group = dist.new_group(backend="gloo", timeout=patience)
@@ -57,7 +60,7 @@ class Background:
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if isinstance(self._comm, ThreadCommunicator):
-            self._comm.all_gather(out, x, self._comm.mesh.names, lane="background", what="background").wait()
+            self._comm.host.all_gather(out, x, self._comm.mesh.names, lane=LANE, what="background").wait()
         elif self._group is not None:
             dist.all_gather(list(out.chunk(self._size)), x, group=self._group)
         else:
@@ -65,6 +68,6 @@ class Background:
 
     def close(self) -> None:
         """Leave the others; all ranks together."""
-        if self._group is not None and self._owns_default:
-            dist.destroy_process_group()
+        if self._group is not None and dist.is_initialized():
+            dist.destroy_process_group(None if self._owns_default else self._group)
         self._group = None

@@ -6,8 +6,11 @@ anything, and an input must not be written.
 
 Order: operations of one (axes, lane) run in the order in which they were posted, which must be the same on
 all members; different lanes are independent of each other.  Messages from one rank to another are matched
-in the order of posting, whatever their lane, in each of two CHANNELS. A send is complete only once its receive has been posted: some
+in the order of posting, whatever their lane, in each of two CHANNELS.  A send is complete only once its receive has been posted: some
 backends buffer small messages, so a program that relies on it hangs on the others.
+
+The first use of a communicator (of one group and lane, or of messages one way) may block the host until all its members have come to
+theirs.  So :meth:`Communicator.prepare` starts them beforehand, all ranks together; ``shardwise/core/communicators.py`` says which.
 
 Backends derive from :class:`BaseCommunicator`, which checks the arguments and resolves the group, so that a
 backend sees only flat, contiguous tensors of the right sizes and groups of at least two ranks.
@@ -18,11 +21,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
+from shardwise.core.communicators import CHANNELS, CONTROL, Members
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 
@@ -34,10 +40,6 @@ REDUCIBLE = frozenset({
     torch.float64, torch.float32, torch.float16, torch.bfloat16,
     torch.int64, torch.int32, torch.int8, torch.uint8,
 })  # fmt: skip
-
-
-CHANNELS = ("tensors", "gradients")
-"""Of messages: what units exchange, and what is exchanged once a batch."""
 
 
 class CommunicationError(ShardwiseError):
@@ -81,6 +83,13 @@ class Call:
     what: str
     channel: str = ""  # of a message
 
+    @property
+    def members(self) -> Members:
+        """The communicator that it belongs to."""
+        if self.kind in ("send", "receive"):
+            return Members(self.group.ranks, self.channel, True)
+        return Members(tuple(sorted(self.group.ranks)), self.lane)
+
     def __str__(self) -> str:
         name = f" of {self.what}" if self.what else ""
         over = f" over {','.join(self.group.axes)}" if self.group.axes else ""
@@ -117,6 +126,14 @@ class Communicator(Protocol):
     rank: int
     device: torch.device
     shares_memory: bool  # whether :meth:`common` gives memory to groups of more than one rank
+    first_use_blocks: bool  # whether all that is used must have been prepared
+
+    @property
+    def host(self) -> Communicator:
+        """A communicator of CPU tensors between the same ranks, for numbers that hosts have: it costs the devices nothing.
+
+        Over the whole mesh on lane :data:`CONTROL` it needs no preparing; by the thread that trains alone.
+        """
 
     def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
         """Replace ``x`` by its sum over the group, or put that in ``out``.  Complex numbers are summed as pairs of real
@@ -151,12 +168,10 @@ class Communicator(Protocol):
     def barrier(self, axes: Axes | None = None, what: str = "") -> None:
         """Return when all members (of the whole mesh by default) have called it."""
 
-    def prepare(self, groups: Iterable[tuple[Axes, str]]) -> None:
-        """Make the communicators for these (axes, lane) now.  All members must name those they share in the
-        same order.
+    def prepare(self, wanted: Iterable[Members]) -> None:
+        """Make and use once those of these communicators that are not there yet.
 
-        Without it each is made when first used, and then its first use must not be overtaken by that of
-        another on some rank.
+        All ranks call it together with the same in the same order, also those that they are no members of; nothing may be under way.
         """
 
     def progress(self) -> None:
@@ -186,6 +201,7 @@ class BaseCommunicator(ABC):
     methods."""
 
     shares_memory = False
+    first_use_blocks = False
 
     def __init__(
         self,
@@ -199,6 +215,15 @@ class BaseCommunicator(ABC):
             raise ShardwiseError(f"rank {rank} is not on a mesh of {mesh.size} ranks")
         self.mesh, self.rank, self.device, self.timeout, self.on_wait = mesh, rank, device, timeout, on_wait
         self._groups: dict[Axes, Group] = {}
+        self._prepared: set[Members] = set()
+
+    @cached_property
+    def host(self) -> BaseCommunicator:
+        return self if self.device.type == "cpu" else self._host()
+
+    def _host(self) -> BaseCommunicator:
+        """One like this for CPU tensors."""
+        return type(self)(self.mesh, self.rank, torch.device("cpu"), self.timeout, self.on_wait)
 
     def group(self, axes: Axes) -> Group:
         """The group of this rank over ``axes``; axes of size 1 are left out."""
@@ -256,12 +281,25 @@ class BaseCommunicator(ABC):
         return self._receive(call, _flat(x), from_rank) if x.numel() else Completed()
 
     def barrier(self, axes: Axes | None = None, what: str = "") -> None:
-        call = Call("barrier", self.group(self.mesh.names if axes is None else axes), "barrier", what)
+        call = Call("barrier", self.group(self.mesh.names if axes is None else axes), CONTROL, what)
         if call.group.size > 1:
+            Backend.of(self.device).synchronize(self.device)
             self._barrier(call)
 
-    def prepare(self, groups: Iterable[tuple[Axes, str]]) -> None:
-        return None
+    def prepare(self, wanted: Iterable[Members]) -> None:
+        new = [one for one in dict.fromkeys(wanted) if one not in self._prepared]
+        if new:
+            self._prepare(new)
+            self._prepared.update(new)
+
+    def _prepare(self, new: Sequence[Members]) -> None:
+        """Make them, in this order; a backend whose first use blocks nobody has nothing to do."""
+        return
+
+    def _unprepared(self, call: Call) -> CommunicationError:
+        """What is wrong with the use of a communicator that is not there."""
+        reason = f"its communicator ({call.members}) was not prepared, and to start it now could block ranks for ever"
+        return CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what)
 
     def progress(self) -> None:
         return None
@@ -329,6 +367,12 @@ class BaseCommunicator(ABC):
 
     @abstractmethod
     def _barrier(self, call: Call) -> None: ...
+
+
+def host_sum(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
+    """The sum over all ranks of ``numbers``, a tensor of the host's; no device takes part.  All ranks call it together."""
+    comm.host.all_reduce(numbers, comm.mesh.names, lane=CONTROL, what=what).wait()
+    return numbers
 
 
 def _real(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,21 +13,27 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.core.check import check
+from shardwise.core.communicators import Members, communicators
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Machine, Rates, rates
 from shardwise.lower.stages import Cut, Weights, weights_of
 from shardwise.lower.step import lower
-from shardwise.parallel.data import REPLICAS, SHARDS
+from shardwise.lower.versions import steady
+from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
+from shardwise.runtime.communicator import Axes
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
+from shardwise.trace.ops import Env
 from shardwise.trace.trace import Bucket, Captures, Parameter, Trace, trace
+from shardwise.trace.traffic import communicating_axes
 
 MASKS = ("attention_mask",)
 
@@ -211,6 +217,34 @@ class Compiled:
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
+
+    def communicators(self, traces: Sequence[Trace], batches: int = 1) -> tuple[Members, ...]:
+        """What the programs of a batch whose microbatches have these traces communicate through, and their units inside."""
+        each = {id(one): one for one in traces}.values()
+        return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, self._inside(each))
+
+    def first_communicators(self, more: Sequence[tuple[Axes, str]] = ()) -> tuple[Members, ...]:
+        """What training and evaluation are expected to communicate through, and groups for ``more`` pairs of axes and lane.
+
+        Evaluation is taken to be training without backward: it is captured when first needed, and may turn out to need more then.
+        """
+        one, plan = self.general, self.plan
+        programs = [*self.programs(one, plan.microbatches, steady(plan))]
+        if self.training:
+            programs += lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=False)
+        return communicators(programs, plan.mesh, [*self._inside([one]), *more])
+
+    def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
+        """Axes and lane of the collectives inside of units, and of those that count targets."""
+        mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
+        rows = tuple(axis for axis in batch_axes(self.plan) if mesh.axis_size(axis) > 1)
+        for one in traces:
+            env = Env(axes=rows, parts=mesh.axis_size(rows), tensor=mesh.places(0, tuple(one.tensor)))
+            graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
+            for graph in graphs:
+                axes = communicating_axes(graph, env) if graph is not None else ()
+                found |= dict.fromkeys((each, str(Lane.COMPUTE)) for each in axes)
+        return list(found)
 
     @staticmethod
     def _check_placed(one: Trace, buckets: Sequence[Bucket]) -> None:

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import BaseCommunicator, Call, Communicator, Handle, OnWait
-from shardwise.runtime.distributed import DistributedCommunicator
+from shardwise.runtime.communicator import BaseCommunicator, Call, Communicator, Handle, OnWait, host_sum
+from shardwise.runtime.distributed import HOSTS, DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator, available
+from shardwise.runtime.staged import StagedCommunicator
 
-Transport = Literal["auto", "gloo", "nccl", "shared"]
+AUTO, SHARED = "auto", "shared"
 
 
 def ranks_of_a_host(comm: Communicator) -> int:
     """The least number of ranks that torchrun started on one host, the same for all ranks, which call this together; without it all are on one."""
-    told = torch.zeros(comm.mesh.size, dtype=torch.float64, device=comm.device)
+    told = torch.zeros(comm.mesh.size, dtype=torch.float64)
     told[comm.rank] = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
-    comm.all_reduce(told, comm.mesh.names, what="the ranks of a host").wait()
-    return int(told.min())
+    return int(host_sum(comm, told, "the ranks of a host").min())
 
 
 class LoneCommunicator(BaseCommunicator):
@@ -61,17 +62,23 @@ def connect(
     mesh: Mesh,
     device: torch.device | None = None,
     *,
-    backend: Transport = "auto",
+    backend: str = AUTO,
     timeout: float = 300.0,
     on_wait: OnWait | None = None,
 ) -> BaseCommunicator:
     """Join the ranks of ``mesh``; under torchrun (or with its variables set) one process is one rank.
 
-    ``auto`` is NCCL between GPUs, shared memory between CPU ranks of one host, and gloo otherwise.
-    :class:`ConfigError` where the number of processes is not that of the mesh.
+    ``backend`` is "auto", "shared" (memory that the ranks of one host share), "gloo", or what torch has between devices of that type,
+    such as "nccl".  ``auto`` is the latter between GPUs, shared memory between CPU ranks of one host, and gloo otherwise.  Between GPUs
+    "gloo" and "shared" copy through the host's memory; then several ranks may have one device.  A default process group of
+    ``torch.distributed`` that exists already is used, and stays.
+
+    :class:`ConfigError`, before any rank is waited for, where the number of processes is not that of the mesh, or this torch, or this host,
+    cannot communicate so.
     """
     device = device or Backend.here().device()
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    met = dist.is_available() and dist.is_initialized()
+    processes = dist.get_world_size() if met else int(os.environ.get("WORLD_SIZE", "1"))
     if processes != mesh.size:
         raise ConfigError(
             f"mesh: {mesh.size} ranks on {mesh.shape}, but {processes} processes; start one process a rank with "
@@ -79,10 +86,41 @@ def connect(
         )
     if mesh.size == 1:
         return LoneCommunicator(mesh, 0, device, timeout, on_wait)
-    if backend == "auto":
-        one_host = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        shared = device.type == "cpu" and one_host and available(mesh) is None
-        backend = "shared" if shared else "auto"
-    if backend == "shared":
-        return SharedMemoryCommunicator.from_environment(mesh, timeout, on_wait)
-    return DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)
+    chosen = _chosen(mesh, device, backend, met)
+    on_device = Backend.of(device)
+    if chosen not in (SHARED, HOSTS):
+        return DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)
+    on_device.select(device)
+    inner: BaseCommunicator
+    if chosen == SHARED:
+        inner = SharedMemoryCommunicator.from_environment(mesh, timeout, on_wait)
+    else:
+        inner = DistributedCommunicator.from_environment(mesh, torch.device("cpu"), timeout, on_wait)
+    return StagedCommunicator(inner, device) if on_device.asynchronous else inner
+
+
+def _chosen(mesh: Mesh, device: torch.device, backend: str, met: bool) -> str:
+    """What to communicate through, if that is possible; ``met``: there is a process group already."""
+    own = Backend.of(device)
+    if backend == AUTO:
+        local = os.environ.get("LOCAL_WORLD_SIZE")
+        one_host = not met and local is not None and local == os.environ.get("WORLD_SIZE")
+        backend = SHARED if not own.asynchronous and one_host and available(mesh) is None else own.transport or ""
+    legal = tuple(dict.fromkeys((AUTO, SHARED, HOSTS, *([own.transport] if own.transport else []))))
+    if backend not in legal:
+        found = f'backend: "{backend}" is' if backend else "backend: torch has none, so it is"
+        raise ConfigError(f"{found} not possible between devices of type {device.type}; legal: {', '.join(legal[1:])}")
+    if backend == SHARED:
+        return backend
+    through = f'; connect(backend="{HOSTS}") would copy through the host\'s memory' if backend != HOSTS else ""
+    if not dist.is_available() or not dist.is_backend_available(backend):
+        raise ConfigError(
+            f'backend: torch {torch.__version__} is built without "{backend}", by which {mesh.size} ranks on devices of type {device.type} '
+            f"communicate; install a build of torch that has it, or use one rank{through}"
+        )
+    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), own.count
+    if backend != HOSTS and ranks > devices > 1:  # one device may be what a launcher lets each rank see
+        raise ConfigError(
+            f"backend: {ranks} ranks on this host and {devices} devices of type {device.type}; legal: one rank a device{through}"
+        )
+    return backend

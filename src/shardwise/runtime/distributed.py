@@ -1,10 +1,11 @@
-"""Communication through ``torch.distributed``: gloo between CPU ranks, NCCL between CUDA ranks."""
+"""Communication through ``torch.distributed``: gloo between CPU ranks, NCCL (or what torch has for them) between others."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import TypeAlias
@@ -15,11 +16,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.backend import Backend
+from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
-    CHANNELS,
-    Axes,
     BaseCommunicator,
     Call,
     CommunicationError,
@@ -35,6 +35,8 @@ from shardwise.runtime.rendezvous import rendezvous
 Start: TypeAlias = Callable[..., dist.Work | None]
 
 START_TIMEOUT = 300.0  # seconds for all processes to come up: imports may take long where many share a disk
+HOSTS = "gloo"  # between CPU tensors
+WARM = (64, 1 << 18, 1 << 23)  # elements of fp32: by size a backend chooses how ranks talk, and connects for that
 REPORT_TIME = 2.0  # seconds that a rank whose wait has failed gives the others to say that they are there too
 
 # torch 2.13 renamed the first two and warns at the old names.
@@ -44,14 +46,17 @@ _all_to_all_into: Start = dist.all_to_all_single
 
 
 class DistributedCommunicator(BaseCommunicator):
-    """One process per rank.  Each (axes, lane) has a process group of its own, so that lanes cannot block
-    each other.
+    """One process per rank.  Each communicator (a group and lane, or the messages from one rank to another in one channel) is a process
+    group of its own, so that they cannot block each other: NCCL does in order whatever is posted in one.
 
-    Making a group is itself a collective operation, and torch names groups by how many a process has made:
-    all ranks of the mesh must first use, or :meth:`prepare`, the same (axes, lane) in the same order.  With
-    gloo the time-out of a collective also counts from its post; with NCCL waits happen on the device, and
+    All of them are made by :meth:`prepare`; what was not prepared cannot be used.  Torch names a group by how many a process has asked
+    for, so each rank asks for all, as torch wants it, also for those that it is no member of.
+
+    With gloo the time-out of a collective also counts from its post; with NCCL waits happen on the device, and
     the time-out is that of torch's watchdog, which ends the process.
     """
+
+    first_use_blocks = True
 
     def __init__(
         self,
@@ -60,58 +65,125 @@ class DistributedCommunicator(BaseCommunicator):
         timeout: float = 300.0,
         on_wait: OnWait | None = None,
         store: Store | None = None,
+        everyone: dist.ProcessGroup | None = None,
     ) -> None:
-        """Use the default process group, which must exist.
+        """Beside the default process group, which must exist and is left alone; all ranks together.
 
-        ``store`` serves to tell which ranks are missing when a wait fails.
+        ``store`` serves to tell which ranks are missing when a wait fails; ``everyone`` is a process group of all ranks for CPU tensors, by
+        default a new one.
         """
         if dist.get_world_size() != mesh.size:
             raise ConfigError(f"mesh: {mesh.size} ranks on {mesh.shape}, but {dist.get_world_size()} processes.")
         super().__init__(mesh, dist.get_rank(), device, timeout, on_wait)
-        self._store = store
-        self._owns_default = False
-        self._process_groups: dict[tuple[tuple[int, ...], str], dist.ProcessGroup] = {}
+        self._store, self._owns_default = store, False
+        self._process_groups: dict[Members, dist.ProcessGroup] = {}
         self._posted: dict[tuple[tuple[int, ...], str], int] = {}
-        self._patience = timedelta(seconds=timeout)
-        # NCCL serialises what a pair of ranks exchanges in one group.  So there is one group per direction and channel,
-        # or a send that waits for its receive would block the receive that its peer waits for.
-        ways = [(channel, up) for channel in CHANNELS for up in (False, True)] if Backend.of(device).asynchronous else []
-        self._directions = {way: dist.new_group(timeout=self._patience) for way in ways}
+        self._patience, self._long = timedelta(seconds=timeout), timedelta(seconds=max(timeout, START_TIMEOUT))
+        self._made = everyone is None
+        self._everyone = dist.new_group(timeout=self._long, backend=HOSTS) if everyone is None else everyone
+        if not Backend.of(device).asynchronous:
+            control = groups(mesh, mesh.names, CONTROL)
+            self._process_groups |= dict.fromkeys(control, self._everyone)
+            self._prepared.update(control)
 
     @classmethod
     def from_environment(
         cls, mesh: Mesh, device: torch.device, timeout: float = 300.0, on_wait: OnWait | None = None
     ) -> DistributedCommunicator:
-        """Join the processes that torchrun's environment variables name; :meth:`close` leaves them again."""
+        """Join the processes that torchrun's environment variables name; :meth:`close` leaves them again.
+
+        Where there is a default process group already it is used, and stays.
+        """
+        backend = Backend.of(device)
+        backend.select(device)
+        if dist.is_initialized():
+            return cls(mesh, device, timeout, on_wait)
         met = rendezvous("distributed", max(timeout, START_TIMEOUT))
         choose_interfaces(met, os.environ)
-        Backend.of(device).select(device)
         dist.init_process_group(
-            Backend.of(device).transport,
+            f"cpu:{HOSTS},{backend.type}:{backend.transport}" if backend.asynchronous else HOSTS,
             store=PrefixStore("torch", met.store),
             rank=met.rank,
             world_size=met.size,
             timeout=timedelta(seconds=max(timeout, START_TIMEOUT)),
         )
-        communicator = cls(mesh, device, timeout, on_wait, met.store)
+        communicator = cls(mesh, device, timeout, on_wait, met.store, dist.group.WORLD)
         communicator._owns_default = True
         return communicator
 
-    def prepare(self, groups: Iterable[tuple[Axes, str]]) -> None:
-        for axes, lane in groups:
-            group = self.group(axes)
-            if group.size > 1:
-                self._process_group(group, lane)
+    def _host(self) -> DistributedCommunicator:
+        cpu = torch.device("cpu")
+        return DistributedCommunicator(self.mesh, cpu, self.timeout, self.on_wait, self._store, self._everyone)
 
     def close(self) -> None:
+        if self.host is not self:
+            self.host.close()
+        if not dist.is_initialized():
+            return
         if self._owns_default:
             self._owns_default = False
             dist.destroy_process_group()
         else:
-            for process_group in [*self._process_groups.values(), *self._directions.values()]:
+            own = [*self._process_groups.values(), self._everyone]
+            for process_group in dict.fromkeys(one for one in own if self._made or one is not self._everyone):
                 dist.destroy_process_group(process_group)
+        self._made = False
         self._process_groups.clear()
-        self._directions.clear()
+
+    # ---- starting communicators ----------------------------------------------------------------------------------------
+
+    def _prepare(self, new: Sequence[Members]) -> None:
+        self.host.barrier(what="the start of communicators")  # patient: the time-outs of what follows are those of a step
+        for one in new:
+            self._make(one)
+        for one in new:
+            if self.rank in one.ranks:
+                self._tell(f"the start of {one}")
+                self._use(one)
+        self._tell(None)
+
+    def _make(self, one: Members) -> None:
+        backend = Backend.of(self.device)
+        if one.pair and not backend.asynchronous:  # tags tell gloo's messages apart, and they do not wait for each other
+            self._process_groups[one] = self._everyone
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that options have a time-out too, which it does not use
+            made = dist.new_group(
+                sorted(one.ranks), timeout=self._patience, backend=backend.transport, pg_options=backend.urgent_group()
+            )
+        if self.rank in one.ranks:
+            assert made is not None
+            self._process_groups[one] = made
+
+    def _use(self, one: Members) -> None:
+        """A backend connects when something is first sent, and connects more for other sizes and kinds."""
+        backend, number = Backend.of(self.device), len(one.ranks)
+        for numel in WARM if backend.asynchronous else WARM[:1]:
+            if one.pair:
+                call = Call(
+                    "send" if self.rank == one.ranks[0] else "receive", self._of(one), one.lane, "a first message", one.lane
+                )
+                x = torch.zeros(numel, device=self.device)
+                (self._send(call, x, one.ranks[1]) if call.kind == "send" else self._receive(call, x, one.ranks[0])).wait()
+                continue
+            call = Call("all_reduce", self._of(one), one.lane, "a first sum")
+            whole = torch.zeros(number * (numel // number or 1), device=self.device)
+            part = torch.zeros(whole.numel() // number, device=self.device)
+            self._all_reduce(call, whole).wait()
+            if backend.asynchronous:
+                self._all_gather(call, whole, part).wait()
+                self._reduce_scatter(call, part, whole).wait()
+        backend.synchronize(self.device)
+
+    def _of(self, one: Members) -> Group:
+        return Group((), one.ranks, one.ranks.index(self.rank))
+
+    def _tell(self, what: str | None) -> None:
+        if self.on_wait is not None:
+            self.on_wait(what)
+
+    # ---- operations ----------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:
         return self._start(call, lambda group: dist.all_reduce(x, group=group, async_op=True))
@@ -152,8 +224,10 @@ class DistributedCommunicator(BaseCommunicator):
         return self._exchange(call, lambda group, tag: dist.irecv(as_bytes(x), from_rank, group=group, tag=tag))
 
     def _barrier(self, call: Call) -> None:
-        self._all_reduce(call, torch.zeros(1, dtype=torch.int32, device=self.device)).wait()
-        Backend.of(self.device).synchronize(self.device)
+        if self.host is not self:
+            self.host._barrier(call)
+        else:
+            self._all_reduce(call, torch.zeros(1, dtype=torch.int32)).wait()
 
     def _start(
         self,
@@ -163,19 +237,18 @@ class DistributedCommunicator(BaseCommunicator):
     ) -> Handle:
         position = self._count(call.group.ranks, call.lane)
         try:
-            work = post(self._process_group(call.group, call.lane))
+            work = post(self._process_group(call))
         except RuntimeError as error:
             raise self._failure(call, position, error) from error
         return _WorkHandle(self, work, call, position, finish)
 
-    def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup | None, int], dist.Work | None]) -> Handle:
+    def _exchange(self, call: Call, post: Callable[[dist.ProcessGroup, int], dist.Work | None]) -> Handle:
         """Messages between two ranks are matched by their number, which is the tag with gloo; NCCL knows no
-        tags."""
+        tags, but has a group for each channel and direction."""
         position = self._count(call.group.ranks, f"message {call.channel}")
-        group = self._directions.get((call.channel, call.group.ranks[0] < call.group.ranks[1]))
         tag = (position * len(CHANNELS) + CHANNELS.index(call.channel)) % 2**31
         try:
-            work = post(group, tag if group is None else 0)
+            work = post(self._process_group(call), 0 if Backend.of(self.device).asynchronous else tag)
         except RuntimeError as error:
             raise self._failure(call, position, error) from error
         return _WorkHandle(self, work, call, position, None)
@@ -184,13 +257,15 @@ class DistributedCommunicator(BaseCommunicator):
         position = self._posted[ranks, lane] = self._posted.get((ranks, lane), -1) + 1
         return position
 
-    def _process_group(self, group: Group, lane: str) -> dist.ProcessGroup:
-        key = (tuple(sorted(group.ranks)), lane)
-        found = self._process_groups.get(key)
+    def _process_group(self, call: Call) -> dist.ProcessGroup:
+        found = self._process_groups.get(call.members)
         if found is None:
-            made = dist.new_group(list(key[0]), timeout=self._patience, use_local_synchronization=True)
-            found = self._process_groups[key] = made
+            raise self._unprepared(call)
         return found
+
+    def _limit(self, call: Call) -> timedelta:
+        """Hosts may be apart by whatever one of them does outside of a step."""
+        return self._long if call.lane == CONTROL else self._patience
 
     def _wait(self, work: dist.Work, call: Call, position: int) -> None:
         if Backend.of(self.device).asynchronous:
@@ -199,7 +274,7 @@ class DistributedCommunicator(BaseCommunicator):
         if self.on_wait is not None:
             self.on_wait(str(call))
         try:
-            work.wait(self._patience)
+            work.wait(self._limit(call))
         except RuntimeError as error:
             raise self._failure(call, position, error) from error
         finally:
@@ -208,7 +283,7 @@ class DistributedCommunicator(BaseCommunicator):
 
     def _failure(self, call: Call, position: int, error: RuntimeError) -> CommunicationError:
         timed_out = "timed out" in str(error).lower()
-        reason = f"no end after {self.timeout:g} s" if timed_out else f"failed: {error}"
+        reason = f"no end after {self._limit(call).total_seconds():g} s" if timed_out else f"failed: {error}"
         kind = CommunicationTimeout if timed_out else CommunicationError
         missing = self._missing(call, position)
         return kind(reason, rank=self.rank, operation=str(call), what=call.what, missing=missing)

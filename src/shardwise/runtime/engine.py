@@ -17,11 +17,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
-from shardwise.parallel.data import batch_axes
+from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter
@@ -71,6 +71,9 @@ class Engine:
                 f'clip_norm: {clip_norm:g} is not legal with schedule "pipedream", whose stages do not wait for the norm of all; legal: none'
             )
         values.check()
+        whole = dict.fromkeys(((SHARDS,), (PIPELINE,), *(b.axes for b in trace.buckets)))
+        comm.prepare(compiled.first_communicators([(axes, "state") for axes in whole]))
+        self._prepared: set[tuple[int, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         self.cut = compiled.cut(trace)
         self.updating = self.cut.updating()
@@ -144,7 +147,11 @@ class Engine:
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
     def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1) -> Program:
-        """What this rank runs."""
+        """What this rank runs; all ranks call it together, before the program's first run to start the communicators that are not there."""
+        key = (id(compiled), batches, *map(id, traces))
+        if key not in self._prepared:
+            self.comm.prepare(compiled.communicators(traces, batches))
+            self._prepared.add(key)
         return class_of(compiled.programs(traces[0], len(traces), batches), self.comm.mesh, self.comm.rank)
 
     def choose(
@@ -178,9 +185,8 @@ class Engine:
 
         Read from the host's copy of the batch; one small all-reduce makes the ranks agree.
         """
-        padded = torch.tensor([float((fields[m] != 1).any()) for m in self.compiled.masks], device=self.comm.device)
-        self.comm.all_reduce(padded, self.interpreter.axes, what="padding in masks").wait()
-        return self.compiled.masks if not bool(padded.any()) else ()
+        padded = torch.tensor([float((fields[m] != 1).any()) for m in self.compiled.masks])
+        return self.compiled.masks if not bool(host_sum(self.comm, padded, "padding in masks").any()) else ()
 
     def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
         """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it together.
@@ -211,10 +217,9 @@ class Engine:
             self.interpreter.inspect = None
         if scale is not None and before is not None:
             scale.load_state_dict(before)
-        mine = torch.zeros(never + 1, dtype=torch.int64, device=self.comm.device)
+        mine = torch.zeros(never + 1, dtype=torch.int64)
         mine[first[0]] = 1
-        self.comm.all_reduce(mine, self.comm.mesh.names, what="search for the first non-finite value").wait()
-        at = int(torch.nonzero(mine)[0])
+        at = int(torch.nonzero(host_sum(self.comm, mine, "search for the first non-finite value"))[0])
         if at == never:
             return "none", "gradient norm"
         forward, unit = at < len(traces) * units, at % units

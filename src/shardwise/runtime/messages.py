@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.core.communicators import CHANNELS
 from shardwise.core.instruction import Buffer, Instruction
-from shardwise.runtime.communicator import CHANNELS, Communicator, Handle
+from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.gradients import Gradients
 from shardwise.trace.ops import Env, in_memory
 from shardwise.trace.trace import Trace

@@ -27,8 +27,8 @@ def rendezvous(purpose: str, timeout: float) -> Rendezvous:
     """Meet the other processes started by torchrun, or by hand with the same variables (``RANK WORLD_SIZE
     MASTER_ADDR MASTER_PORT``).
 
-    Keys are private to ``purpose`` and to this attempt: after a restart the old ones are not seen.  Every
-    read from the store takes at most ``timeout`` seconds.  Raises :class:`ConfigError` where a variable is
+    Keys are private to ``purpose``, to this attempt and to this meeting: those from before a restart, or from when ranks met the last
+    time, are not seen.  Every read from the store takes at most ``timeout`` seconds.  Raises :class:`ConfigError` where a variable is
     missing or not a number.
     """
     values = {name: os.environ.get(name, "") for name in VARIABLES}
@@ -47,4 +47,6 @@ def rendezvous(purpose: str, timeout: float) -> Rendezvous:
         multi_tenant=True,
     )
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return Rendezvous(PrefixStore(f"shardwise/{attempt}/{purpose}", store), rank, size)
+    place = f"shardwise/{attempt}/{purpose}"
+    meeting = store.add(f"{place}/meetings of {rank}", 1)  # all ranks meet equally often
+    return Rendezvous(PrefixStore(f"{place}/{meeting}", store), rank, size)

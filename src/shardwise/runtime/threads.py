@@ -11,12 +11,14 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
     BaseCommunicator,
@@ -42,6 +44,7 @@ def run_ranks(
     timeout: float = 60.0,
     delay_seed: int | None = None,
     rendezvous: bool = False,
+    first_use_blocks: bool = False,
     device: torch.device | str = "cpu",
     on_wait: Callable[[int, str | None], None] | None = None,
 ) -> list[T]:
@@ -49,10 +52,11 @@ def run_ranks(
     order.
 
     ``delay_seed`` delays posts and waits at random; ``rendezvous`` lets a send complete only once its
-    receive is posted.  The first exception stops the other ranks at their next communication and is raised
+    receive is posted; ``first_use_blocks`` lets the first use of a communicator that was not prepared block its rank until all members
+    have come to theirs, as NCCL's does.  The first exception stops the other ranks at their next communication and is raised
     here with a note naming its rank.
     """
-    world = _World(mesh.size, timeout)
+    world = _World(mesh.size, timeout, first_use_blocks)
     results: dict[int, T] = {}
 
     def run(rank: int) -> None:
@@ -103,6 +107,21 @@ class ThreadCommunicator(BaseCommunicator):
         self._world, self._rendezvous, self._delay_seed = world, rendezvous, delay_seed
         self._posted: dict[Channel, int] = {}
         self._random: dict[str, random.Random] = {}
+        self.first_use_blocks = world.first_use_blocks
+        self._prepared.update(groups(mesh, mesh.names, CONTROL))
+
+    def _host(self) -> ThreadCommunicator:
+        return ThreadCommunicator(
+            self.mesh, self.rank, self._world, torch.device("cpu"), self._delay_seed, self._rendezvous, self.on_wait
+        )
+
+    def _prepare(self, new: Sequence[Members]) -> None:
+        """Nothing is made here; but all ranks must ask for the same."""
+        if self.mesh.size > 1:
+            call, host = Call("prepare", self.group(self.mesh.names), CONTROL, ""), self.host
+            listed = f"of {len(new)} communicators, {zlib.crc32(repr(new).encode()):08x},"
+            assert isinstance(host, ThreadCommunicator)
+            host._post(call, torch.empty(0), None, lambda inputs: inputs, listed).wait()
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:
         return self._post(call, x, x, lambda inputs: [ordered_sum(inputs)] * len(inputs))
@@ -143,8 +162,12 @@ class ThreadCommunicator(BaseCommunicator):
         buffered: bool = False,
     ) -> Handle:
         self._pause(call.lane)
+        if self.first_use_blocks and call.members not in self._prepared:
+            self._world.start(call, self.rank)
+            self._prepared.add(call.members)
         pair = call.kind in ("send", "receive")
-        channel = ("message" if pair else "collective", call.group.ranks, call.channel if pair else call.lane)
+        kind = f"{'message' if pair else 'collective'} on {self.device.type}"
+        channel = (kind, call.group.ranks, call.channel if pair else call.lane)
         position = self._posted[channel] = self._posted.get(channel, -1) + 1
         agreed = f"{'message' if pair else call.kind} {detail} of {x.numel()} elements of {x.dtype}"
         snapshot = x.clone()
@@ -223,9 +246,11 @@ class _Meeting:
 class _World:
     """What the threads share."""
 
-    def __init__(self, size: int, timeout: float) -> None:
-        self.size, self.timeout = size, timeout
+    def __init__(self, size: int, timeout: float, first_use_blocks: bool = False) -> None:
+        self.size, self.timeout, self.first_use_blocks = size, timeout, first_use_blocks
         self._lock = threading.Lock()
+        self._started: dict[Members, set[int]] = {}  # who has come to the first use of a communicator
+        self._come = threading.Condition(self._lock)
         self._meetings: dict[tuple[Channel, int], tuple[_Meeting, Call]] = {}
         self._ended: set[int] = set()
         self._failure: tuple[int, BaseException] | None = None
@@ -257,6 +282,19 @@ class _World:
             meeting.over.set()
         return meeting
 
+    def start(self, call: Call, rank: int) -> None:
+        """Block until all members of a communicator have come to its first use."""
+        ranks = set(call.group.ranks)
+        with self._come:
+            come = self._started.setdefault(call.members, set())
+            come.add(rank)
+            self._come.notify_all()
+            self._come.wait_for(lambda: come == ranks or self._failure is not None or self._ended & (ranks - come), self.timeout)
+            self._stop_if_failed(call, rank)
+            if come != ranks:
+                missing, reason = sorted(ranks - come), f"stuck in the start of its communicator ({call.members})"
+                raise CommunicationTimeout(reason, rank=rank, operation=str(call), what=call.what, missing=missing)
+
     def wait(self, meeting: _Meeting, call: Call, rank: int) -> None:
         on_time = meeting.over.wait(self.timeout)
         with self._lock:
@@ -284,14 +322,16 @@ class _World:
 
     def leave(self, rank: int) -> None:
         """The rank is done: nobody can wait for it any more."""
-        with self._lock:
+        with self._come:
+            self._come.notify_all()
             self._ended.add(rank)
             for meeting, call in self._meetings.values():
                 if rank in call.group.ranks and rank not in meeting.inputs:
                     meeting.over.set()
 
     def fail(self, rank: int, error: BaseException) -> None:
-        with self._lock:
+        with self._come:
+            self._come.notify_all()
             if self._failure is None:
                 self._failure, self._failed_at = (rank, error), time.monotonic()
             for meeting, _ in self._meetings.values():

@@ -81,8 +81,8 @@ def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> It
             yield cause, UnitTraffic(unknown=(name,))
             continue
         both: tuple[list[Traffic], list[Traffic]] = ([], [])
-        for backward, kind, axes, nbytes in make(node, env):
-            if kind and nbytes and env.group(axes)[0] > 1 and (not backward or node in reached):
+        for backward, kind, axes, size in make(node, env):
+            if kind and env.group(axes)[0] > 1 and (not backward or node in reached) and (nbytes := size()):
                 both[backward].append(Traffic(kind, env.real(axes), nbytes))
         forward, backward = map(tuple, both)
         yield cause, UnitTraffic(forward, backward, () if node.meta.get("unread") else forward)
@@ -96,8 +96,19 @@ def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node
     return gradient_paths(node for node, grad in zip(outputs, output_grads, strict=False) if grad)
 
 
-_Found = Iterator[tuple[bool, str, Sequence[str], int]]
-"""(whether it is the gradient's, kind, axes, bytes)"""
+def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:
+    """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, whatever their sizes."""
+    found: dict[tuple[str, ...], None] = {}
+    for node in graph.nodes:
+        make = _OWN.get(node.target, _moved if (node.target, _dual(node)) in _KINDS else None)
+        if node.op == "call_function" and make is not None:
+            each = (axes for _, kind, axes, _ in make(node, env) if kind and env.group(axes)[0] > 1)
+            found |= dict.fromkeys(env.real(axes) for axes in each)
+    return tuple(found)
+
+
+_Found = Iterator[tuple[bool, str, Sequence[str], Callable[[], int]]]
+"""(whether it is the gradient's, kind, axes, what gives its bytes)"""
 
 
 def _moved(node: fx.Node, env: Env) -> _Found:
@@ -105,24 +116,31 @@ def _moved(node: fx.Node, env: Env) -> _Found:
     where = node.args[2]
     there, back = _KINDS[node.target, _dual(node)]
     if node.target in (ops.all_reduce, ops.replicate):
-        axes, nbytes = where, _numel(node, env) * _itemsize(node)
+        axes, size = where, lambda: _numel(node, env) * _itemsize(node)
     else:
-        whole = node if node.target is ops.gather else node.args[1]
-        cut = Cut(*fx.map_arg(tuple(where), lambda n: _number(n, env)))
-        spans, _ = cut.pieces(env)
-        most, extent = max(b - a for a, b in spans), spans[-1][1]
-        axes, nbytes = cut.axes, _numel(whole, env) // max(extent, 1) * most * len(spans) * _itemsize(node)
-    yield False, there, axes, nbytes
-    yield True, back, axes, nbytes
+        axes, size = Cut(*where).axes, lambda: _in_pieces(node, where, env)
+    yield False, there, axes, size
+    yield True, back, axes, size
+
+
+def _in_pieces(node: fx.Node, where: Sequence[Any], env: Env) -> int:
+    """The bytes of a whole whose pieces are padded to the largest."""
+    whole = node if node.target is ops.gather else node.args[1]
+    spans, _ = Cut(*fx.map_arg(tuple(where), lambda n: _number(n, env))).pieces(env)
+    most, extent = max(b - a for a, b in spans), spans[-1][1]
+    return _numel(whole, env) // max(extent, 1) * most * len(spans) * _itemsize(node)
 
 
 def _batch_norm(node: fx.Node, env: Env) -> _Found:
     """Means and variances of all ranks, and two sums in backward."""
     x, mean, axes = node.args[1], node.args[4], node.args[8]
     dtype = torch.promote_types(x.meta["val"].dtype, torch.float32) if mean is None else mean.meta["val"].dtype
-    channels = local_shape(x.meta["val"], x.meta["layout"], env)[1]
-    yield False, "all_gather", axes, env.group(axes)[0] * norms.statistics(channels) * dtype.itemsize
-    yield True, "all_reduce", axes, 2 * channels * dtype.itemsize
+
+    def channels() -> int:
+        return int(local_shape(x.meta["val"], x.meta["layout"], env)[1])
+
+    yield False, "all_gather", axes, lambda: env.group(axes)[0] * norms.statistics(channels()) * dtype.itemsize
+    yield True, "all_reduce", axes, lambda: 2 * channels() * dtype.itemsize
 
 
 def _cross_entropy(node: fx.Node, env: Env) -> _Found:
@@ -130,10 +148,10 @@ def _cross_entropy(node: fx.Node, env: Env) -> _Found:
     (logits, target, weight), how = node.args[1:4], node.kwargs
     probabilities = target.meta["val"].is_floating_point()
     if how["reduction"] == entropy.MEAN and not how["counted"]:
-        yield False, "all_reduce", how["spread"], COUNT if weight is None or probabilities else _itemsize(weight)
+        yield False, "all_reduce", how["spread"], lambda: COUNT if weight is None or probabilities else _itemsize(weight)
     if how["share"] is not None and not how["log_probabilities"]:
         _, axes = how["share"]
-        yield False, "all_gather", axes, env.group(axes)[0] * entropy.numbers(probabilities) * _rows(logits, 1, env)
+        yield False, "all_gather", axes, lambda: env.group(axes)[0] * entropy.numbers(probabilities) * _rows(logits, 1, env)
 
 
 def _rows(node: fx.Node, dim: int, env: Env) -> int:
@@ -146,30 +164,36 @@ def _rows(node: fx.Node, dim: int, env: Env) -> int:
 def _softmax(node: fx.Node, env: Env) -> _Found:
     """Two numbers a row, and in backward a sum of one."""
     x, dim, axes, dtype = node.args[1:5]
-    each = _rows(x if dtype is None else node, dim, env)
-    yield False, "all_gather", axes, env.group(axes)[0] * softmax.NUMBERS * each
+
+    def each() -> int:
+        return _rows(x if dtype is None else node, dim, env)
+
+    yield False, "all_gather", axes, lambda: env.group(axes)[0] * softmax.NUMBERS * each()
     yield True, "all_reduce", axes, each
 
 
 def _logsumexp(node: fx.Node, env: Env) -> _Found:
     """Two numbers a row."""
     x, dim, axes = node.args[1:4]
-    yield False, "all_gather", axes, env.group(axes)[0] * softmax.NUMBERS * _rows(x, dim, env)
+    yield False, "all_gather", axes, lambda: env.group(axes)[0] * softmax.NUMBERS * _rows(x, dim, env)
 
 
 def _norm_of_width(node: fx.Node, env: Env) -> _Found:
     """A sum of squares of each row, before it a sum where a mean is taken off, and in backward one or two more at once."""
     x, axes, centred = node.args[1], node.args[6], node.args[7]
-    dtype = torch.promote_types(x.meta["val"].dtype, torch.float32)
-    each = math.prod(local_shape(x.meta["val"], x.meta["layout"], env)[:-1]) * dtype.itemsize
+
+    def each() -> int:
+        last = len(x.meta["val"].shape) - 1
+        return _rows(x, last, env)
+
     for _ in range(1 + centred):
         yield False, "all_reduce", axes, each
-    yield True, "all_reduce", axes, (1 + centred) * each
+    yield True, "all_reduce", axes, lambda: (2 if centred else 1) * each()
 
 
 def _valid_targets(node: fx.Node, env: Env) -> _Found:
     """Their count, where ranks with the same rows have some each."""
-    yield False, "all_reduce", node.args[3] if len(node.args) > 3 else (), COUNT
+    yield False, "all_reduce", node.args[3] if len(node.args) > 3 else (), lambda: COUNT
 
 
 _OWN: Mapping[Any, Callable[[fx.Node, Env], _Found]] = {

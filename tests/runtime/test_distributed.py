@@ -1,0 +1,96 @@
+"""Runs over torch.distributed, in processes: what is prepared suffices; groups that others have made do not disturb."""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache
+from typing import Any
+
+import distributed_runs as runs
+import pytest
+import torch
+import torch.distributed as dist
+
+from processes import run_processes
+from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.runtime.connect import connect
+from shardwise.runtime.threads import run_ranks
+
+
+def found(ranks: int, what: str) -> list[Any]:
+    return [json.loads(output.splitlines()[-1]) for output in run_processes(ranks, [runs.__file__, what], 150, OMP_NUM_THREADS=1)]
+
+
+@cache
+def alone() -> dict[str, float]:
+    """The same on one rank."""
+    return run_ranks(Mesh.of(dp=1), lambda comm: runs.results(comm, runs.compiled(Plan(microbatches=2, precision="fp64"))))[0]
+
+
+def check(each: list[dict[str, float]]) -> None:
+    for one in each:
+        for name, value in alone().items():
+            assert math.isclose(one[name], value, rel_tol=1e-10), (name, one[name], value)
+
+
+def test_three_stages_of_two_ranks_with_tied_weights_over_gloo() -> None:
+    check(found(6, "steps"))
+
+
+def test_a_process_group_of_the_users_is_used_and_stays() -> None:
+    """Also where ranks have made different numbers of groups before."""
+    each = found(6, "guest")
+    check(each)
+    assert {(one["kind"], one["after"]) for one in each} == {("DistributedCommunicator", 6.0)}
+
+
+def test_what_was_not_prepared_is_named() -> None:
+    for one in found(2, "unprepared"):
+        assert "all_reduce of a sum over dp" in one["text"]
+        assert "(collectives among ranks [0, 1] on lane reduce) was not prepared" in one["text"]
+        assert one["sum"] == "2.0"
+
+
+def test_a_backend_that_this_torch_lacks_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Backend, "count", property(lambda self: 2))
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    with pytest.raises(
+        ConfigError, match=r'built without "nccl", by which 2 ranks .* install a build of torch that has it.*backend="gloo"'
+    ):
+        connect(Mesh.of(dp=2), device)
+    with pytest.raises(
+        ConfigError, match=r'backend: "mpi" is not possible between devices of type cuda; legal: shared, gloo, nccl'
+    ):
+        connect(Mesh.of(dp=2), device, backend="mpi")
+    with pytest.raises(ConfigError, match=r"torch has none, .* devices of type mps; legal: shared, gloo$"):
+        connect(Mesh.of(dp=2), torch.device("mps"))
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ConfigError, match="3 ranks on this host and 2 devices"):
+        connect(Mesh.of(dp=2), device)
+
+
+def test_the_backend_that_is_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between GPUs gloo is behind copies to the host."""
+    from shardwise.runtime import connect as module
+
+    made: list[Any] = []
+
+    def from_environment(mesh: Mesh, device: torch.device, *_: object) -> Any:
+        made.append(device)
+        return next(iter(run_ranks(mesh, lambda comm: comm)))
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(Backend, "select", lambda self, device: None)
+    monkeypatch.setattr(module.DistributedCommunicator, "from_environment", from_environment)
+    comm = connect(Mesh.of(dp=2), torch.device("cuda", 0), backend="gloo")
+    assert type(comm).__name__ == "StagedCommunicator"
+    assert comm.device == torch.device("cuda", 0)
+    assert made == [torch.device("cpu")]
+    assert comm.host.device.type == "cpu"
