@@ -3,7 +3,11 @@
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
-    [ -x "$root/.venv/bin/python" ] && PYTHON=$root/.venv/bin/python
+    if [ -x "$root/.venv/bin/python" ]; then PYTHON=$root/.venv/bin/python; fi
+fi
+if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    echo "error: $PYTHON has no torch; legal: PYTHON=... of one that has" >&2
+    exit 2
 fi
 export PYTHONPATH=$root/src:$root/benchmarks${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1

@@ -136,16 +136,20 @@ def rows_that_fit(device: str, tiny: bool, changes: dict[str, Any], within: floa
     predict = predictor(trainer)
     predicted = most(lambda rows: predict(rows).peak_bytes <= budget)
     runs = Runs(trainer, task, budget)
-    refused = None
-    tried = [predicted] + [n for n in sorted({round(predicted * f) for f in (1.05, 1.1, 1.2, MORE_ROWS)}) if n > predicted]
-    fitted = 0
-    for rows in tried:
-        if rows < 1 or (fitted and time.monotonic() > end):
+    fitted, refused = 0, None
+    more = sorted({round(predicted * factor) for factor in (1.05, 1.1, 1.2, MORE_ROWS)} - {predicted})
+    for rows in [predicted, *more] if predicted else []:
+        if fitted and time.monotonic() > end:
             break
         if not runs(rows):
             refused = rows
             break
         fitted = rows
+    for factor in (0.95, 0.9, 0.8, 0.6) if not fitted else ():  # fewer than predicted: how many do?
+        rows = int(predicted * factor)
+        if rows and time.monotonic() < end and runs(rows):
+            fitted = rows
+            break
     return {
         "budget": budget,
         "predicted": predicted,

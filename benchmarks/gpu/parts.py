@@ -16,11 +16,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FOUND = "FOUND "  # before the JSON that a child process prints last
 GIB = 2.0**30
+MOST_RANKS = 8
+GRACE = 10.0  # seconds that what a part began in time may take longer
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Options:
     @property
     def gpu(self) -> bool:
         return self.device != "cpu"
+
+
+class TimeIsOver(RuntimeError):
+    """What a part was doing was not over long after its time was."""
 
 
 class ChildFailed(RuntimeError):
@@ -162,6 +169,9 @@ def finish(process: subprocess.Popen[str], seconds: float) -> tuple[int | None, 
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return None, process.communicate()[0]
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
 
 
 def call(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
@@ -203,9 +213,24 @@ def parse(
     if not 0 < chosen.minutes <= 60:
         parser.error(f"--minutes {chosen.minutes:g} is not legal; legal: more than 0, at most 60")
     device = chosen.device or _device_here()
+    if (problem := _missing(device)) is not None:
+        parser.error(f"--device {device} is not legal here: {problem}")
+    if getattr(chosen, "ranks", None) is not None and not 2 <= chosen.ranks <= MOST_RANKS:
+        parser.error(f"--ranks {chosen.ranks} is not legal; legal: 2 to {MOST_RANKS}")
     return chosen.parts or list(names), Options(
         device, chosen.tiny, chosen.out.resolve(), chosen.minutes, getattr(chosen, "ranks", None)
     )
+
+
+def _missing(device: str) -> str | None:
+    """Why nothing can run on a type of device, if so."""
+    from shardwise.backend import Backend
+
+    try:
+        found = Backend.of(device).count
+    except (RuntimeError, AttributeError) as error:
+        return str(error).splitlines()[0]
+    return None if found else "this torch sees none; legal: cpu, or a torch and a driver for it"
 
 
 def _device_here() -> str:
@@ -215,11 +240,22 @@ def _device_here() -> str:
 
 
 def run(name: str, options: Options, function: Callable[[Part], None]) -> Part:
-    """Run a part to its end, whatever happens in it."""
+    """Run a part to its end, whatever happens in it; where it does not heed its time, it is stopped a little later."""
     part = Part(name, options)
     part.say(f"on {options.device}, for at most {options.minutes:g} minutes")
-    with part.guarded(f"{name} as a whole"):
-        function(part)
+
+    def ring(number: int, frame: FrameType | None) -> None:
+        signal.setitimer(signal.ITIMER_REAL, GRACE)
+        raise TimeIsOver(f"it was not over {time.monotonic() - part.begun:.0f} s after the part had begun")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, options.minutes * 60 + GRACE)
+    try:
+        with part.guarded(f"{name} as a whole"):
+            function(part)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
     part.save()
     return part
 

@@ -23,7 +23,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|gloo|symm_mem"),
     ("attention", r"flash|fmha|mha_|sdpa|scaled_dot_product|attention"),
     ("loss", r"softmax|nll_loss|cross_?entropy|logsumexp"),
-    ("norm and optimizer", r"multi_tensor_apply|fusedadam|adam|norm_?ops|lpnorm|l2norm|vector_norm|_foreach_norm|linalg_"),
+    ("norm and optimizer", r"multi_tensor_apply|fusedadam|adam|norm\w*ops|lpnorm|l2norm|vector_norm|_foreach_norm|linalg_"),
     ("products", r"gemm|nvjet|cutlass|matmul|(^|::|_)(add|b)?mm(_|$)|s\d+_?tensorop|xmma|splitk|gemv|dot_kernel|cublas|wgmma"),
     (
         "copies",
@@ -59,7 +59,7 @@ def hidden_share(communication: Sequence[Span], computing: Sequence[Span]) -> fl
     """The share of the time of communication in which the device also computes; None where nothing is communicated."""
     total = length(communication)
     exposed = length([*communication, *computing]) - length(computing)
-    return None if not total else 1 - exposed / total
+    return None if not total else max(0.0, 1 - exposed / total)
 
 
 def summary(kernels: Sequence[tuple[str, float, float]], steps: int, seconds: float | None = None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def summary(kernels: Sequence[tuple[str, float, float]], steps: int, seconds: fl
 def profile(step: Callable[[], Any], device: torch.device, *, warmup: int = 3, steps: int = 2) -> dict[str, Any]:
     """Profile ``steps`` steps that the host issues without waiting.
 
-    On a CPU the spans are those of ops that call no other op, so they are never idle but in Python.
+    On a CPU ops stand for kernels, each with the time that it does not spend in other ops; there only the classes mean something.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
@@ -118,12 +118,15 @@ def profile(step: Callable[[], Any], device: torch.device, *, warmup: int = 3, s
 
 
 def _kernels(found: torch.profiler.profile, asynchronous: bool) -> Iterable[tuple[str, float, float]]:
-    events = found.events()
-    for event in events or ():
+    for event in found.events() or ():
         on_host = event.device_type == torch.autograd.DeviceType.CPU
-        leaf = not event.cpu_children and event.name.startswith("aten::")
-        if leaf if not asynchronous else not on_host:
-            yield event.name, event.time_range.start / 1e6, event.time_range.end / 1e6
+        start = event.time_range.start / 1e6
+        if event.is_user_annotation:  # on a card it spans the kernels below it
+            continue
+        if asynchronous and not on_host:
+            yield event.name, start, event.time_range.end / 1e6
+        elif not asynchronous and event.name.startswith("aten::"):
+            yield event.name, start, start + event.self_cpu_time_total / 1e6
 
 
 def of_contender(rank: int, ranks: int, *, make: StepMaker, task: Task, warmup: int = 3, steps: int = 2) -> Callable[[], float]:

@@ -17,15 +17,14 @@ from typing import Any
 
 from alternate import Contender, Step, alternate
 from shardwise.backend import Backend
-from task import Task, divided, ours, plain, tensor_parallel
+from task import Task, ours, plain, tensor_parallel
 from zero import SAME, off
 
-from . import profiles, report, runs
+from . import on_ranks, profiles, report, runs
 from .contenders import task_for, turns
 from .fast import environment
-from .parts import Options, Part, main
+from .parts import MOST_RANKS, Options, Part, main
 
-MOST = 8  # ranks
 CHECKED = 4  # steps whose losses are compared
 LIMIT = "ranks that never communicate"
 SAME_LOSSES = 1e-4  # relative, in fp32, of 50 steps on one rank and on several
@@ -35,7 +34,7 @@ def ranks_of(options: Options) -> int:
     """As many as are asked for, or as there are cards, at most eight; on a CPU two."""
     if options.ranks is not None:
         return options.ranks
-    return min(MOST, Backend.of(options.device).count) if options.gpu else 2
+    return min(MOST_RANKS, Backend.of(options.device).count) if options.gpu else 2
 
 
 def enough(part: Part, what: str, seconds: float) -> int:
@@ -129,7 +128,7 @@ def hidden(options: Options) -> dict[str, str]:
 
 def zero(part: Part) -> None:
     """ZeRO-3 over all ranks, beside ranks that never communicate."""
-    beside(part, "ZeRO-3", functools.partial(ours, zero=3), functools.partial(recorded, zero=3))
+    beside(part, "ZeRO-3", functools.partial(ours, zero=3), functools.partial(on_ranks.recorded, zero=3))
 
 
 def tensor(part: Part) -> None:
@@ -218,30 +217,6 @@ def overlap(
         part.check(what, len(shares) == ranks and all(-1e-9 <= share <= 1 for share in shares), f"{words}, by rank")
 
 
-def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], float]:
-    """A contender whose one step is recorded instruction by instruction; ``measured`` has how much of communication is hidden."""
-    from shardwise.runtime.recorder import Recorder
-
-    trainer, given = divided(rank, ranks, task=task, zero=zero)
-
-    def run() -> float:
-        for _ in range(2):
-            trainer.step(given)
-        with Recorder(trainer.engine.interpreter) as recorder:
-            result = trainer.step(given)
-        step = recorder.found(0, 0)
-        by: dict[bool, list[profiles.Span]] = {True: [], False: []}
-        for event in step.events:
-            by[event.lane == "compute"].append((event.start, event.stop))
-        share = profiles.hidden_share(by[False], by[True])
-        seconds = profiles.length(by[False])
-        run.measured.append({"hidden": share, "communication_seconds": seconds, "step_seconds": step.seconds})  # type: ignore[attr-defined]
-        return float(result.loss)
-
-    run.measured = []  # type: ignore[attr-defined]
-    return run
-
-
 # ---- communicators -----------------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +228,7 @@ def communicators(part: Part) -> None:
         return
     with part.guarded(what):
         device = part.options.device
-        one = Contender(what, functools.partial(one_more, device=device), ranks, environment=environment(device))
+        one = Contender(what, functools.partial(on_ranks.one_more, device=device), ranks, environment=environment(device))
         count = 3 if part.options.tiny else 8
         alternate([one], rounds=1, steps=count, warmup=0)
         taken = [[step["bytes"] for step in rank] for rank in one.measured]
@@ -262,35 +237,6 @@ def communicators(part: Part) -> None:
         first = max((rank[0] for rank in taken if rank), default=0)
         words = f"the first {first / 2**20:.0f} MiB, each further one {statistics.median(later) / 2**20:.1f} MiB"
         part.check(what, len(taken) == ranks and all(rank for rank in taken), words)
-
-
-def one_more(rank: int, ranks: int, *, device: str) -> Callable[[], float]:
-    """A contender whose step makes a group of all ranks and warms it up; ``measured`` has what is then missing of the free memory."""
-    import psutil
-    import torch
-    import torch.distributed as dist
-
-    backend = Backend.of(device)
-    place = backend.device()
-    backend.select(place)
-    dist.init_process_group(backend.transport or "gloo")
-    large = torch.ones(2**22 if backend.asynchronous else 2**12, device=place)
-    backend.synchronize(place)
-
-    def free() -> int:
-        backend.synchronize(place)
-        return backend.free_and_total(place)[0] if backend.asynchronous else -int(psutil.Process().memory_info().rss)
-
-    def run() -> float:
-        before = free()
-        group = dist.new_group(list(range(ranks)))
-        for tensor in (large[:8], large):
-            dist.all_reduce(tensor, group=group)
-        run.measured.append({"bytes": before - free()})  # type: ignore[attr-defined]
-        return 0.0
-
-    run.measured = []  # type: ignore[attr-defined]
-    return run
 
 
 PARTS = {"pipeline": pipeline, "zero": zero, "tensor": tensor, "killed": killed, "communicators": communicators}
