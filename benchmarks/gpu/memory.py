@@ -82,7 +82,6 @@ def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]
     task = sized(device, tiny)
     place = task.place
     backend = Backend.of(place)
-    before = backend.free_and_total(place)[0] if backend.asynchronous else None
     trainer, given = divided(0, 1, task=task, changes=changes)
     expected = account(predictor(trainer)(task.rows))
     host = {name: value.cpu() for name, value in given.fields.items()}
@@ -104,10 +103,10 @@ def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]
     for one, bytes_at in (("predicted", expected.peak), ("measured", seen.peak)):
         found[one]["categories"] = {name: int(n) for name, n in bytes_at.items() if name != "reserve"}
     found["measured"]["reserve"] = int(seen.peak.get("reserve", 0))
-    if before is not None:
+    if backend.asynchronous:  # the driver's word, of all processes together: context, libraries and, it is hoped, nobody else
         backend.synchronize(place)
-        taken = before - backend.free_and_total(place)[0]
-        found["measured"] |= {"taken_of_the_card": taken, "beside_the_allocator": taken - backend.reserved(place)}
+        free, total = backend.free_and_total(place)
+        found["measured"] |= {"taken_of_the_card": total - free, "beside_the_allocator": total - free - backend.reserved(place)}
     return found
 
 
