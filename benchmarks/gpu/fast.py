@@ -46,7 +46,7 @@ def makers(task: Task) -> dict[str, StepMaker]:
 
 def environment(device: str) -> dict[str, str]:
     """That of every contender: the settings of allocators and queues that shardwise starts its ranks with."""
-    found = {**ALLOCATOR}
+    found = {**ALLOCATOR, **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {})}
     Backend.of(device).prepare(found)
     return {name: os.environ.get(name, value) for name, value in found.items()}
 
