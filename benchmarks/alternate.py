@@ -6,6 +6,7 @@ the benchmark used less than 8 % of a core while it ran.
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 import socket
@@ -35,7 +36,11 @@ StepMaker = Callable[[int, int], Step]
 
 
 class ContenderFailed(RuntimeError):
-    """A rank of a contender raised an exception or ended; the message has the last lines that it printed."""
+    """A rank of ``contender`` raised an exception or ended; the message has the last lines that it printed."""
+
+    def __init__(self, contender: str, message: str) -> None:
+        self.contender = contender
+        super().__init__(message)
 
 
 @dataclass
@@ -71,7 +76,8 @@ class Contender:
 class _Rank:
     """A process of a contender, seen from here."""
 
-    name: str
+    contender: str
+    rank: int
     process: subprocess.Popen[bytes]
     pipe: Connection
     log: IO[bytes]
@@ -85,14 +91,25 @@ class _Rank:
             return value
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").splitlines()
-        raise ContenderFailed("\n".join([f"{self.name}: {problem}", *lines[-LAST_LINES:]]))
+        name = f"{self.contender}, rank {self.rank}"
+        raise ContenderFailed(self.contender, "\n".join([f"{name}: {problem}", *lines[-LAST_LINES:]]))
 
 
-def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: int) -> None:
-    """Run the contenders in turns, ``rounds`` times ``steps`` steps each, after ``warmup`` steps; fills in what they measured."""
+def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: int, until: float = math.inf) -> None:
+    """Run the contenders in turns, ``rounds`` times ``steps`` steps each, after ``warmup`` steps; fills in what they measured.
+
+    No round begins that would probably not be over by ``until``, a time of :func:`time.monotonic`; but the first is always run.
+    """
+    begun = 0.0
     with ExitStack() as stack:
         started = [(one, _start(one, stack)) for one in contenders]
+        for _, ranks in started:
+            for rank in ranks:
+                rank.receive()
         for turn in range(rounds + 1):
+            before, begun = begun, time.monotonic()
+            if turn > 1 and begun + (begun - before) > until:
+                break
             _progress(f"round {turn} of {rounds}" if turn else "warming up")
             for one, ranks in started:
                 _record(one, _ask(ranks, steps if turn else warmup), timed=turn > 0)
@@ -113,7 +130,7 @@ def _progress(text: str) -> None:
 
 
 def _start(one: Contender, stack: ExitStack) -> list[_Rank]:
-    """Start the ranks of a contender and wait until all of them can make a step; the stack ends them."""
+    """Start the ranks of a contender, which tell when they can make a step; the stack ends them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -133,9 +150,7 @@ def _start(one: Contender, stack: ExitStack) -> list[_Rank]:
         theirs.close()  # so that the end of the process is seen
         stack.callback(_end, process)
         mine.send((pickle.dumps(one.make), rank, one.ranks))
-        ranks.append(_Rank(f"{one.name}, rank {rank}", process, mine, log))
-    for each in ranks:
-        each.receive()
+        ranks.append(_Rank(one.name, rank, process, mine, log))
     return ranks
 
 

@@ -29,13 +29,13 @@ def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
 
     torch.set_float32_matmul_precision("medium")
     if task.device == "cuda":
-        init_process_group("nccl", device_id=torch.device("cuda", 0))
+        init_process_group("nccl", device_id=task.place)
     else:
         init_process_group("gloo")
     mesh = init_device_mesh(task.device, (ranks,))
     bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = bf16 if task.precision == "bf16" else MixedPrecisionPolicy()
-    model = task.model().to(task.device)
+    model = task.model().to(task.place)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=None if reshard else False)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from alternate import Step, StepMaker
+from alternate import Step
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,16 @@ class Task:
     clip_norm: float | None = None  # the norm that gradients are clipped to
 
     @property
+    def place(self) -> torch.device:
+        """The device of this rank."""
+        from shardwise.backend import Backend
+
+        backend = Backend.of(self.device)
+        found = backend.device()
+        backend.select(found)
+        return found
+
+    @property
     def tokens(self) -> int:
         """Of a rank in a step."""
         return self.rows * self.sequence
@@ -48,7 +58,7 @@ class Task:
         """The rows of these ranks, on the device."""
         generators = [torch.Generator().manual_seed(rank) for rank in ranks]
         shape = (self.rows, self.sequence + 1)
-        ids = torch.cat([torch.randint(0, self.vocabulary, shape, generator=each) for each in generators]).to(self.device)
+        ids = torch.cat([torch.randint(0, self.vocabulary, shape, generator=each) for each in generators]).to(self.place)
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
@@ -79,7 +89,7 @@ def plain(
     """An ordinary loop, with or without DDP around the model (by default the task's); ``rows_of``: on the rows of so many ranks."""
     if tuned:
         torch.set_float32_matmul_precision("medium")
-    model = (task.model() if model is None else model).to(task.device)
+    model = (task.model() if model is None else model).to(task.place)
     if ddp:
         torch.distributed.init_process_group("gloo")
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=tuned)
@@ -90,6 +100,14 @@ def plain(
 
 def ours(rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto") -> Step:
     """The same under shardwise."""
+    trainer, given = divided(rank, ranks, task=task, zero=zero, backend=backend)
+    return lambda: trainer.step(given).loss
+
+
+def divided(
+    rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto", changes: dict[str, Any] | None = None
+) -> tuple[Any, Any]:  # fmt: skip
+    """A Trainer whose ranks each have rows of their own, and this rank's batch; ``changes`` are of the plan."""
     from shardwise import OptimizerChoice, Plan, Trainer
     from shardwise.data.loader import Batch
     from shardwise.parallel.data import data_parallel
@@ -97,16 +115,16 @@ def ours(rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["
 
     torch.set_float32_matmul_precision("medium")
     batch = task.batch([rank])
-    plan = data_parallel(Plan(precision=task.precision), ranks, zero=zero)
+    plan = data_parallel(Plan(precision=task.precision, **(changes or {})), ranks, zero=zero)
     trainer = Trainer(
         task.model(),
         OptimizerChoice("adamw", lr=1e-4, decay="all"),
         plan,
         {name: values.cpu() for name, values in batch.items()},
-        comm=connect(plan.mesh, torch.device(task.device), backend=backend),
+        clip_norm=task.clip_norm,
+        comm=connect(plan.mesh, task.place, backend=backend),
     )
-    given = Batch(batch, task.rows * ranks, (rank * task.rows,), (task.rows,))
-    return lambda: trainer.step(given).loss
+    return trainer, Batch(batch, task.rows * ranks, (rank * task.rows,), (task.rows,))
 
 
 def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
@@ -117,7 +135,8 @@ def undivided(task: Task, plan: Any, ranks: int, **options: Any) -> tuple[Any, A
     torch.set_float32_matmul_precision("medium")
     batch, rows = task.batch(range(ranks)), task.rows * ranks
     choice = OptimizerChoice("adamw", lr=1e-4, decay="all")
-    trainer = Trainer(task.model(), choice, plan, batch, clip_norm=task.clip_norm, **options)
+    example = {name: values.cpu() for name, values in batch.items()}
+    trainer = Trainer(task.model(), choice, plan, example, clip_norm=task.clip_norm, **options)
     spans = rank_rows(rows, plan.microbatches, 1, 0)
     return trainer, Batch(batch, rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
@@ -132,18 +151,6 @@ def tensor_parallel(
 
     keys = {"tp": ranks, "tensor": tensor, "dp": 1, "precision": task.precision}
     plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
-    comm = connect(plan.mesh, torch.device(task.device), backend=backend)
+    comm = connect(plan.mesh, task.place, backend=backend)
     trainer, given = undivided(task, plan, ranks, comm=comm)
     return lambda: trainer.step(given).loss
-
-
-def several(rank: int, ranks: int, *, make: StepMaker, steps: int) -> Step:
-    """A step made of ``steps`` steps: a GPU's host is waited for only after the last of them."""
-    step: Callable[[], Tensor] = make(rank, ranks)
-
-    def run() -> Tensor:
-        for _ in range(steps - 1):
-            step()
-        return step()
-
-    return run

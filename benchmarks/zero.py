@@ -1,7 +1,6 @@
 """ZeRO against FSDP2, ZeroRedundancyOptimizer, DeepSpeed, and the limit: ranks that never communicate.
 
     python benchmarks/zero.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only "zero 3" "FSDP2 reshard"] [--json FILE]
-    python benchmarks/zero.py --gpu [--rows 4] [--json FILE]
 
 A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4);
 AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32 matmul, the
@@ -11,9 +10,6 @@ together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named run 
 Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is per
 rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out; data is PSS
 without the libraries' files.
-
---gpu: a Llama of 1.1 B parameters on one CUDA device in bf16, sequence 2048: the ordinary loop (autocast), FSDP2 over one
-rank, and shardwise, one after the other, with as many rows as fit all three.
 """
 
 from __future__ import annotations
@@ -31,10 +27,10 @@ from typing import Any
 
 import torch
 
-from alternate import Contender, ContenderFailed, StepMaker, alternate
+from alternate import Contender, StepMaker, alternate
 from peers import NotInstalled, deepspeed, deepspeed_environment, deepspeed_python, fsdp2, zero_redundancy
 from shardwise.launch.local import ALLOCATOR
-from task import Task, ours, plain, several
+from task import Task, ours, plain
 
 LIMIT = "limit"
 Stages = Mapping[str, tuple[str, ...]]
@@ -52,11 +48,6 @@ SAME = {"fp32": 1e-5, "bf16": 5e-3}
 """How far the losses of the first steps may be from the reference's, relative to it."""
 CHECKED = 6  # steps
 STEPS, WARMUP = 3, 3  # of a turn, and before all turns
-GPU_ROWS = (16, 8, 4, 2, 1)
-GPU_TASK = Task("bf16", "llama", 32000, 2048, 22, 32, 4, 5632, sequence=2048, device="cuda")
-GPU_STEPS = 5  # of a turn: the host waits for the last
-GPU_WARMUP = 2  # turns; their losses are compared
-GiB = 2.0**30
 
 
 def contenders(task: Task, ranks: int, names: Sequence[str], venv: Path) -> list[Contender]:
@@ -220,46 +211,6 @@ def race(
     return found, said
 
 
-def on_gpu(options: argparse.Namespace, task: Task) -> list[dict[str, Any]]:
-    """One device, the table printed; every contender has it to itself."""
-    for rows in (options.rows,) if options.rows else GPU_ROWS:
-        this = replace(task, rows=rows)
-        makers: dict[str, StepMaker] = {
-            "plain loop": functools.partial(plain, task=this),
-            "FSDP2": functools.partial(fsdp2, task=this, reshard=False),
-            "zero 0": functools.partial(ours, task=this),
-        }
-        try:
-            return _on_gpu(options, this, makers)
-        except ContenderFailed as error:
-            if "OutOfMemoryError" not in str(error) or rows == 1 or options.rows:
-                raise
-            print(f"{rows} rows do not fit: {str(error).splitlines()[0]}")
-    raise AssertionError
-
-
-def _on_gpu(options: argparse.Namespace, task: Task, makers: dict[str, StepMaker]) -> list[dict[str, Any]]:
-    steps = options.gpu_steps
-    found: list[dict[str, Any]] = []
-    for name, make in makers.items():
-        environment = {**ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-        one = Contender(name, functools.partial(several, make=make, steps=steps), 1, environment=environment)
-        alternate([one], rounds=options.rounds, steps=1, warmup=GPU_WARMUP)
-        one.clean = []  # others' use of the host's cores does not matter
-        one.seconds = [seconds / steps for seconds in one.seconds]
-        found.append(figures(one, task, (found[0]["losses"] if found else one.losses)[:GPU_WARMUP]))
-    title = f"{task.precision}, {task.rows} × {task.sequence} tokens"
-    print(f"\n{title:27} ms/step  tokens/s  of plain  GPU peak GiB  loss of step {GPU_WARMUP * steps:2}  off by")
-    for row in found:
-        peak = f"{row['cuda_peak'] / GiB:12.2f}" if "cuda_peak" in row else " " * 11 + "–"
-        print(
-            f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
-            f"  {found[0]['seconds'] / row['seconds']:8.3f}"
-            f"  {peak}  {row['losses'][GPU_WARMUP - 1]:14.4f}  {row['off']:.0e}"
-        )
-    return found
-
-
 def parse() -> tuple[argparse.Namespace, Task]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS} steps each")
@@ -270,22 +221,19 @@ def parse() -> tuple[argparse.Namespace, Task]:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "deepspeed"
     parser.add_argument("--venv", type=Path, default=cache, help="folder of DeepSpeed's virtual environment (made if needed)")
     parser.add_argument("--json", type=Path, help="file for all figures")
-    parser.add_argument("--gpu", action="store_true", help="one CUDA device and a Llama of 1.1 B parameters")
-    parser.add_argument("--gpu-steps", type=int, default=GPU_STEPS, help="steps of a turn; the host waits for the last")
     for field in fields(Task):
         if field.name not in ("precision", "family", "clip_norm"):
             parser.add_argument(f"--{field.name.replace('_', '-')}", type=str if field.name == "device" else int)
     options = parser.parse_args()
     options.venv = options.venv.resolve()
     sizes = {field.name: getattr(options, field.name, None) for field in fields(Task) if field.name != "precision"}
-    task = GPU_TASK if options.gpu else Task()
-    return options, replace(task, **{name: size for name, size in sizes.items() if size is not None})
+    return options, replace(Task(), **{name: size for name, size in sizes.items() if size is not None})
 
 
 def main() -> None:
     options, task = parse()
     print(f"{platform.processor() or platform.machine()}, torch {torch.__version__}")
-    rows, said = (on_gpu(options, task), []) if options.gpu else compare(options, task)
+    rows, said = compare(options, task)
     finish(rows, said, options.json)
 
 

@@ -51,14 +51,6 @@ def test_all_train_the_same_but_those_that_never_meet(tmp_path: Path) -> None:
     assert said["faster"] == by["FSDP2 reshard"]["seconds"] / by["zero 3"]["seconds"] and said["faster_to_reach"] == 1.35
 
 
-@pytest.mark.full
-def test_the_run_on_one_device(tmp_path: Path) -> None:
-    sizes = ("--kv-heads", "1", "--hidden", "64", "--rows", "2", "--gpu-steps", "2")
-    found = run(tmp_path, "--gpu", "--device", "cpu", *sizes)
-    assert [row["name"] for row in found["rows"]] == ["plain loop", "FSDP2", "zero 0"]
-    assert all(row["off"] <= zero.SAME["bf16"] for row in found["rows"])
-
-
 def test_who_trains_otherwise_is_named() -> None:
     one = Contender("other", functools.partial(plain, task=Task()), losses=[4.0, 3.9, 3.0])
     assert zero.off(one, [4.0, 3.0]) == pytest.approx(0.3)

@@ -1,0 +1,13 @@
+"""The acceptance of shardwise on one card: which parts there are, run one after the other.  ``accept.sh`` starts it."""
+
+from __future__ import annotations
+
+import sys
+
+from . import fast, memory, prototypes, report, right
+from .parts import main
+
+PARTS = {"right": right.right, "fast": fast.fast, "memory": memory.memory, "prototypes": prototypes.prototypes}
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__ or "", PARTS, report.rewrite))

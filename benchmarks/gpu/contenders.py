@@ -1,0 +1,87 @@
+"""Who trains beside whom on a card: turns of steps that the device itself times, and the loops that are no peers of the CPU benchmarks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alternate import Step, StepMaker
+from shardwise.backend import Backend
+from task import Task, plain
+
+LLAMA_1B = Task("bf16", "llama", 32000, 2048, 22, 32, 4, 5632, sequence=4096, rows=1, clip_norm=1.0)
+"""1.1 B parameters: the shape of TinyLlama."""
+TINY = Task("bf16", "llama", 128, 32, 2, 2, 1, 64, sequence=32, rows=2, clip_norm=1.0)
+
+
+def task_for(device: str, tiny: bool) -> Task:
+    """What is trained on a type of device."""
+    return replace(TINY if tiny else LLAMA_1B, device=device)
+
+
+class Stamps:
+    """Moments of a device's queue, or of the host's clock where the device is the host; reading them does not drain the queue."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._backend = device, Backend.of(device)
+        self._moments: list[Any] = []
+
+    def now(self) -> None:
+        """One more, after what was issued so far."""
+        asynchronous = self._backend.asynchronous
+        self._moments.append(self._backend.event(self._device, timing=True) if asynchronous else time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Between each two neighbours; the host waits for the last."""
+        self._backend.synchronize(self._device)
+        pairs = list(zip(self._moments, self._moments[1:], strict=False))
+        if self._backend.asynchronous:
+            return [first.elapsed_time(second) / 1e3 for first, second in pairs]
+        return [second - first for first, second in pairs]
+
+
+class Turn:
+    """A step that is a turn of them: ``settle`` steps that are not timed, since memory that was given back is taken again, then ``steps``.
+
+    The host issues all of a turn without waiting.  ``measured`` has for each turn the seconds of its timed steps, its first and last loss,
+    and the most bytes that tensors took and that the allocator held.  After a turn cached memory goes back to the card, to the others.
+    """
+
+    def __init__(self, step: Callable[[], Tensor], device: torch.device, settle: int, steps: int) -> None:
+        self._step, self._device, self._settle, self._steps = step, device, settle, steps
+        self.measured: list[dict[str, Any]] = []
+
+    def __call__(self) -> float:
+        backend = Backend.of(self._device)
+        gpu = backend.asynchronous
+        if gpu:
+            backend.reset_peak(self._device)
+        losses = [self._step() for _ in range(self._settle)]
+        stamps = Stamps(self._device)
+        stamps.now()
+        for _ in range(self._steps):
+            losses.append(self._step())
+            stamps.now()
+        seconds = stamps.seconds()
+        values = [float(loss) for loss in losses]
+        found: dict[str, Any] = {"seconds": seconds, "losses": values}
+        if gpu:
+            found |= {"peak": backend.most_allocated(self._device), "reserved": backend.reserved(self._device)}
+            torch.accelerator.empty_cache()
+        self.measured.append(found)
+        return values[-1]
+
+
+def turns(rank: int, ranks: int, *, make: StepMaker, task: Task, settle: int, steps: int) -> Step:
+    """Turns of the steps that ``make`` makes."""
+    return Turn(make(rank, ranks), task.place, settle, steps)
+
+
+def compiled(rank: int, ranks: int, *, task: Task) -> Step:
+    """The ordinary loop around the model as ``torch.compile`` compiles it."""
+    return plain(rank, ranks, task=task, model=torch.compile(task.model()))  # type: ignore[arg-type]

@@ -1,0 +1,24 @@
+# Sourced by accept.sh and several.sh: which Python runs, and what it imports.  Nothing is installed and no network is used.
+# PYTHON in the environment is taken as it is; otherwise the repository's virtual environment, otherwise python3.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+if [ -z "${PYTHON:-}" ]; then
+    PYTHON=python3
+    if [ -x "$root/.venv/bin/python" ]; then PYTHON=$root/.venv/bin/python; fi
+fi
+if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
+    echo "error: $PYTHON has no torch; legal: PYTHON=... of one that has" >&2
+    exit 2
+fi
+export PYTHONPATH=$root/src:$root/benchmarks${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+
+# A run writes down the version of the installed package.  From a bare checkout nothing is installed: a folder says it in its place.
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export XDG_CACHE_HOME=$scratch/cache # of tokens; not the user's
+if ! "$PYTHON" -c 'from importlib.metadata import version; version("shardwise")' 2>/dev/null; then
+    version=$(sed -n 's/^__version__ = "\(.*\)"$/\1/p' "$root/src/shardwise/__init__.py")
+    mkdir -p "$scratch/site/shardwise-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: shardwise\nVersion: %s\n' "$version" >"$scratch/site/shardwise-$version.dist-info/METADATA"
+    export PYTHONPATH=$PYTHONPATH:$scratch/site
+fi

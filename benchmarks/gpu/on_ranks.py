@@ -1,0 +1,65 @@
+"""What the ranks of several cards run besides steps; a module of its own, as they import it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwise.backend import Backend
+from shardwise.core.instruction import Lane
+from task import Task, divided
+
+from . import profiles
+
+
+def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], float]:
+    """A contender whose one step is recorded instruction by instruction; ``measured`` has how much of communication is hidden."""
+    from shardwise.runtime.recorder import Recorder
+
+    trainer, given = divided(rank, ranks, task=task, zero=zero)
+
+    def run() -> float:
+        for _ in range(2):
+            trainer.step(given)
+        with Recorder(trainer.engine.interpreter) as recorder:
+            result = trainer.step(given)
+        step = recorder.found(0, 0)
+        by: dict[bool, list[profiles.Span]] = {True: [], False: []}
+        for event in step.events:
+            if event.lane != Lane.HOST:
+                by[event.lane == Lane.COMPUTE].append((event.start, event.stop))
+        share = profiles.hidden_share(by[False], by[True])
+        seconds = profiles.length(by[False])
+        run.measured.append({"hidden": share, "communication_seconds": seconds, "step_seconds": step.seconds})  # type: ignore[attr-defined]
+        return float(result.loss)
+
+    run.measured = []  # type: ignore[attr-defined]
+    return run
+
+
+def one_more(rank: int, ranks: int, *, device: str) -> Callable[[], float]:
+    """A contender whose step makes a group of all ranks and warms it up; ``measured`` has what is then missing of the free memory."""
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    backend = Backend.of(device)
+    place = backend.device()
+    backend.select(place)
+    dist.init_process_group(backend.transport or "gloo")
+    large = torch.ones(2**22 if backend.asynchronous else 2**12, device=place)
+    backend.synchronize(place)
+
+    def free() -> int:
+        backend.synchronize(place)
+        return backend.free_and_total(place)[0] if backend.asynchronous else -int(psutil.Process().memory_info().rss)
+
+    def run() -> float:
+        before = free()
+        group = dist.new_group(list(range(ranks)))
+        for tensor in (large[:8], large):
+            dist.all_reduce(tensor, group=group)
+        run.measured.append({"bytes": before - free()})  # type: ignore[attr-defined]
+        return 0.0
+
+    run.measured = []  # type: ignore[attr-defined]
+    return run
