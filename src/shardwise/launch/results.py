@@ -81,20 +81,20 @@ class MetricsWriter:
             return
         step, rows, result, seconds = item
         self._peak = max(self._peak, peak_memory(self.device))
-        skipped = bool(result.skipped)
-        if skipped and result.scale is None:
+        found = result.on_host()
+        if found.skipped and found.scale is None:
             return  # the run ends here
         values: Metrics = {
             "step": step,
-            "loss": _number(result.loss),
-            "grad_norm": _number(result.grad_norm),
+            "loss": _number(found.loss),
+            "grad_norm": _number(found.grad_norm),
             "lr": self.optimizer.learning_rate(step),
             "step_seconds": seconds,
             "tokens_per_second": rows * self.tokens_per_row / seconds,
             "peak_memory_bytes": self._peak,
         }
-        if result.scale is not None:
-            values |= {"loss_scale": float(result.scale), "skipped": int(skipped)}
+        if found.scale is not None:
+            values |= {"loss_scale": found.scale, "skipped": int(found.skipped)}
         if result.repeated is not None:
             values["repeated"] = int(result.repeated)
         if self.utilisation is not None:
@@ -201,10 +201,9 @@ def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], obj
         warn(f"{path} cannot be written: {error.strerror}; the run goes on")
 
 
-def _number(value: Tensor) -> float | None:
+def _number(value: float) -> float | None:
     """A number that JSON has."""
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return value if math.isfinite(value) else None
 
 
 def _median(history: list[Metrics], key: str) -> float | None:

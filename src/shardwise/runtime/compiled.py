@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,14 +21,17 @@ from shardwise.core.program import Program
 from shardwise.core.rates import Machine, Rates, rates
 from shardwise.lower.stages import Cut, Weights, weights_of
 from shardwise.lower.step import lower
-from shardwise.parallel.data import REPLICAS, SHARDS
+from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.initial_values import Values
 from shardwise.trace.assign import Tensors
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
+from shardwise.trace.ops import Env
 from shardwise.trace.trace import Bucket, Captures, Parameter, Trace, trace
+from shardwise.trace.traffic import UnitTraffic, traffic
+from shardwise.trace.units import Unit
 
 MASKS = ("attention_mask",)
 
@@ -146,6 +150,36 @@ class Compiled:
             self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={}, _stages={},
             _lock=threading.RLock(), _evaluation=None,
         )  # fmt: skip
+
+    @cached_property
+    def alike_over_batch(self) -> bool:
+        """Whether ranks along the batch axes may take different ones of the traces that masks make possible: all of them exchange the
+        same over these axes, in the same order, and nothing inside of units."""
+        axes = {axis for axis in batch_axes(self.plan) if self.plan.mesh.axis_size(axis) > 1}
+        both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
+        if not axes or len(both) == 1:
+            return True
+        if any(axes & self._communicated(unit) for one in both for unit in one.units):
+            return False
+        exchanged = [
+            [
+                [(i.op, i.bucket, i.axes, i.lane, i.scatters) for i in program.instructions if axes & set(i.axes)]
+                for program in self.programs(one, self.plan.microbatches)
+            ]
+            for one in both
+        ]
+        return exchanged[0] == exchanged[1]
+
+    def _communicated(self, unit: Unit) -> set[str]:
+        """The mesh axes over which a unit exchanges something while it is computed, forward or backward."""
+        axes, mesh = batch_axes(self.plan), self.plan.mesh
+        real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+        env = Env(
+            axes=real, parts=mesh.axis_size(axes), rows=self.microbatch_rows, tensor=mesh.places(0, tuple(self.general.tensor))
+        )
+        found = UnitTraffic() if unit.graph is None else traffic(unit.graph, env, unit.output_grads)
+        unknown = set(mesh.names) if found.unknown else set()
+        return unknown.union(*(one.axes for one in (*found.forward, *found.backward)))
 
     def _unit_weights(self) -> Weights:
         """By which the general trace is cut into stages."""

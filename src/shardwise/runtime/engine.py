@@ -25,6 +25,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter
+from shardwise.runtime.masks import all_ones
 from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Bucket, Trace
 
@@ -103,12 +104,15 @@ class Engine:
         module = self.compiled.module
         return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.precision)
 
-    def step(self, fields: Mapping[str, Tensor], rows: int, stop: bool = False) -> StepResult:
+    def step(
+        self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
+    ) -> StepResult:
         """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
 
-        All ranks call it together; those that shall stop say so.  Returns device tensors; nothing is read on the host.
+        All ranks call it together; those that shall stop say so.  ``ones`` are the masks that are all ones in ``fields``, where the caller
+        knows.  Returns device tensors; nothing is read on the host.
         """
-        traces = self.choose(fields, rows)
+        traces = self.choose(fields, rows, ones=ones)
         program = self.program(self.compiled, traces)
         return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
 
@@ -119,7 +123,7 @@ class Engine:
         soon as all stages know them, in order.  They have to be taken to the end: other ranks wait.
         """
         fields, rows, stop = next(batches)
-        traces = self.choose(fields, rows, ones=())
+        traces = self.choose(fields, rows, general=True)
         program = self.program(self.compiled, traces, number)
         rest = itertools.chain([(fields, rows, stop)], itertools.islice(batches, number - 1))
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in rest))
@@ -133,10 +137,10 @@ class Engine:
         self.step_index += 1
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
-    def evaluate(self, fields: Mapping[str, Tensor], rows: int) -> StepResult:
+    def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
-        traces = self.choose(fields, rows, compiled)
+        traces = self.choose(fields, rows, compiled, ones=ones)
         for parameter in {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}.values():
             value = local_part(self.unused[parameter.name], parameter, self.comm)
             self.memory.leaves[parameter.name] = value.to(self.comm.device, self._compute_dtype(parameter.name))
@@ -148,13 +152,18 @@ class Engine:
         return class_of(compiled.programs(traces[0], len(traces), batches), self.comm.mesh, self.comm.rank)
 
     def choose(
-        self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None, ones: tuple[str, ...] | None = None
+        self,
+        fields: Mapping[str, Tensor],
+        rows: int,
+        compiled: Compiled | None = None,
+        *,
+        ones: tuple[str, ...] | None = None,
+        general: bool = False,
     ) -> list[Trace]:
-        """The trace of each microbatch of this batch, the same on all ranks; ``ones``: the masks that are known to be all ones."""
+        """The trace of each microbatch of this batch; ``ones``: the masks that are all ones in ``fields``; ``general``: whatever they are."""
         self.check(fields, rows)
         compiled = compiled or self.compiled
-        if ones is None:
-            ones = self.all_ones(fields) if compiled.masks else ()
+        ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         microbatches = min(compiled.plan.microbatches, rows)
         sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]
         return [compiled.trace(ones, size) for size in sizes]
@@ -173,14 +182,21 @@ class Engine:
         if rows < 1:
             raise ConfigError(f"batch: {rows} rows; legal: at least 1")
 
-    def all_ones(self, fields: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """The masks of this batch if they are all ones on every rank, else nothing.
+    def agreed_ones(self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled) -> tuple[str, ...]:
+        """The masks of this batch if they are all ones, else nothing; ``ones`` are those that are in ``fields``, if the caller knows.
 
-        Read from the host's copy of the batch; one small all-reduce makes the ranks agree.
+        On a CPU the ranks agree in one small all-reduce.  On a device nobody may wait for that: ranks decide for their own rows, which are
+        the same on all ranks but those over the batch axes, and where other traces would exchange something else over these, masks are
+        never taken to be ones.
         """
-        padded = torch.tensor([float((fields[m] != 1).any()) for m in self.compiled.masks], device=self.comm.device)
-        self.comm.all_reduce(padded, self.interpreter.axes, what="padding in masks").wait()
-        return self.compiled.masks if not bool(padded.any()) else ()
+        readable = all(Backend.of(fields[name].device).kind == "cpu" for name in compiled.masks)
+        here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
+        padded = len(here) < len(compiled.masks)
+        if not Backend.of(self.comm.device).asynchronous:
+            told = torch.tensor([float(padded)])
+            self.comm.all_reduce(told, self.interpreter.axes, what="padding in masks").wait()
+            return () if bool(told) else compiled.masks
+        return () if padded or not compiled.alike_over_batch else compiled.masks
 
     def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
         """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it together.
