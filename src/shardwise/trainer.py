@@ -239,9 +239,12 @@ class Trainer:
                 raise LossScaleError(step, found.overflows, found.scale, unit, what)
             raise NonFiniteError(step, unit, what, self.plan.asynchronous and self.plan.schedule == "pipedream")
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The full single-device state, under the module's own names."""
-        return self.engine.state_dict()
+    def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """The full single-device state, under the module's own names, on the host; all ranks call it together.
+
+        ``rank`` is the only one that gets it, by default every one does.  A device holds no more of it at a time than one bucket.
+        """
+        return self.engine.state_dict(rank)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from a single-device state, such as ``module.state_dict()``."""

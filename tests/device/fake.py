@@ -85,7 +85,9 @@ class Waits(TorchDispatchMode):
             there, async_ = torch.device(kwargs.get("device") or tensors[0].device), kwargs.get("non_blocking", False)
             return self._copy(tensors[0], there, None, async_)
         if func is aten.copy_.default:
-            return self._copy(tensors[1], tensors[0].device, tensors[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+            return self._copy(
+                tensors[1], tensors[0].device, tensors[0], args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+            )
         return None
 
     def _copy(self, source: Tensor, there: torch.device, goal: Tensor | None, asynchronous: bool) -> str | None:
@@ -145,7 +147,9 @@ def fake_gpu(clock: Callable[[], int]) -> Iterator[Waits]:
         patch.object(Backend, "event", lambda self, device, *, timing=False: Event(clock, waits)),
         patch.object(Backend, "most_allocated", lambda self, device: 0),
         patch.object(Numbers, "read", read),
-        patch.object(Tensor, "data_ptr", lambda self: (self.untyped_storage()._cdata << 20) + self.storage_offset() * self.itemsize),
+        patch.object(
+            Tensor, "data_ptr", lambda self: (self.untyped_storage()._cdata << 20) + self.storage_offset() * self.itemsize
+        ),
         patch.object(torch.UntypedStorage, "data_ptr", lambda self: self._cdata << 20),
         mode,
         waits,

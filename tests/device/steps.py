@@ -1,6 +1,6 @@
 """Run by a process of its own under the fake device: steps of models under plans, and what in them would make the host wait.
 
-    python steps.py MODEL:PLAN ...      prints one JSON object a line: {"case", "waits": {what: how often}, "error"}
+python steps.py MODEL:PLAN ...      prints one JSON object a line: {"case", "waits": {what: how often}, "error"}
 """
 
 from __future__ import annotations
@@ -13,12 +13,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
-warnings.simplefilter("ignore")
-
 import torch
-from torch import Tensor
-
 from fake import GPU, fake_gpu
+
 from shardwise import OptimizerChoice, Plan
 from shardwise.data.loader import Batch, rank_rows
 from shardwise.launch.results import MetricsWriter
@@ -53,7 +50,9 @@ def run(name: str, plan: Plan, plant: Callable[[Trainer], object] | None = None,
     compiled = Compiled(model.module, plan, model.batch, model.loss, GPU)
     rank, rows = plan.mesh.size - 1, next(iter(model.batch.values())).shape[0]
     microbatches = min(plan.microbatches, rows)
-    ranges = rank_rows(rows, microbatches, plan.mesh.axis_size(("dp_replicate", "dp")), plan.mesh.index(rank, ("dp_replicate", "dp")))
+    ranges = rank_rows(
+        rows, microbatches, plan.mesh.axis_size(("dp_replicate", "dp")), plan.mesh.index(rank, ("dp_replicate", "dp"))
+    )
     picked = [i for a, b in ranges for i in range(a, b)]
     own = {key: value[picked] for key, value in model.batch.items()}
     # Read in the loader's thread, where tensors are real.
@@ -76,7 +75,7 @@ def run(name: str, plan: Plan, plant: Callable[[Trainer], object] | None = None,
 
 
 PLANTED: Mapping[str, Callable[[Trainer], object]] = {
-    "read": lambda trainer: bool((trainer.engine.memory.halted != 0)),
+    "read": lambda trainer: bool(trainer.engine.memory.halted != 0),
     "copy": lambda trainer: torch.zeros(3).to(trainer.comm.device),
     "unpinned": lambda trainer: torch.zeros(3).to(trainer.comm.device, non_blocking=True),
     "early": lambda trainer: trainer._unseen and trainer._unseen[2].on_host(),
@@ -86,6 +85,7 @@ PLANTED: Mapping[str, Callable[[Trainer], object]] = {
 
 
 def main(cases: list[str]) -> None:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for case in cases:
         name, _, words = case.partition(":")

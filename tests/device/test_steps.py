@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-
 from fake import environment
+
 from zoo import NAMES
 
 PLANS = ("fp32", "bf16", "fp16", "selective", "full", "dp", "zero3", "tp", "2d", "pp")

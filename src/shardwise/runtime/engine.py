@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
+from shardwise.runtime.whole_state import WholeState, aliases
 from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Bucket, Trace
 
@@ -80,11 +80,12 @@ class Engine:
         buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in own}
         for memory in buckets.values():
             memory.load(values)
-        self.names = _aliases(module)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
+        self.names = aliases(module)
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
+        self.whole = WholeState(comm, self.memory, module, trace.buckets, self.holders, self.updating, self.unused)
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, apart=apart,
@@ -240,21 +241,12 @@ class Engine:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The full single-device state under the module's own names: parameters in their master precision, and buffers.
+    def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """The full single-device state under the module's own names, on the host: parameters in their master precision, and buffers.
 
-        All ranks call it together.
+        All ranks call it together; ``rank`` is the only one that gets it, by default every one does.
         """
-        values = self.unused | self.buffers() | self.parameters()
-        own = self.compiled.module.state_dict(keep_vars=True)
-        return {name: values[self.names[name]].detach().clone() for name in own}
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Copies of all parameters that some unit reads, whole, in their master precision; all ranks call it together."""
-        found: dict[str, Tensor] = {}
-        for index, memory in self.memory.buckets.items():
-            found |= memory.whole(memory.master, f"parameters of bucket {index}")
-        return self.everywhere(found, self.compiled.general.buckets)
+        return self.whole.on_host(rank)
 
     def everywhere(self, mine: Mapping[str, Tensor], buckets: Sequence[Bucket] | None = None) -> dict[str, Tensor]:
         """What the ranks of the pipeline have of a whole tensor for each parameter, by default those that learn; all ranks call it together."""
@@ -270,13 +262,6 @@ class Engine:
                 self.comm.broadcast(found[parameter.name], PIPELINE, root, lane="state", what=name).wait()
         return found
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Copies of the model's buffers; all ranks call it together."""
-        found = {name: value.clone() for name, value in self.memory.buffers.items()}
-        for name, root in self.updating.items():
-            self.comm.broadcast(found[name], PIPELINE, root, lane="state", what=f"buffer {name}").wait()
-        return found
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a single-device state; optimizer state stays."""
         missing = set(self.compiled.module.state_dict()) - set(state)
@@ -289,13 +274,3 @@ class Engine:
             for name, value in (self.unused | self.memory.buffers).items():
                 if name in state:
                     value.copy_(state[name])
-
-
-def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer → the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named: list[tuple[str, Any]] = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return {name: first.setdefault(id(value), name) for name, value in named}
