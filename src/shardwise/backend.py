@@ -111,6 +111,11 @@ class Backend:
         if self.asynchronous:
             torch.accelerator.synchronize(device)
 
+    @property
+    def widest_float(self) -> torch.dtype:
+        """The widest type of floating-point numbers that it has: MPS lacks float64."""
+        return torch.float32 if self.type == "mps" else torch.float64
+
     def event(self, device: torch.device, *, timing: bool = False) -> torch.Event:
         """A new event, recorded in the device's current stream; two with ``timing`` give the milliseconds between them."""
         made = torch.Event(device=device, enable_timing=timing)

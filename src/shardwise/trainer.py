@@ -132,14 +132,16 @@ class Trainer:
         """
         size = self._rows if batch_size is None else batch_size
         seed = self.seed if seed is None else seed
-        pin = Backend.of(self.comm.device).pins
-        return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin)
+        pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks
+        return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin, masks=masks)
 
     def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
         """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more than so many."""
         size = self._rows if batch_size is None else batch_size
-        pin = Backend.of(self.comm.device).pins
-        return one_pass(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin)
+        pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks
+        return one_pass(
+            dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, batches=batches, pin=pin, masks=masks
+        )  # fmt: skip
 
     def step(self, batch: Batch) -> StepResult:
         """Forward, backward and one optimizer step; all ranks call it with their part of the same batch.
@@ -150,7 +152,7 @@ class Trainer:
         at = self.engine.step_index
         if self._record is not None:
             self._record.begin(at)
-        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop)
+        result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones)
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
         due = self._unseen
@@ -214,7 +216,7 @@ class Trainer:
 
         ``weight`` of the result is what its mean is over, for means over several batches.
         """
-        return self.engine.evaluate(batch.fields, batch.rows)
+        return self.engine.evaluate(batch.fields, batch.rows, batch.ones)
 
     def finish(self) -> None:
         """Look at the last step: raises :class:`NonFiniteError` if it was not finite."""
@@ -223,21 +225,26 @@ class Trainer:
 
     def _has_failed(self, result: StepResult) -> bool:
         """Looks at a step's numbers on the host."""
-        self.stopping = self.stopping or bool(result.stop)
-        return bool(result.skipped) and (result.overflows is None or bool(self.engine.memory.halted))
+        found = result.on_host()
+        self.stopping = self.stopping or bool(found.stop)
+        return found.skipped and (found.overflows is None or found.halted)
 
     def _look(self, step: int, batch: Batch, result: StepResult) -> None:
         if self._has_failed(result):
             unit, what = self.engine.culprit(batch.fields, batch.rows, step)
             self.engine.memory.halted.zero_()  # who catches the error may go on
             self._unseen = None
-            if result.scale is not None and result.overflows is not None:
-                raise LossScaleError(step, int(result.overflows), float(result.scale), unit, what)
+            found = result.on_host()
+            if found.scale is not None and found.overflows is not None:
+                raise LossScaleError(step, found.overflows, found.scale, unit, what)
             raise NonFiniteError(step, unit, what, self.plan.asynchronous and self.plan.schedule == "pipedream")
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The full single-device state, under the module's own names."""
-        return self.engine.state_dict()
+    def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """The full single-device state, under the module's own names, on the host; all ranks call it together.
+
+        ``rank`` is the only one that gets it, by default every one does.  A device holds no more of it at a time than one bucket.
+        """
+        return self.engine.state_dict(rank)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take parameters and buffers from a single-device state, such as ``module.state_dict()``."""

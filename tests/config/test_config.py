@@ -679,6 +679,7 @@ def test_resolved_names_every_key_that_applies() -> None:
         "data.factory",
         "data.arguments",
         "parallel.gathered",
+        "parallel.prefetch",
         "parallel.stages",
         "parallel.timetable",
         "parallel.reduced",

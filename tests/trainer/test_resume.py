@@ -127,7 +127,9 @@ def run(
                 trainer.step(next(loader))
             if save:
                 checkpoints.save(loader)
-        state = trainer.state_dict() | {f"buffer {n}": b for n, b in trainer.engine.buffers().items()}
+        state = trainer.state_dict() | {
+            f"buffer {n}": b for n, b in trainer.engine.whole.collect() if n in trainer.engine.memory.buffers
+        }
         return state, positions
 
     return run_ranks(made.plan.mesh, rank, timeout=60)[0]

@@ -12,7 +12,8 @@ import math
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,45 @@ def write_file(
         file.sync()
     finally:
         file.close()
+
+
+def write_as_they_come(
+    path: Path,
+    tensors: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    values: Iterable[tuple[str, Tensor]],
+    metadata: Mapping[str, str],
+) -> None:
+    """Write ``tensors``, whose ``values`` come one at a time in whatever order; others among them are passed over.
+
+    All values are asked for even where the disk takes no more, which is an OSError at the end: who gives them may need others to do so.
+    """
+    entries = {one.key: one for one in lay_out(sorted(tensors, key=lambda tensor: -tensor[2].itemsize))}
+    failure: OSError | None = None
+    missing = set(entries)
+    with ExitStack() as stack:
+        start = header(list(entries.values()), metadata)
+        try:
+            file = stack.enter_context(path.open("wb"))
+            file.write(start)
+        except OSError as error:
+            failure = error
+        for key, value in values:
+            if key not in entries or failure is not None:
+                continue
+            missing.discard(key)
+            if (tuple(value.shape), value.dtype) != (entries[key].shape, entries[key].dtype):
+                raise ShardwiseError(f"{key} is {tuple(value.shape)} {value.dtype}: it was to be {entries[key]}")
+            try:
+                file.seek(len(start) + entries[key].start)
+                file.write(bytes_of(value))
+            except OSError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        if missing:
+            raise ShardwiseError(f"{path}: no values for {', '.join(sorted(missing))}")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def bytes_of(tensor: Tensor) -> memoryview:

@@ -146,7 +146,7 @@ def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def build_plan(config: Config) -> Plan:
-    """How the work of a step is divided; where the config leaves ``gathered`` or ``reduced`` open, with the least memory.
+    """How the work of a step is divided; where the config leaves ``gathered``, ``reduced`` or ``prefetch`` open, with the least memory.
 
     Where it leaves the timetable of schedule "auto" open, it is a schedule that needs little memory: one to measure with.
     """
@@ -158,7 +158,7 @@ def build_plan(config: Config) -> Plan:
         dropout=config.train.dropout,
         offload=parallel.offload,
         gathered=parallel.gathered or "use",
-        prefetch=parallel.prefetch,
+        prefetch=1 if parallel.prefetch is None else parallel.prefetch,
         reduced=parallel.reduced or "microbatch",
         reduce=parallel.reduce,
         norm=parallel.norm,

@@ -120,7 +120,8 @@ class ParallelConfig:
     its axes as ``tensor_plan`` says: by a solver ("auto"), or by ``pins``, a table of patterns of names, each with where to cut what it matches.
     ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
     ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
-    ``reduced`` are by default what communicates least of all that fits into the memory.
+    ``reduced`` are by default what communicates least of all that fits into the memory, ``prefetch`` is 1, and on GPUs as much as it
+    takes to hide gathers under computing, if that fits.
     """
 
     pp: int = key(integer(1), 1)
@@ -139,7 +140,7 @@ class ParallelConfig:
     dp_replicate: int = key(integer(1), 1)
     zero: int = key(integer(0, most=3), 0)
     gathered: Gathered | None = key(choice(*plan.CHOICES["gathered"]))
-    prefetch: int = key(integer(0), 1)
+    prefetch: int | None = key(integer(0))
     reduced: Reduced | None = key(choice(*plan.CHOICES["reduced"]))
     reduce: ReduceDtype = key(choice(*plan.CHOICES["reduce"]), "auto")
     offload: Offload = key(choice(*plan.CHOICES["offload"]), "none")

@@ -17,6 +17,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError, check_count
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
+from shardwise.runtime.masks import all_ones
 
 from .order import sample_order
 from .samples import Samples
@@ -37,13 +38,14 @@ class Batch:
     ``fields`` are this rank's rows (sum(counts), *shape), its parts of microbatches 0, 1, … one after the
     other; ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and
     ``counts`` have, for each microbatch, the first row of this rank's part (counted in the whole batch) and
-    how many there are, maybe none.
+    how many there are, maybe none.  ``ones`` are those of the loader's ``masks`` that are all ones here; None if it was not asked for any.
     """
 
     fields: dict[str, Tensor]
     rows: int
     starts: tuple[int, ...]
     counts: tuple[int, ...]
+    ones: tuple[str, ...] | None = None
 
 
 def rank_rows(rows: int, microbatches: int, parts: int, index: int) -> tuple[tuple[int, int], ...]:
@@ -67,6 +69,7 @@ class _Source:
     parts: int
     index: int
     pin: bool = False
+    masks: tuple[str, ...] | None = None
 
     def batch(self, state: State) -> tuple[Batch, State]:
         """The batch at ``state`` and the state after it. An epoch's last batch has the rows that are left."""
@@ -75,7 +78,7 @@ class _Source:
         rows = min(self.batch_size, size - first)
         ranges = rank_rows(rows, self.microbatches, self.parts, self.index)
         order = np.concatenate([self._order(epoch, first + a, first + b) for a, b in ranges])
-        batch = _batch(self.samples.read(order), rows, ranges, self.pin)
+        batch = _batch(self.samples.read(order), rows, ranges, self.pin, self.masks)
         done = first + rows
         return batch, (epoch + 1, 0) if done == size else (epoch, done)
 
@@ -88,15 +91,26 @@ class _Source:
         return found
 
 
-def _batch(fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool) -> Batch:
+def _batch(
+    fields: dict[str, Tensor], rows: int, ranges: Sequence[tuple[int, int]], pin: bool, masks: Sequence[str] | None
+) -> Batch:
     """A rank's part of a batch; with ``pin`` page-locked, for a copy to the device that nobody waits for."""
+    ones = None if masks is None else all_ones(fields, masks)
     if pin:
         fields = {name: value.pin_memory() for name, value in fields.items()}
-    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+    return Batch(fields, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges), ones)
 
 
 def one_pass(
-    dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, *, batches: int | None = None, pin: bool = False
+    dataset: Any,
+    mesh: Mesh,
+    rank: int,
+    batch_size: int,
+    microbatches: int = 1,
+    *,
+    batches: int | None = None,
+    pin: bool = False,
+    masks: tuple[str, ...] | None = None,
 ) -> Iterator[Batch]:
     """This rank's part of each batch of one pass over ``dataset``, in its order; the last batch has the rows that are left.
 
@@ -110,7 +124,7 @@ def one_pass(
         rows = min(batch_size, total - first)
         ranges = rank_rows(rows, microbatches, parts, index)
         places = np.concatenate([np.arange(first + a, first + b, dtype=np.int64) for a, b in ranges])
-        yield _batch(samples.read(_spread(places, samples.size, total)), rows, ranges, pin)
+        yield _batch(samples.read(_spread(places, samples.size, total)), rows, ranges, pin, masks)
 
 
 def _spread(places: NDArray[np.int64], size: int, total: int) -> NDArray[np.int64]:
@@ -161,7 +175,8 @@ class Loader:
     same rows.
 
     A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With ``pin`` the
-    fields lie in page-locked memory, which needs a GPU.
+    fields lie in page-locked memory, which needs a GPU.  ``masks`` are fields of which each batch says whether they are all ones, which the
+    thread that reads ahead finds out.
 
     ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there. ``state_dict`` says the
     same, and of which data, for a checkpoint.
@@ -171,12 +186,21 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Any, mesh: Mesh, rank: int, batch_size: int, microbatches: int = 1, seed: int = 0, *, pin: bool = False
+        self,
+        dataset: Any,
+        mesh: Mesh,
+        rank: int,
+        batch_size: int,
+        microbatches: int = 1,
+        seed: int = 0,
+        *,
+        pin: bool = False,
+        masks: tuple[str, ...] | None = None,
     ) -> None:
         check_count("data.batch_size", batch_size)
         check_count("parallel.microbatches", microbatches)
         parts, index = mesh.axis_size(AXES), mesh.index(rank, AXES)
-        self._source = _Source(Samples(dataset), batch_size, microbatches, seed, parts, index, pin)
+        self._source = _Source(Samples(dataset), batch_size, microbatches, seed, parts, index, pin, masks)
         self._state: State = (0, 0)
         self._prefetch: _Prefetch | None = None
         self._finalizer: weakref.finalize[Any, Any] | None = None

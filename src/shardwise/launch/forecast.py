@@ -14,10 +14,12 @@ from typing import Any
 from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
+from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Choices, Fit, nearest
 from shardwise.estimate.memory import goals
 from shardwise.estimate.predict import Prediction, fullest, predict
+from shardwise.estimate.prefetch import depth
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.stages import Cut
 from shardwise.parallel.data import batch_axes, shard_axes
@@ -25,6 +27,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled, solves, traced_for
+from shardwise.trace.cost import cost
 from shardwise.trace.price import Seconds
 from shardwise.trace.profile import Profile, profile
 from shardwise.trace.solve import TooFew
@@ -72,6 +75,8 @@ class Forecast:
             found._choose(keys_left, WAYS if before is None else (WAYS[before], *WAYS))
         if solves(found.plan):
             found._shrink()
+        if config.parallel.prefetch is None:
+            found._gather_ahead()
         return found
 
     @property
@@ -178,6 +183,26 @@ class Forecast:
         what = "the longest that fits" if needed <= self.budget else "the shortest, and even so too long"
         values = keys({f"parallel.{key}": word for key, word in chosen.items()})
         self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
+
+    def _gather_ahead(self) -> None:
+        """On GPUs: gather as many units ahead as it takes to hide gathers under computing, or as fit.  On CPUs computing and communication
+        share the cores, and there is nothing to hide under."""
+        plan, axes = self.plan, shard_axes(self.plan)
+        if self.device.kind != "gpu" or not axes or self.compiled.general.opaque is not None:
+            return
+        trace, rows = self._trace(plan), self.config.data.batch_size // plan.microbatches
+        links = plan.mesh.links(self.compiled.per_host or plan.mesh.size)
+        across = [axis for axis in axes if links[axis] != "device"]
+        costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), self.device.kind)
+        wanted = depth(trace, plan, costs, rates(self.device.kind, plan.precision, across))
+        for ahead in range(wanted, plan.prefetch, -1):
+            deeper = plan.replace(prefetch=ahead)
+            if self.predict(deeper).peak_bytes <= self.budget:
+                self.take(
+                    deeper,
+                    f"parallel.prefetch = {ahead}: hides gathers under computing, by the rates assumed of {self.device.name}",
+                )
+                return
 
     def _shrink(self) -> None:
         """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer as are too many."""

@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.checkpoint.container import write_as_they_come
 from shardwise.core.optim import OptimizerChoice
 from shardwise.models import generate
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.batch import StepResult
+from shardwise.runtime.whole_state import WholeState
 
 SAMPLE_TOKENS = 400
 TEMPERATURE = 0.8
@@ -81,20 +82,20 @@ class MetricsWriter:
             return
         step, rows, result, seconds = item
         self._peak = max(self._peak, peak_memory(self.device))
-        skipped = bool(result.skipped)
-        if skipped and result.scale is None:
+        found = result.on_host()
+        if found.skipped and found.scale is None:
             return  # the run ends here
         values: Metrics = {
             "step": step,
-            "loss": _number(result.loss),
-            "grad_norm": _number(result.grad_norm),
+            "loss": _number(found.loss),
+            "grad_norm": _number(found.grad_norm),
             "lr": self.optimizer.learning_rate(step),
             "step_seconds": seconds,
             "tokens_per_second": rows * self.tokens_per_row / seconds,
             "peak_memory_bytes": self._peak,
         }
-        if result.scale is not None:
-            values |= {"loss_scale": float(result.scale), "skipped": int(skipped)}
+        if found.scale is not None:
+            values |= {"loss_scale": found.scale, "skipped": int(found.skipped)}
         if result.repeated is not None:
             values["repeated"] = int(result.repeated)
         if self.utilisation is not None:
@@ -146,24 +147,21 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def save_weights(state: Mapping[str, Tensor], module: nn.Module, path: Path) -> None:
-    """Write a full single-device state as safetensors.
+def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
+    """Write the full single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank`` writes.
 
     A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.
     """
-    first: dict[int, str] = {}
-    aliases = {}
-    for name, value in module.state_dict(keep_vars=True).items():
-        kept = first.setdefault(id(value), name)
-        if kept != name:
-            aliases[name] = kept
-    tensors = {name: value.contiguous().cpu() for name, value in state.items() if name not in aliases}
+    if whole.comm.rank != rank:
+        for _ in whole.collect():
+            continue
+        return
+    names, described = whole.first_names, whole.describe()
+    tensors = [(name, *described[name]) for name, first in names.items() if name == first]
     part = path.with_suffix(".part")
-    save_file(tensors, part, metadata={"format": "pt", **aliases})
-    mask = os.umask(0)
-    os.umask(mask)
-    part.chmod(0o666 & ~mask)  # safetensors gives it to its owner alone
+    tied = {name: first for name, first in names.items() if name != first}
+    write_as_they_come(part, tensors, whole.collect(), {"format": "pt", **tied})
     part.replace(path)
 
 
@@ -201,10 +199,9 @@ def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], obj
         warn(f"{path} cannot be written: {error.strerror}; the run goes on")
 
 
-def _number(value: Tensor) -> float | None:
+def _number(value: float) -> float | None:
     """A number that JSON has."""
-    number = float(value)
-    return number if math.isfinite(number) else None
+    return value if math.isfinite(value) else None
 
 
 def _median(history: list[Metrics], key: str) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -16,8 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.checkpoints import Checkpoints
 from shardwise.config import Config
 from shardwise.config.build import Data
@@ -52,6 +56,8 @@ from .results import (
 )
 
 log = logging.getLogger("shardwise")
+
+WEIGHTS = "weights.safetensors"
 
 
 @dataclass(frozen=True)
@@ -125,9 +131,7 @@ class Run:
                     self._clock = time.perf_counter()  # what was done meanwhile is no part of the next step
             trainer.finish()
         except (NonFiniteError, LossScaleError):
-            state = trainer.state_dict()
-            if trainer.comm.rank == 0:
-                save_weights(state, self.module, self.folder / "weights.safetensors")
+            self.save_weights()
             raise
 
     def _window(self, step: int) -> int:
@@ -260,20 +264,32 @@ class Run:
     def _sample(self, done: int) -> None:
         """All ranks give their part of the state; rank 0 writes."""
         self.side.progress.phase(f"writing a sample after step {done - 1}")
-        state = self.trainer.state_dict()
-        text = self._text(state) if self.trainer.comm.rank == 0 else None
+        state = self.trainer.state_dict(rank=0) if self._writes else {}
+        text = self._text(state) if self._writes and self.trainer.comm.rank == 0 else None
         if text is not None:
             append_line(self.folder / "samples.jsonl", {"step": done, "text": text}, self.side.tell)
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.text(done, "sample", text)
 
-    def _text(self, state: Mapping[str, Tensor]) -> str | None:
+    @property
+    def _writes(self) -> bool:
+        """Whether the model is one of our own, of text."""
+        return self.data.decode is not None and self.data.encode is not None and self.config.model.name is not None
+
+    def _text(self, state: Mapping[str, Tensor]) -> str:
         """What an own model of text writes."""
-        if self.data.decode is None or self.data.encode is None or self.config.model.name is None:
-            return None
+        assert self.data.decode is not None and self.data.encode is not None
         module = Values.of_mapping(self.module, state).whole()
         prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
-        return sample_text(module.to(self.trainer.comm.device), prompt, self.data.decode, self.config.train.seed)
+        return sample_text(module.to(self._roomy()), prompt, self.data.decode, self.config.train.seed)
+
+    def _roomy(self) -> torch.device:
+        """The device, if the whole model has room there without more memory than training has taken; else the host's CPU."""
+        device = self.trainer.comm.device
+        backend, described = Backend.of(device), self.trainer.engine.whole.describe().values()
+        needed = sum(math.prod(one.shape) * one.dtype.itemsize for one in described)
+        room = backend.most_allocated(device) - backend.allocated(device) if backend.asynchronous else needed
+        return device if needed <= room else torch.device("cpu")
 
     def _checkpoints(self) -> Checkpoints:
         config = self.config.checkpoint
@@ -355,14 +371,18 @@ class Run:
         marks[0] = (marks[0][0], began)  # "starting": the interpreter and its imports
         return ", ".join(f"{text} {after - at:.1f} s" for (text, at), (_, after) in zip(marks, marks[1:], strict=False))
 
-    def finish(self, state: Mapping[str, Tensor]) -> None:
-        """Save the weights, let an own model of text write, and sum up."""
+    def save_weights(self) -> None:
+        """All ranks give their part of the weights, tensor by tensor; rank 0 writes them."""
+        self.side.progress.phase("saving the weights")
+        save_weights(self.trainer.engine.whole, self.folder / WEIGHTS)
+
+    def finish(self) -> None:
+        """Once the weights are saved: let an own model of text write, and sum up."""
         folder = self.folder
-        save_weights(state, self.module, folder / "weights.safetensors")
-        written = {"weights": str(folder / "weights.safetensors")}
-        self.side.progress.phase("writing a sample")
-        text = self._text(state)
-        if text is not None:
+        written = {"weights": str(folder / WEIGHTS)}
+        if self._writes:
+            self.side.progress.phase("writing a sample")
+            text = self._text(load_file(folder / WEIGHTS))
             (folder / "sample.txt").write_text(text, encoding="utf-8")
             written["sample"] = str(folder / "sample.txt")
         assert self.metrics is not None

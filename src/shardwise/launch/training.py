@@ -59,12 +59,12 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
         done = run.train()
         progress.phase("waiting for the last step of all ranks", patient=False)
         comm.barrier(what="the end of training")
-        state = run.trainer.state_dict() if done else {}
+        if done:
+            run.save_weights()
     finally:
         comm.close()
     if comm.rank == 0 and done:
-        progress.phase("saving the weights")
-        run.finish(state)
+        run.finish()
     return done
 
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.numbers import Numbers
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Parameter, Trace
@@ -36,6 +38,19 @@ class StepInput:
     stop: bool = False
 
 
+class HostResult(NamedTuple):
+    """The numbers of a :class:`StepResult` on the host, and whether training has come to a ``halted`` state."""
+
+    loss: float
+    grad_norm: float
+    skipped: bool
+    weight: float
+    stop: int
+    halted: bool
+    scale: float | None
+    overflows: int | None
+
+
 @dataclass
 class StepResult:
     """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
@@ -43,6 +58,7 @@ class StepResult:
     ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
     number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
     ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had updated by their own norms, and that was wrong; None if they had not.
+    ``halted``: no step is taken any more until the host has looked.
     """
 
     loss: Tensor
@@ -53,6 +69,18 @@ class StepResult:
     scale: Tensor | None = None
     overflows: Tensor | None = None
     repeated: bool | None = None
+    halted: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        scaled = [] if self.scale is None or self.overflows is None else [self.scale, self.overflows]
+        halted = self.skipped if self.halted is None else self.halted
+        self._numbers = Numbers.of([self.loss, self.grad_norm, self.skipped, self.weight, self.stop, halted, *scaled])
+
+    def on_host(self) -> HostResult:
+        """The step's numbers, for which the host waits until this step has been done, but not the one issued after it."""
+        loss, norm, skipped, weight, stop, halted, *scaling = self._numbers.read()
+        scale, overflows = (scaling[0], int(scaling[1])) if scaling else (None, None)
+        return HostResult(loss, norm, bool(skipped), weight, int(stop), bool(halted), scale, overflows)
 
 
 class Batch:
@@ -67,7 +95,7 @@ class Batch:
         self.microbatches = len(traces)
         self.parts = comm.mesh.axis_size(owner.axes)
         self.index = comm.mesh.index(comm.rank, owner.axes)
-        self.fields = {k: cast_field(v, traces[0].precision).to(comm.device) for k, v in given.fields.items()}
+        self.fields = {k: cast_field(_on_device(v, comm.device), traces[0].precision) for k, v in given.fields.items()}
         # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
         self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
         self.loss, stop = self.shared
@@ -139,7 +167,11 @@ class Batch:
     def _counted(self, m: int, gathered: Gathered) -> Tensor:
         targets, env = self.traces[m].targets, self.env(m)
         assert targets is not None
-        values = [*(gathered[n] for n in targets.leaves), *(self.memory.buffers[n] for n in targets.buffers), *targets.constants]
+        values = [
+            *(gathered[n] for n in targets.leaves),
+            *(self.memory.buffers[n] for n in targets.buffers),
+            *map(self.memory.resident, targets.constants),
+        ]
         with torch.no_grad():
             return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
 
@@ -151,7 +183,7 @@ class Batch:
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
         if owner.apart:
             flags = [float(p.name in gradients.reached) for p in self._learning()]
-            row = torch.cat([row, torch.tensor(flags, dtype=self.wide).to(row.device)])
+            row = torch.cat([row, _on_device(torch.tensor(flags, dtype=self.wide), row.device)])
         mesh, axes = owner.comm.mesh, (*owner.axes, *owner.tensor)
         self.norms = torch.zeros(mesh.axis_size(axes), row.numel(), dtype=self.wide, device=row.device)
         self.norms[mesh.index(owner.comm.rank, axes)] = row
@@ -244,7 +276,16 @@ class Batch:
         # Not torch.tensor: a copy to the GPU that the host waits for.
         rows = torch.full((), self.given.rows, device=self.owner.comm.device)
         weight = rows if self.counts is None else self.counts.sum()
-        return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated)
+        halted = self.memory.halted.clone()
+        return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted)
+
+
+def _on_device(value: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on the device; the copy is issued and nothing waits for it, which takes page-locked memory."""
+    if value.device.type == device.type:
+        return value
+    pinned = value.pin_memory() if Backend.of(device).pins and not value.is_pinned() else value
+    return pinned.to(device, non_blocking=True)
 
 
 class Batches:

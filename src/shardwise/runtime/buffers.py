@@ -331,9 +331,17 @@ class RankMemory:
             for name, view in memory.views(memory.param).items()
         }
         self._learns = False
-        self.halted = torch.zeros(
-            (), dtype=torch.float32, device=comm.device
-        )  # 1 after a non-finite norm, until the host has looked
+        # 1 after a non-finite norm, until the host has looked.
+        self.halted = torch.zeros((), dtype=torch.float32, device=comm.device)
+        self._device, self._constants = comm.device, dict[int, tuple[Tensor, Tensor]]()
+
+    def resident(self, constant: Tensor) -> Tensor:
+        """A constant of a graph, which the host has, on this rank's device: copied there once."""
+        if constant.device.type == self._device.type:
+            return constant
+        if id(constant) not in self._constants:
+            self._constants[id(constant)] = constant, constant.to(self._device)  # with the original, so that its id stays its own
+        return self._constants[id(constant)][1]
 
     def reserve(self, program: Program) -> None:
         """Have what a program takes: its pools and, before the first that trains, gradients and optimizer state."""

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -152,6 +153,25 @@ class Compiled:
             self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={}, _stages={},
             _lock=threading.RLock(), _evaluation=None,
         )  # fmt: skip
+
+    @cached_property
+    def alike_over_batch(self) -> bool:
+        """Whether ranks along the batch axes may take different ones of the traces that masks make possible: all of them exchange the
+        same over these axes, in the same order, and nothing inside of units."""
+        axes = {axis for axis in batch_axes(self.plan) if self.plan.mesh.axis_size(axis) > 1}
+        both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
+        if not axes or len(both) == 1:
+            return True
+        if any(axes.intersection(inside) for one in both for inside, _ in self._inside(one)):
+            return False
+        exchanged = [
+            [
+                [(i.op, i.bucket, i.axes, i.lane, i.scatters) for i in program.instructions if axes & set(i.axes)]
+                for program in self.programs(one, self.plan.microbatches)
+            ]
+            for one in both
+        ]
+        return exchanged[0] == exchanged[1]
 
     def _unit_weights(self) -> Weights:
         """By which the general trace is cut into stages."""

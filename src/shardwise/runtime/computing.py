@@ -74,7 +74,7 @@ class Computing(Multiplier):
         return [
             *(self.gathered[n] for n in unit.parameters),
             *(self.updates.get(n, memory.buffers[n]) for n in unit.buffers),
-            *unit.constants,
+            *map(memory.resident, unit.constants),
             *(batch.rows_of(n, m, env) for n in unit.fields),
             *(self.live[n, microbatch] for n in unit.inputs),
         ]
@@ -145,7 +145,9 @@ class Computing(Multiplier):
         wanted: list[Any] = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
         kept, given = zip(*seeds, strict=True)
         del operands  # each X ends when it has been multiplied
-        grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
+        # Else autograd would run what is on a device in a thread of its own, which Python's hooks would hand the interpreter's lock to.
+        with torch.autograd.set_multithreading_enabled(False):
+            grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
         self.flush()
         del outputs, kept, seeds
         if self.owner.inspect is not None:

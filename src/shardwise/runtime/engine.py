@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,8 @@ from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter
+from shardwise.runtime.masks import all_ones
+from shardwise.runtime.whole_state import WholeState, aliases
 from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Bucket, Trace
 
@@ -82,11 +83,12 @@ class Engine:
         buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in own}
         for memory in buckets.values():
             memory.load(values)
-        self.names = _aliases(module)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
+        self.names = aliases(module)
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
+        self.whole = WholeState(comm, self.memory, module, trace.buckets, self.holders, self.updating, self.unused)
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, apart=apart,
@@ -106,12 +108,15 @@ class Engine:
         module = self.compiled.module
         return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.precision)
 
-    def step(self, fields: Mapping[str, Tensor], rows: int, stop: bool = False) -> StepResult:
+    def step(
+        self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
+    ) -> StepResult:
         """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
 
-        All ranks call it together; those that shall stop say so.  Returns device tensors; nothing is read on the host.
+        All ranks call it together; those that shall stop say so.  ``ones`` are the masks that are all ones in ``fields``, where the caller
+        knows.  Returns device tensors; nothing is read on the host.
         """
-        traces = self.choose(fields, rows)
+        traces = self.choose(fields, rows, ones=ones)
         program = self.program(self.compiled, traces)
         return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
 
@@ -122,7 +127,7 @@ class Engine:
         soon as all stages know them, in order.  They have to be taken to the end: other ranks wait.
         """
         fields, rows, stop = next(batches)
-        traces = self.choose(fields, rows, ones=())
+        traces = self.choose(fields, rows, general=True)
         program = self.program(self.compiled, traces, number)
         rest = itertools.chain([(fields, rows, stop)], itertools.islice(batches, number - 1))
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in rest))
@@ -136,10 +141,10 @@ class Engine:
         self.step_index += 1
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
 
-    def evaluate(self, fields: Mapping[str, Tensor], rows: int) -> StepResult:
+    def evaluate(self, fields: Mapping[str, Tensor], rows: int, ones: tuple[str, ...] | None = None) -> StepResult:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
-        traces = self.choose(fields, rows, compiled)
+        traces = self.choose(fields, rows, compiled, ones=ones)
         for parameter in {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}.values():
             value = local_part(self.unused[parameter.name], parameter, self.comm)
             self.memory.leaves[parameter.name] = value.to(self.comm.device, self._compute_dtype(parameter.name))
@@ -155,13 +160,18 @@ class Engine:
         return class_of(compiled.programs(traces[0], len(traces), batches), self.comm.mesh, self.comm.rank)
 
     def choose(
-        self, fields: Mapping[str, Tensor], rows: int, compiled: Compiled | None = None, ones: tuple[str, ...] | None = None
+        self,
+        fields: Mapping[str, Tensor],
+        rows: int,
+        compiled: Compiled | None = None,
+        *,
+        ones: tuple[str, ...] | None = None,
+        general: bool = False,
     ) -> list[Trace]:
-        """The trace of each microbatch of this batch, the same on all ranks; ``ones``: the masks that are known to be all ones."""
+        """The trace of each microbatch of this batch; ``ones``: the masks that are all ones in ``fields``; ``general``: whatever they are."""
         self.check(fields, rows)
         compiled = compiled or self.compiled
-        if ones is None:
-            ones = self.all_ones(fields) if compiled.masks else ()
+        ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
         microbatches = min(compiled.plan.microbatches, rows)
         sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]
         return [compiled.trace(ones, size) for size in sizes]
@@ -180,13 +190,19 @@ class Engine:
         if rows < 1:
             raise ConfigError(f"batch: {rows} rows; legal: at least 1")
 
-    def all_ones(self, fields: Mapping[str, Tensor]) -> tuple[str, ...]:
-        """The masks of this batch if they are all ones on every rank, else nothing.
+    def agreed_ones(self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled) -> tuple[str, ...]:
+        """The masks of this batch if they are all ones, else nothing; ``ones`` are those that are in ``fields``, if the caller knows.
 
-        Read from the host's copy of the batch; one small all-reduce makes the ranks agree.
+        On a CPU the ranks agree in one small all-reduce.  On a device nobody may wait for that: ranks decide for their own rows, which are
+        the same on all ranks but those over the batch axes, and where other traces would exchange something else over these, masks are
+        never taken to be ones.
         """
-        padded = torch.tensor([float((fields[m] != 1).any()) for m in self.compiled.masks])
-        return self.compiled.masks if not bool(host_sum(self.comm, padded, "padding in masks").any()) else ()
+        readable = all(Backend.of(fields[name].device).kind == "cpu" for name in compiled.masks)
+        here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
+        padded = len(here) < len(compiled.masks)
+        if not Backend.of(self.comm.device).asynchronous:
+            return () if bool(host_sum(self.comm, torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
+        return () if padded or not compiled.alike_over_batch else compiled.masks
 
     def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
         """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it together.
@@ -229,21 +245,12 @@ class Engine:
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The full single-device state under the module's own names: parameters in their master precision, and buffers.
+    def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
+        """The full single-device state under the module's own names, on the host: parameters in their master precision, and buffers.
 
-        All ranks call it together.
+        All ranks call it together; ``rank`` is the only one that gets it, by default every one does.
         """
-        values = self.unused | self.buffers() | self.parameters()
-        own = self.compiled.module.state_dict(keep_vars=True)
-        return {name: values[self.names[name]].detach().clone() for name in own}
-
-    def parameters(self) -> dict[str, Tensor]:
-        """Copies of all parameters that some unit reads, whole, in their master precision; all ranks call it together."""
-        found: dict[str, Tensor] = {}
-        for index, memory in self.memory.buckets.items():
-            found |= memory.whole(memory.master, f"parameters of bucket {index}")
-        return self.everywhere(found, self.compiled.general.buckets)
+        return self.whole.on_host(rank)
 
     def everywhere(self, mine: Mapping[str, Tensor], buckets: Sequence[Bucket] | None = None) -> dict[str, Tensor]:
         """What the ranks of the pipeline have of a whole tensor for each parameter, by default those that learn; all ranks call it together."""
@@ -259,13 +266,6 @@ class Engine:
                 self.comm.broadcast(found[parameter.name], PIPELINE, root, lane="state", what=name).wait()
         return found
 
-    def buffers(self) -> dict[str, Tensor]:
-        """Copies of the model's buffers; all ranks call it together."""
-        found = {name: value.clone() for name, value in self.memory.buffers.items()}
-        for name, root in self.updating.items():
-            self.comm.broadcast(found[name], PIPELINE, root, lane="state", what=f"buffer {name}").wait()
-        return found
-
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Set parameters and buffers from a single-device state; optimizer state stays."""
         missing = set(self.compiled.module.state_dict()) - set(state)
@@ -278,13 +278,3 @@ class Engine:
             for name, value in (self.unused | self.memory.buffers).items():
                 if name in state:
                     value.copy_(state[name])
-
-
-def _aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Every name of a parameter or buffer → the first name of the same tensor."""
-    first: dict[int, str] = {}
-    named: list[tuple[str, Any]] = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    return {name: first.setdefault(id(value), name) for name, value in named}

@@ -63,7 +63,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         if elements:
             v, m = torch.var_mean(wide, dims, correction=0)
             local[:channels], local[channels:-1] = m, v
-            local[-1] = elements
+            local[-1].fill_(elements)  # an assignment of a number would copy it to the device, and the host would wait
         every = torch.empty((env.group(axes)[0], *local.shape), dtype=local.dtype, device=x.device)
         env.comm.all_gather(every.view(-1), local, env.real(axes), lane="compute", what="BatchNorm statistics").wait()
         means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]

@@ -108,8 +108,10 @@ class Cut(NamedTuple):
         """Where the elements of the pieces, one rank's after the other, lie within what they have together: part after part."""
         each = list(self._ranges(env))
         firsts = [0, *itertools.accumulate(stop for _, stop in each[-1])]
-        spans = [torch.arange(first + a, first + b) for own in each for first, (a, b) in zip(firsts, own, strict=False)]
-        return torch.cat(spans).to(device)
+        spans = [
+            torch.arange(first + a, first + b, device=device) for own in each for first, (a, b) in zip(firsts, own, strict=False)
+        ]
+        return torch.cat(spans)
 
 
 def rows(env: Env) -> int:

@@ -188,12 +188,13 @@ def run_steps(
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients = kept
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
-        parameters = engine.parameters() | {n: p.clone() for n, p in engine.unused.items()}
+        values = dict(engine.whole.collect())
         steps = [
             RankStep(float(result.loss), float(result.grad_norm), engine.everywhere(gradients), {}, {}, result.repeated)
             for result, gradients in zip(results, kept, strict=True)
         ]
-        steps[-1].parameters, steps[-1].buffers = parameters, engine.buffers()
+        steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers}
+        steps[-1].parameters = values
         out += steps
     return out
 

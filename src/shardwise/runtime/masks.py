@@ -1,0 +1,12 @@
+"""Which masks of a batch hide nothing: attention without a mask is another, faster kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+
+def all_ones(fields: Mapping[str, Tensor], masks: Sequence[str]) -> tuple[str, ...]:
+    """Those of the fields ``masks`` that are 1 everywhere.  The fields are on the host, which reads them."""
+    return tuple(name for name in masks if bool((fields[name] == 1).all()))

@@ -1,0 +1,111 @@
+"""The single-device state of a rank's engine, one whole tensor at a time: no device ever holds more of it than one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.parallel.pipeline import PIPELINE
+from shardwise.runtime.buffers import RankMemory
+from shardwise.runtime.communicator import Communicator
+from shardwise.trace.trace import Bucket
+
+
+class Described(NamedTuple):
+    """The shape and dtype of a whole tensor, known before it is collected."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class WholeState:
+    """What the ranks have together of ``module``, whose parameters lie in ``buckets``.
+
+    ``holders`` are, by bucket, the coordinates on the pipeline axis that have it, and ``updating`` that which keeps a buffer up to date, by
+    name; buffers that are not in there are the same everywhere.  ``unused`` are parameters that no unit reads, on the host.
+    """
+
+    comm: Communicator
+    memory: RankMemory
+    module: nn.Module
+    buckets: Sequence[Bucket]
+    holders: Mapping[int, Sequence[int]]
+    updating: Mapping[str, int]
+    unused: Mapping[str, Tensor]
+
+    def describe(self) -> dict[str, Described]:
+        """What :meth:`collect` gives, by name."""
+        tensors = {**self.unused, **self.memory.buffers}
+        found = {name: Described(tuple(value.shape), value.dtype) for name, value in tensors.items()}
+        for bucket in self.buckets:
+            found |= {one.name: Described(tuple(one.shape), _master_dtype(bucket)) for one in bucket.parameters}
+        return found
+
+    def collect(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, in its master precision, and every buffer, whole and on this rank's device, under the first of its names.
+
+        All ranks go through it together and to its end.  What is given may be changed or kept; where it is not kept, its memory is free
+        before the next bucket is gathered.
+        """
+        for name, value in self.unused.items():
+            yield name, value.clone()
+        for name, value in self.memory.buffers.items():
+            yield name, self._from(self.updating.get(name), value.clone(), f"buffer {name}")
+        for bucket in self.buckets:
+            yield from self._parameters(bucket)
+
+    def _parameters(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+        own, root = self.memory.buckets.get(bucket.index), self.holders[bucket.index][0]
+        mine = {} if own is None else own.whole(own.master, f"parameters of bucket {bucket.index}")
+        for parameter in bucket.parameters:
+            value = mine.pop(parameter.name, None)
+            if value is None:
+                value = torch.empty(parameter.shape, dtype=_master_dtype(bucket), device=self.comm.device)
+            yield parameter.name, self._from(root, value, f"{parameter.name} of stage {root}")
+            del value
+
+    def _from(self, root: int | None, value: Tensor, what: str) -> Tensor:
+        """That of the rank at ``root`` on the pipeline axis; None: all have the same."""
+        if root is None or self.comm.mesh.axis_size(PIPELINE) == 1:
+            return value
+        value = value.contiguous()
+        self.comm.broadcast(value, PIPELINE, root, lane="state", what=what).wait()
+        return value
+
+    def on_host(self, rank: int | None = None) -> dict[str, Tensor]:
+        """The full single-device state under the module's own names, on the host; all ranks call it together.
+
+        ``rank`` is the only one that gets it, by default every one does.
+        """
+        keeps, first = rank in (None, self.comm.rank), self.first_names
+        wanted = set(first.values())
+        values = {name: value.to("cpu", copy=True) for name, value in self.collect() if keeps and name in wanted}
+        if not keeps:
+            return {}
+        # Names of one tied tensor get tensors of their own, as if each had been copied.
+        return {name: values[one] if name == one else values[one].clone() for name, one in first.items()}
+
+    @property
+    def first_names(self) -> dict[str, str]:
+        """Every name in the module's state dict → the first name of the same tensor."""
+        every = aliases(self.module)
+        return {name: every[name] for name in self.module.state_dict(keep_vars=True)}
+
+
+def aliases(module: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer → the first name of the same tensor."""
+    first: dict[int, str] = {}
+    named: list[tuple[str, Any]] = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _master_dtype(bucket: Bucket) -> torch.dtype:
+    return bucket.wide if bucket.learns else bucket.dtype

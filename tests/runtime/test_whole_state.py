@@ -1,0 +1,116 @@
+"""The whole state, collected a bucket at a time: the right values, on the ranks that want them, in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from shardwise import OptimizerChoice, Plan
+from shardwise.checkpoint.container import write_as_they_come
+from shardwise.core.errors import ShardwiseError
+from shardwise.data.loader import rank_rows
+from shardwise.launch.results import save_weights
+from shardwise.models import GPT, Llama
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime.alone import AloneCommunicator
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.compiled import Compiled
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.threads import run_ranks
+from shardwise.runtime.whole_state import aliases
+from shardwise.trace.tracker import StorageTracker
+
+BASE = Plan(microbatches=2)
+PLANS: dict[str, Callable[[], Plan]] = {
+    "one": lambda: BASE,
+    "dp": lambda: data_parallel(BASE, 2),
+    "zero1": lambda: data_parallel(BASE, 3, zero=1),
+    "zero3": lambda: data_parallel(BASE, 3, zero=3),
+    "hybrid": lambda: data_parallel(BASE, 4, zero=3, replicas=2),
+    "offload": lambda: data_parallel(BASE.replace(offload="optimizer"), 2, zero=2),
+    "tp": lambda: tensor_parallel(BASE, 3, "1d"),
+    "pp": lambda: pipeline(BASE, 2, "1f1b"),
+    "all": lambda: tensor_parallel(pipeline(data_parallel(BASE.replace(precision="bf16"), 2, zero=3), 2, "1f1b"), 2, "1d-sp"),
+}
+ADAM = OptimizerChoice("adamw", lr=1e-2)
+
+
+def compiled(plan: Plan, layers: int = 2, model: type[GPT] | type[Llama] = GPT) -> Compiled:
+    torch.manual_seed(0)
+    module = model(vocabulary=31, width=24, layers=layers, heads=6, context=8)
+    ids = torch.randint(0, 31, (6, 8))
+    return Compiled(module, plan, {"input_ids": ids, "labels": ids})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_one_rank_gets_what_all_would(name: str, tmp_path: Path) -> None:
+    plan = PLANS[name]()
+    made = compiled(plan)
+    last = plan.mesh.size - 1
+
+    def rank(comm: Communicator) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        engine = Engine(made, comm, ADAM)
+        rows = made.example["input_ids"].shape[0]
+        parts, at = plan.mesh.axis_size(("dp_replicate", "dp")), plan.mesh.index(comm.rank, ("dp_replicate", "dp"))
+        own = [i for a, b in rank_rows(rows, plan.microbatches, parts, at) for i in range(a, b)]
+        engine.step({key: value[own] for key, value in made.example.items()}, rows)
+        save_weights(engine.whole, tmp_path / "w.safetensors", rank=last)
+        return engine.state_dict(), engine.state_dict(rank=last)
+
+    found = run_ranks(plan.mesh, rank)
+    truth = found[0][0]
+    own = made.module.state_dict()
+    assert list(truth) == list(own) and all(truth[key].shape == own[key].shape for key in own)
+    assert any((truth[key] != own[key]).any() for key in own)  # it has been trained
+    for number, (every, mine) in enumerate(found):
+        assert all(torch.equal(every[key], truth[key]) for key in truth)
+        assert set(mine) == (set(truth) if number == last else set())
+    assert all(torch.equal(found[last][1][key], truth[key]) for key in truth)
+    written = load_file(tmp_path / "w.safetensors")
+    assert set(written) == {name for name in truth if aliases(made.module)[name] == name} != set(truth)
+    assert all(torch.equal(value, truth[key]) for key, value in written.items())
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_rank_holds_a_bucket_at_a_time(name: str) -> None:
+    plan = PLANS[name]()
+    made = compiled(plan, layers=12, model=Llama)
+    engine = Engine(made, AloneCommunicator(plan.mesh, plan.mesh.size - 1, torch.device("cpu")), ADAM)
+    largest = max(b.numel * (b.wide if b.learns else b.dtype).itemsize for b in made.general.buckets)
+    whole = sum(b.numel * (b.wide if b.learns else b.dtype).itemsize for b in made.general.buckets)
+    with StorageTracker("cpu") as tracker:
+        before = tracker.mark()
+        for _, value in engine.whole.collect():
+            del value
+        assert 0 < tracker.peak - before <= 3.2 * largest  # what has just been given, and the next bucket with its pieces
+        assert 3.2 * largest < whole / 2 and tracker.current == before
+        tracker.mark()
+        engine.state_dict(rank=plan.mesh.size)  # of which this rank keeps nothing
+        assert tracker.peak - before <= 3.2 * largest
+
+
+def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:
+    taken = []
+
+    def values() -> Iterator[tuple[str, Tensor]]:
+        for name in "abc":
+            taken.append(name)
+            yield name, torch.zeros(3)
+
+    described = [(name, (3,), torch.float32) for name in "ab"]
+    with pytest.raises(OSError):
+        write_as_they_come(tmp_path / "no folder" / "w", described, values(), {})
+    assert taken == ["a", "b", "c"]
+    write_as_they_come(tmp_path / "w", described, values(), {"format": "pt"})
+    assert {key: value.tolist() for key, value in load_file(tmp_path / "w").items()} == {"a": [0.0] * 3, "b": [0.0] * 3}
+    with pytest.raises(ShardwiseError, match="no values for d"):
+        write_as_they_come(tmp_path / "w", [*described, ("d", (3,), torch.float32)], values(), {})
+    with pytest.raises(ShardwiseError, match="it was to be"):
+        write_as_they_come(tmp_path / "w", [("a", (4,), torch.float32)], values(), {})
