@@ -162,7 +162,7 @@ class Compiled:
         both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
         if not axes or len(both) == 1:
             return True
-        if any(axes.intersection(inside) for one in both for inside, _ in self._inside(one)):
+        if any(axes.intersection(inside) for inside, _ in self._inside(both)):
             return False
         exchanged = [
             [
