@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Kind = Literal["cpu", "gpu"]
 """Which kernels compute, for tables of what they take: those of a CPU, or those of a device with memory and queues of its own."""
@@ -125,6 +126,17 @@ class Backend:
     def stream(self, device: torch.device, *, urgent: bool = False) -> torch.Stream:
         """A new queue of the device; what is in an ``urgent`` one is taken up first.  ``with stream:`` makes it the current one."""
         return torch.Stream(device, priority=-1 if urgent else 0)
+
+    # ---- copies ----------------------------------------------------------------------------------------------------------
+
+    def to_device(self, x: Tensor, device: torch.device) -> Tensor:
+        """``x`` on the device.  The host does not wait for the copy, which is from page-locked memory: torch keeps that until then."""
+        if x.device.type == self.type:
+            return x
+        if x.device.type != CPU or not self.pins:
+            return x.to(device)
+        x = x.contiguous()
+        return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
 
     # ---- memory ----------------------------------------------------------------------------------------------------------
 

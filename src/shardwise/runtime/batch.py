@@ -95,7 +95,8 @@ class Batch:
         self.microbatches = len(traces)
         self.parts = comm.mesh.axis_size(owner.axes)
         self.index = comm.mesh.index(comm.rank, owner.axes)
-        self.fields = {k: cast_field(_on_device(v, comm.device), traces[0].precision) for k, v in given.fields.items()}
+        there = Backend.of(comm.device)
+        self.fields = {k: cast_field(there.to_device(v, comm.device), traces[0].precision) for k, v in given.fields.items()}
         # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
         self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
         self.loss, stop = self.shared
@@ -183,7 +184,7 @@ class Batch:
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
         if owner.apart:
             flags = [float(p.name in gradients.reached) for p in self._learning()]
-            row = torch.cat([row, _on_device(torch.tensor(flags, dtype=self.wide), row.device)])
+            row = torch.cat([row, Backend.of(row.device).to_device(torch.tensor(flags, dtype=self.wide), row.device)])
         mesh, axes = owner.comm.mesh, (*owner.axes, *owner.tensor)
         self.norms = torch.zeros(mesh.axis_size(axes), row.numel(), dtype=self.wide, device=row.device)
         self.norms[mesh.index(owner.comm.rank, axes)] = row
@@ -278,14 +279,6 @@ class Batch:
         weight = rows if self.counts is None else self.counts.sum()
         halted = self.memory.halted.clone()
         return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted)
-
-
-def _on_device(value: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on the device; the copy is issued and nothing waits for it, which takes page-locked memory."""
-    if value.device.type == device.type:
-        return value
-    pinned = value.pin_memory() if Backend.of(device).pins and not value.is_pinned() else value
-    return pinned.to(device, non_blocking=True)
 
 
 class Batches:

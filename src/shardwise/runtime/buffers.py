@@ -340,7 +340,10 @@ class RankMemory:
         if constant.device.type == self._device.type:
             return constant
         if id(constant) not in self._constants:
-            self._constants[id(constant)] = constant, constant.to(self._device)  # with the original, so that its id stays its own
+            self._constants[id(constant)] = (
+                constant,
+                Backend.of(self._device).to_device(constant, self._device),
+            )  # with the original, so that its id stays its own
         return self._constants[id(constant)][1]
 
     def reserve(self, program: Program) -> None:

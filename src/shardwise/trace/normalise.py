@@ -1,4 +1,4 @@
-"""Clean-up of a functional graph: casts that change nothing, and attention masks that say no more than "causal".
+"""Clean-up of a functional graph: casts that change nothing, kernels that read on the host, and attention masks that say no more than "causal".
 
 transformers passes a full (rows, 1, S, S) mask to every attention, which costs 40–70 % of its speed on CPU and the flash
 kernel on CUDA; a mask that depends on shapes alone is computed here once and, if lower-triangular, replaced by ``is_causal``.
@@ -31,6 +31,8 @@ def normalise(normal: Normal) -> None:
     for node in list(normal.graph.nodes):
         if node.op == "call_function" and node.target in CASTS:
             _simplify_cast(normal.graph, node)
+        elif node.op == "call_function" and node.target is aten.masked_fill.Tensor:
+            _choose(normal.graph, node)
     _fold_masks(normal)
     eliminate_dead(normal.graph)
 
@@ -54,6 +56,20 @@ def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
         cast.meta = dict(node.meta)
         node.replace_all_uses_with(cast)
         graph.erase_node(node)
+
+
+def _choose(graph: fx.Graph, node: fx.Node) -> None:
+    """The kernel that fills with a tensor reads its value on the host, and so waits for a GPU; the one that chooses does not."""
+    x, mask, value = node.args
+    with graph.inserting_before(node):
+        if value.meta["val"].dtype != node.meta["val"].dtype:
+            cast = graph.call_function(aten.to.dtype, (value, node.meta["val"].dtype))
+            cast.meta = {**value.meta, "val": value.meta["val"].to(node.meta["val"].dtype)}
+            value = cast
+        chosen = graph.call_function(aten.where.self, (mask, value, x))
+    chosen.meta = dict(node.meta)
+    node.replace_all_uses_with(chosen)
+    graph.erase_node(node)
 
 
 def _fold_masks(normal: Normal) -> None:

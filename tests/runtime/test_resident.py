@@ -1,0 +1,59 @@
+"""Training stays on the device: no step of a run, and nothing between two steps, makes the host wait.
+
+The engine, the loader and the metrics run as they do on a GPU, on a device without hardware (``card.py``), in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwise
+from resident import FAULTS, MODELS, PLANS, WAITED
+
+TESTS = Path(__file__).parents[1]
+HERE = {
+    "own gpt": "fp16", "own llama": "tp", "own convnet": "zero3", "own tagger": "fp32", "literals": "bf16", "bert padded": "zero3", "llama ones": "selective",
+    "mixtral": "pp",
+}  # fmt: skip
+"""A plan for some models, each with something of its own: the rest is for test-all."""
+
+UNCUT = {"own tagger", "own mlp"}  # of one unit, so of one stage
+
+
+def waits(*cases: str) -> dict[str, dict[str, int]]:
+    """What made the host wait, by case."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(Path(shardwise.__file__).parents[1]), str(TESTS)))}
+    done = subprocess.run(
+        [sys.executable, TESTS / "resident.py", *cases], env=environment, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line.removeprefix(WAITED)) for line in done.stdout.splitlines() if line.startswith(WAITED)]
+    return {one["case"]: one["waits"] for one in lines}
+
+
+def test_what_makes_the_host_wait_is_found() -> None:
+    """Each planted fault is, and nothing else; without one there is none."""
+    found = waits("own mlp:fp32", *(f"own mlp:fp32:{fault}" for fault in FAULTS))
+    assert [bool(one) for one in found.values()] == [False] + [True] * len(FAULTS)
+    expected = {"read": "the host reads", "copy": "a blocking copy", "pageable": "pageable memory", "early": "this very step"}
+    for fault, text in expected.items():
+        assert len(found[f"own mlp:fp32:{fault}"]) == 1 and text in next(iter(found[f"own mlp:fp32:{fault}"]))
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_the_host_does_not_wait(name: str) -> None:
+    case = f"{name}:{HERE[name]}"
+    assert waits(case) == {case: {}}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", MODELS)
+def test_the_host_waits_under_no_plan(name: str) -> None:
+    cases = [f"{name}:{plan}" for plan in PLANS if not (plan == "pp" and name in UNCUT)]
+    assert waits(*cases) == {case: {} for case in cases}
