@@ -55,17 +55,18 @@ class Checkpoints:
     def _check_shared(self) -> None:
         """All ranks must see what rank 0 writes: no checkpoint could be completed otherwise."""
         rank, gather = self.trainer.comm.rank, self._background.gather
-        probe = self.folder / f".seen-{uuid.uuid4().hex}"
+        probe, refused = self.folder / f".seen-{uuid.uuid4().hex}", ""
         try:
             if rank == 0:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     probe.touch()
                 except OSError as error:
-                    raise ConfigError(
-                        f"{self.folder}: cannot be written: {error.strerror}; legal: a folder to write to"
-                    ) from error
-            name = gather(probe.name.encode())[0].decode()
+                    refused = f"{self.folder}: cannot be written: {error.strerror}; legal: a folder to write to"
+            # The others wait for what rank 0 has to say, be it that it cannot go on.
+            name, _, refused = gather(f"{probe.name}\n{refused}".encode())[0].decode().partition("\n")
+            if refused:
+                raise ConfigError(refused)
             seen = gather(b"1" if (self.folder / name).exists() else b"0")
         finally:
             if rank == 0:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from shardwise.backend import Backend
 from shardwise.cli.common import split_arguments
 from shardwise.cli.main import app
 from shardwise.core.errors import ConfigError
@@ -364,3 +365,24 @@ def test_launch_echoes_rank_0(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "logs" / "rank_1.log").read_text() == "hello from 1 --json x=1\n"
     missing = call("launch", str(tmp_path / "none.py"))
     assert missing.exit_code == 2 and "there is no such file" in missing.stderr
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="legal on GPUs")
+def test_verify_on_a_device_that_is_not_here() -> None:
+    for name in ("cuda", "mps", "standin"):
+        result = call("verify", *TINY, "--device", name)
+        assert result.exit_code == 2 and f"--device {name}: legal on this machine: cpu" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("here", "arguments", "words"),
+    [
+        ("mps", ["--device", "mps"], "--device mps: legal on this machine: cpu: mps computes in no more than float32"),
+        ("xpu", ["--device", "xpu", "--ranks-as", "processes"], "legal: ranks as threads, which share one device"),
+        ("xpu", ["--device", "cuda"], "--device cuda: legal on this machine: cpu, xpu"),
+    ],
+)
+def test_verify_on_a_device_that_cannot(here: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backend, "here", lambda: Backend(here))
+    result = call("verify", *TINY, *arguments)
+    assert result.exit_code == 2 and words in " ".join(result.stderr.split())

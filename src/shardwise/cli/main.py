@@ -79,13 +79,14 @@ def verify(
     arguments: Arguments = None,
     json: Json = False,
     ranks_as: Annotated[str, typer.Option(help="How ranks are run: threads (any number) or processes.")] = "threads",
+    device: Annotated[str, typer.Option(help="Where the ranks compute: cpu, or the GPU of this machine (cuda, xpu).")] = "cpu",
 ) -> None:
     """Is the plan, for this model, the same as one device?  Three steps of both in fp64 are compared, tensor by tensor."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .verify import run
 
-        run(path, overrides, json, ranks_as)
+        run(path, overrides, json, ranks_as, device)
 
 
 @app.command()

@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from shardwise.backend import Backend
 from shardwise.config import Config
-from shardwise.core.errors import check_choice
+from shardwise.core.errors import ConfigError, check_choice
 from shardwise.launch.local import clear_logs, launch_local, run_folder
 from shardwise.launch.subject import check_plan, load_anywhere
 from shardwise.launch.verifying import verify_config
@@ -23,21 +24,35 @@ from shardwise.report.tables import grid, make_console, print_json, show
 WORST = 5  # tensors shown where the plan is the same; all of the report's where it is not
 
 
-def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str) -> None:
+def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, device: str) -> None:
     """Verify, print the report, and exit with 1 where the plan is not the same as one device."""
     check_choice("--ranks-as", ranks_as, ("threads", "processes"))
+    where = _device(device, ranks_as)
     config = load_anywhere(path, overrides)
     console = make_console(stderr=json)
     if not json:
-        ranks = f"{config.train.devices} ranks ({ranks_as}), {config.parallel.microbatches} microbatches"
+        on = f" on {Backend.of(where).name(where)}" if where.type != "cpu" else ""
+        ranks = f"{config.train.devices} ranks ({ranks_as}){on}, {config.parallel.microbatches} microbatches"
         console.print(Text(f"verifying {ranks}, recompute {config.parallel.recompute}"))
-    report = verify_config(config).to_dict() if ranks_as == "threads" else _processes(config)
+    report = verify_config(config, device=where).to_dict() if ranks_as == "threads" else _processes(config)
     if json:
         print_json(report)
     else:
         _show(console, report)
     if not report["passed"]:
         raise typer.Exit(1)
+
+
+def _device(name: str, ranks_as: str) -> torch.device:
+    """The device that ``--device`` says, all of whose ranks are threads; :class:`ConfigError` where this machine lacks it."""
+    here = Backend.here()
+    legal = ["cpu", *([here.type] if here.asynchronous and here.widest_float is torch.float64 else [])]
+    if name not in legal:
+        lacks = f": {name} computes in no more than float32" if name == here.type else ""
+        raise ConfigError(f"--device {name}: legal on this machine: {', '.join(legal)}{lacks}")
+    if name != "cpu" and ranks_as != "threads":
+        raise ConfigError(f"--device {name} --ranks-as {ranks_as}: legal: ranks as threads, which share one device")
+    return here.device(0) if name != "cpu" else torch.device("cpu")
 
 
 def _processes(config: Config) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Run:
 
         def batches() -> Iterator[Batch]:
             for at in range(step, stop):
-                self.side.progress.begin(at)
+                self.side.progress.begin(at, patient=self.trainer.starting)
                 now = self._clock if at == step else time.perf_counter()
                 batch = next(loader) if measuring is None else measuring.taking(loader)
                 begun.append((now, batch.rows))
@@ -270,6 +270,8 @@ class Run:
             append_line(self.folder / "samples.jsonl", {"step": done, "text": text}, self.side.tell)
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.text(done, "sample", text)
+        if self._writes:  # the others wait on their hosts, with patience, and not in the next step's first collective
+            self.trainer.comm.barrier(what="the sample of rank 0")
 
     @property
     def _writes(self) -> bool:

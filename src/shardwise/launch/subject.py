@@ -57,10 +57,11 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
         return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
 
-def compiled_here(config: Config, found: Subject, per_host: int | None = None) -> Compiled:
-    """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it."""
-    per_host = per_host or ranks_of_a_host(found.plan)
-    return Compiled(found.module, found.plan, found.batches[0], found.loss, kind=_device(config).kind, per_host=per_host)
+def compiled_here(config: Config, found: Subject, per_host: int | None = None, device: torch.device | None = None) -> Compiled:
+    """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it; on ``device``, by
+    default the CPU."""
+    per_host, device = per_host or ranks_of_a_host(found.plan), device or torch.device("cpu")
+    return Compiled(found.module, found.plan, found.batches[0], found.loss, device, kind=_device(config).kind, per_host=per_host)
 
 
 def ranks_of_a_host(plan: Plan) -> int:

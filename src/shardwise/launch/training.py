@@ -61,8 +61,10 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
         comm.barrier(what="the end of training")
         if done:
             run.save_weights()
-    finally:
-        comm.close()
+    except BaseException:
+        comm.abort()
+        raise
+    comm.close()
     if comm.rank == 0 and done:
         run.finish()
     return done

@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING
 from .rank import rank_process
 
 if TYPE_CHECKING:
+    import torch
+
     from shardwise.config import Config
     from shardwise.runtime.communicator import Communicator
     from shardwise.runtime.compiled import Compiled
     from shardwise.verify.verify import RankStep, Report
 
 
-def verify_config(config: Config, comm: Communicator | None = None) -> Report:
-    """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it."""
+def verify_config(config: Config, comm: Communicator | None = None, device: torch.device | None = None) -> Report:
+    """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it.
+
+    The ranks compute on ``device``, by default the CPU; what they are compared with is computed on the CPU.
+    """
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
     from .subject import compiled_here, opens, settled, subject
@@ -28,7 +33,9 @@ def verify_config(config: Config, comm: Communicator | None = None) -> Report:
         plan = found.plan
         if plan.overlaps:
             found = subject(config, OVERLAPPING_STEPS)
-        captured = settled(config, compiled_here(config, found)) if opens(config) else None
+        captured = settled(config, compiled_here(config, found, device=device)) if opens(config) else None
+        if captured is None and device is not None:
+            captured = compiled_here(config, found, device=device)
         run = run_threads if comm is None else _one_rank(comm)
         return verify(
             found.module,

@@ -195,6 +195,9 @@ class Communicator(Protocol):
         """Release what the communicator holds.  May be called more than once; buffers from :meth:`allocate`
         stay readable."""
 
+    def abort(self) -> None:
+        """Leave after an error, without waiting for anything that is pending on a device."""
+
 
 class BaseCommunicator(ABC):
     """Checks arguments, resolves groups and answers the trivial cases; backends implement the underscored
@@ -312,6 +315,12 @@ class BaseCommunicator(ABC):
 
     def close(self) -> None:
         return None
+
+    def abort(self) -> None:
+        """Leave after an error, which has to be told before anything waits: what is pending on a device may never end, and to leave its
+        groups would wait for that.  The process is about to end."""
+        if not Backend.of(self.device).asynchronous:
+            self.close()
 
     def _pair(self, kind: str, peer: int, lane: str, what: str, channel: str) -> Call:
         if channel not in CHANNELS:

@@ -96,9 +96,9 @@ class Progress:
         """Whether whoever watches has asked this rank to stop (:func:`ask_to_stop`)."""
         return self._memory[RECORD.size] != 0
 
-    def begin(self, step: int) -> None:
-        """A step begins, with reading its batch."""
-        self._step, self._position, self._patient = step, -1, False
+    def begin(self, step: int, *, patient: bool = False) -> None:
+        """A step begins, with reading its batch; ``patient``: it may take long, as on a device that has not ended one yet."""
+        self._step, self._position, self._patient = step, -1, patient
         self._doing, self._waiting_for = b"reading the batch", b""
         self._write()
 

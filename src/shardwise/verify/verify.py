@@ -162,8 +162,8 @@ def in_training(oracle: Oracle) -> None:
 
 
 def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
-    """Every rank as a thread of this process."""
-    return run_ranks(compiled.plan.mesh, rank, timeout=120)
+    """Every rank as a thread of this process, on the device that the model was made ready for."""
+    return run_ranks(compiled.plan.mesh, rank, timeout=120, device=compiled.device)
 
 
 def run_steps(
@@ -188,15 +188,19 @@ def run_steps(
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients = kept
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
-        values = dict(engine.whole.collect())
+        values = {name: value.cpu() for name, value in engine.whole.collect()}
         steps = [
-            RankStep(float(result.loss), float(result.grad_norm), engine.everywhere(gradients), {}, {}, result.repeated)
+            RankStep(float(result.loss), float(result.grad_norm), _on_host(engine.everywhere(gradients)), {}, {}, result.repeated)
             for result, gradients in zip(results, kept, strict=True)
         ]
         steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers}
         steps[-1].parameters = values
         out += steps
     return out
+
+
+def _on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in values.items()}
 
 
 def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
