@@ -8,15 +8,20 @@ table of distributed backends) is used as it is.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.numa.binding import NumaOptions
 
 Kind = Literal["cpu", "gpu"]
 """Which kernels compute, for tables of what they take: those of a CPU, or those of a device with memory and queues of its own."""
@@ -49,6 +54,12 @@ class Backend:
     def here() -> Backend:
         """That of the accelerator that this torch has and can use, else the CPU's."""
         found = torch.accelerator.current_accelerator(check_available=True)
+        return Backend(CPU if found is None else found.type)
+
+    @staticmethod
+    def built() -> Backend:
+        """That of the accelerator that this torch is made for, whether or not there is one here: the driver is not asked, nothing starts."""
+        found = torch.accelerator.current_accelerator(check_available=False)
         return Backend(CPU if found is None else found.type)
 
     @property
@@ -180,6 +191,22 @@ class Backend:
     def tf32(self) -> bool:
         """Whether torch may compute products of float32 matrices with TF32, as it is set now."""
         return self.type == CUDA and torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+    def allow_tf32(self) -> None:
+        """Let torch multiply float32 matrices with TF32 (10 bits of mantissa) where the device can, in this process from now on."""
+        torch.set_float32_matmul_precision("high")
+
+    def numa_options(self, ranks: int) -> NumaOptions | None:
+        """How torchelastic shall bind so many ranks to the CPUs beside their devices; None: not at all.
+
+        That takes several NUMA nodes, a device for each rank and the program numactl, and torch knows where CUDA's devices are alone.
+        """
+        nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
+        if self.type != CUDA or self.count < ranks or nodes < 2 or shutil.which("numactl") is None:
+            return None
+        from torch.numa.binding import AffinityMode, NumaOptions
+
+        return NumaOptions(AffinityMode.NODE, should_fall_back_if_binding_fails=True)
 
     @contextmanager
     def forked_generator(self) -> Iterator[None]:

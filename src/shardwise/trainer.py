@@ -120,7 +120,13 @@ class Trainer:
     def notes(self) -> list[str]:
         """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
         general = self.compiled.general
-        return [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
+        notes = [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
+        if self._asynchronous and self.compiled.masks and not self.engine.each_decides(self.compiled, self._rows):
+            notes.append(
+                f"{', '.join(self.compiled.masks)}: batches without padding are computed as if they had some, since ranks that differed in "
+                "that would not exchange the same (BatchNorm over the whole batch, negatives from it)"
+            )
+        return notes
 
     @property
     def _rows(self) -> int:

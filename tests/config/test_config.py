@@ -295,6 +295,7 @@ REFUSED = [
     ("train.sample_every=x", ["train.sample_every", "an integer"]),
     ("train.max_restarts=-1", ["train.max_restarts", "at least 0"]),
     ("train.tensorboard=1", ["train.tensorboard", "true or false"]),
+    ("train.tf32=1", ["train.tf32", "true or false"]),
     ("train.trace_steps=3", ["train.trace_steps", "a list of steps", "[] for none"]),
     ("train.trace_steps=[3, 0]", ["train.trace_steps", "a list of steps", "[] for none"]),
     ("train.resume=yes", ["train.resume", '"auto", "never"']),
@@ -489,12 +490,20 @@ def test_every_key_of_the_issue_is_there() -> None:
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
-        "max_restarts trace_steps tensorboard resume memory_gib",
+        "max_restarts trace_steps tensorboard tf32 resume memory_gib",
         "checkpoint": "every keep_last keep_every staging_mib",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {
         section: set(keys.split()) for section, keys in expected.items()
     }
+
+
+def test_tf32_belongs_to_float32() -> None:
+    assert load("train.tf32=true").train.tf32 and not load().train.tf32
+    for precision in ("bf16", "fp16", "fp64"):
+        with pytest.raises(ConfigError, match='train.tf32.*parallel.precision = "fp32"'):
+            load("train.tf32=true", f"parallel.precision={precision}")
+        assert not load(f"parallel.precision={precision}").train.tf32
 
 
 def test_a_config_cannot_be_changed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.launch.local import RunFailed, clear_logs, last_lines, launch_local, run_folder, under_torchrun
 
@@ -34,6 +36,30 @@ def test_a_script_runs_on_every_rank_as_it_would_alone(tmp_path: Path) -> None:
         assert log == f"{rank} ['--size', '3'] 2 3 __main__ {tmp_path}\nto stderr\n"
     assert {**os.environ, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""} == {**before, "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
     assert not under_torchrun()
+
+
+def test_ranks_begin_in_the_environment_that_their_device_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the user has set stays, and nothing of it stays in this process."""
+    monkeypatch.setattr(Backend, "built", staticmethod(lambda: Backend("cuda")))
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
+    words = "os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], os.environ['PYTORCH_CUDA_ALLOC_CONF']"
+    assert launch(tmp_path, f"print({words})", ranks=1) == ["32 backend:native\n"]
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("type_", "devices", "nodes", "program", "bound"),
+    [("cuda", 4, 2, True, True), ("cuda", 2, 2, True, False), ("cuda", 4, 1, True, False), ("cuda", 4, 2, False, False), ("cpu", 4, 2, True, False)],
+)  # fmt: skip
+def test_ranks_are_bound_to_the_cpus_beside_their_gpus(
+    monkeypatch: pytest.MonkeyPatch, type_: str, devices: int, nodes: int, program: bool, bound: bool
+) -> None:
+    monkeypatch.setattr(Backend, "count", devices)
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / f"node{i}" for i in range(nodes)]))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if program else None)
+    found = Backend(type_).numa_options(3)
+    assert (found is not None and found.affinity_mode.value == "node") == bound
 
 
 def test_an_exception_names_its_rank_and_line(tmp_path: Path) -> None:

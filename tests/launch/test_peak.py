@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES
 from shardwise.launch.peak import PEAKS, mfu, model_flops, named_peak, peak_flops
@@ -195,7 +196,7 @@ def test_tf32_counts_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
     device = torch.device("cuda", 1)
     torch.set_float32_matmul_precision("highest")
     assert peak_flops(device, "fp32") == 67e12
-    torch.set_float32_matmul_precision("high")
+    Backend.of(device).allow_tf32()
     assert peak_flops(device, "fp32") == 494.5e12
     assert peak_flops(device, "bf16") == 989e12
     assert peak_flops(torch.device("cuda", 0), "bf16") is None

@@ -40,6 +40,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     """Train as the config and its overrides say, or go on with the run in its folder."""
     start = time.monotonic()
     adopt(os.environ)
+    Backend.built().prepare(os.environ)  # this process may be a rank: before it asks for devices
     config = load_config(path, overrides)
     backend = Backend.here()
     build_plan(config).check_device(backend.kind)

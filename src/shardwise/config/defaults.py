@@ -37,7 +37,7 @@ def complete(draft: Draft, hardware: Hardware) -> None:
     """Fill in the draft's defaults and note all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
-    for step in (_optimizer, _loss_scale, _train, _checkpoint, _mesh, _pins):
+    for step in (_optimizer, _loss_scale, _tf32, _train, _checkpoint, _mesh, _pins):
         step(draft)
     _devices(draft, hardware)
     _batch(draft)
@@ -134,6 +134,12 @@ def _loss_scale(draft: Draft) -> None:
         draft.default(key, "dynamic")
     elif draft.given(key) and draft.sound(key):
         draft.refuse(key, 'left out, for it belongs to parallel.precision = "fp16"')
+
+
+def _tf32(draft: Draft) -> None:
+    key, precision = "train.tf32", "parallel.precision"
+    if draft.sound(key, precision) and draft[key] and draft[precision] != "fp32":
+        draft.refuse(key, 'false, or parallel.precision = "fp32", which alone multiplies matrices of float32')
 
 
 def _train(draft: Draft) -> None:

@@ -152,7 +152,7 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing, by default it is 1, under schedule "pipedream" 0; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16
-    only, is "dynamic" or a number that stays.
+    only, is "dynamic" or a number that stays; ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
     ``memory_gib`` is what a rank may take on its device, by default what the device has.  Of the steps ``trace_steps`` it is recorded
@@ -175,6 +175,7 @@ class TrainConfig:
     max_restarts: int = key(integer(0), 3)
     trace_steps: tuple[int, ...] = key(integers("a list of steps, counted from 0, from 1 on, such as [3]; [] for none", 1), (3,))
     tensorboard: bool = key(switch(), False)
+    tf32: bool = key(switch(), False)
     resume: Resume = key(choice("auto", "never"), "auto")
 
 

@@ -299,15 +299,20 @@ class _Agent:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from shardwise.backend import Backend  # starts torch
+
         _silence()
+        prepared: dict[str, str] = {}
+        Backend.built().prepare(prepared)
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, run_id=self.run_id, role="rank", rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=POLL,
             logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks send their output to their log themselves
+            numa_options=Backend.here().numa_options(self.ranks),
         )  # fmt: skip
         try:
-            allocator = {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
-            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **allocator):
+            chosen = {name: os.environ.get(name, value) for name, value in (ALLOCATOR | prepared).items()}
+            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen):
                 elastic_launch(config, sys.executable)(*self.command)
         except ChildFailedError as error:
             self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shardwise.backend import Backend
 from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
@@ -34,6 +35,11 @@ from .results import tokens_per_row
 from .run import Run, Side
 from .subject import EXAMPLE_ROWS
 
+TF32 = {
+    "gpu": "train.tf32: matrices of float32 are multiplied with TF32 where the device has it",
+    "cpu": "train.tf32: a CPU has no TF32; nothing changes",
+}  # fmt: skip
+
 log = logging.getLogger("shardwise")
 
 
@@ -54,6 +60,8 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
     progress.take(role(plan, comm.rank))
     _start_log(comm.rank, Path(config.train.run_dir))
+    if config.train.tf32 and Backend.of(comm.device).asynchronous:
+        Backend.of(comm.device).allow_tf32()
     try:
         run = _build(config, plan, comm, side)
         done = run.train()
@@ -117,6 +125,7 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecas
     before = int(told[2, 0]) - 1 if told[2, 0] else None
     found = Forecast.of(config, compiled, device, int(told[0].min()), comm.shares_memory, before)
     per_host = compiled.per_host or comm.mesh.size
+    found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []
     found.check()
     found.check_host(int(told[1].min()))
