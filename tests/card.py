@@ -32,6 +32,9 @@ READS = {
 }  # fmt: skip
 """Ops whose result, or its shape, the host has to read from the device."""
 
+LOOPS = {"transformers.grouped_mm_fallback.default"}
+"""Ops of others that do so in Python, where torch does not see it without values."""
+
 INDEXED = {
     aten.index.Tensor,
     aten.index_put.default,
@@ -157,7 +160,7 @@ class Waits(TorchDispatchMode):
 
     def _waits(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str | None:
         there = any(t.device.type == NAME for t in _tensors(args, kwargs))
-        if func in READS and there:
+        if there and (func in READS or str(func) in LOOPS):
             return "the host reads values of the device"
         if func is aten.masked_fill.Tensor and args[2].device.type == NAME:
             return "its kernel reads the value on the host"

@@ -1,4 +1,5 @@
-"""Training on a device without hardware (``card.py``): ``python resident.py CASE...`` prints as JSON what made the host wait in each case.
+"""Training on a device without hardware (``card.py``): ``python resident.py CASE...`` prints as JSON what made the host wait in each case, and the
+ops that are known to.
 
 A case is MODEL:PLAN, of :data:`MODELS` and :data:`PLANS`, or MODEL:PLAN:FAULT, which plants one of :data:`FAULTS`.
 """
@@ -154,7 +155,7 @@ def main(cases: Sequence[str]) -> None:
             rank *= plan.mesh.size // plan.mesh.axis_size("pp")
             with FAULTS[fault[0]]() if fault else nullcontext():
                 found |= train(one, plan, device, rank, compiled)
-        print(WAITED, json.dumps({"case": case, "waits": found}), flush=True)
+        print(WAITED, json.dumps({"case": case, "waits": found, "reads": compiled.general.host_reads()}), flush=True)
 
 
 if __name__ == "__main__":

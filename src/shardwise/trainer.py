@@ -126,6 +126,10 @@ class Trainer:
                 f"{', '.join(self.compiled.masks)}: batches without padding are computed as if they had some, since ranks that differed in "
                 "that would not exchange the same (BatchNorm over the whole batch, negatives from it)"
             )
+        if self._asynchronous and (found := general.host_reads()):
+            notes.append(
+                f"{', '.join(found)}: the host waits for the device in each, to read sizes; bf16 has a kernel that needs none"
+            )
         return notes
 
     @property

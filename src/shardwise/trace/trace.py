@@ -28,11 +28,13 @@ from shardwise.trace.normalise import normalise
 from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.price import Seconds
 from shardwise.trace.rules import find
+from shardwise.trace.schema import op_name
 from shardwise.trace.sharding import propagate
 from shardwise.trace.units import Unit, split
 from shardwise.trace.work import Repeats
 
 DECAY = "decay"
+HOST_READS = frozenset({"transformers::grouped_mm_fallback"})  # experts one by one, where there is no kernel for all
 """The group of parameters with weight decay in a flat buffer."""
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
@@ -192,6 +194,11 @@ class Trace:
             f"{one.flops:,.0f} FLOPs and {one.bytes:,.0f} bytes of memory traffic"
             for one in self.without_rule(rows)
         ]
+
+    def host_reads(self) -> list[str]:
+        """The ops that read values on the host: on a GPU each makes it wait for the device."""
+        graphs = [unit.graph for unit in self.units if unit.graph is not None]
+        return sorted({op_name(node) for graph in graphs for node in graph.nodes} & HOST_READS)
 
     def without_rule(self, rows: int) -> list[Repeated]:
         """The ops without a rule that cost something."""
