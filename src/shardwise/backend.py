@@ -35,7 +35,7 @@ _HOST = (CPU, "meta")
 #   expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost to fragmentation.
 #   CUDA_DEVICE_MAX_CONNECTIONS: hardware queues.  With 1, which Megatron sets, a gather would wait for the products issued before it.
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {CUDA: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
+    {CUDA: {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 )
 
 
