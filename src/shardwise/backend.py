@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,14 @@ CUDA = "cuda"  # also of ROCm
 NCCL = "nccl"  # also RCCL
 _HOST = (CPU, "meta")
 
+WideProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
+"""Called as (goal, left, right, add): writes ``left @ right``, matrices or batches of them, to ``goal``, or adds it."""
+
 # What a process on such a device should have in its environment before torch starts the device; a user's own value stays.
 #   expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost to fragmentation.
 #   CUDA_DEVICE_MAX_CONNECTIONS: hardware queues.  With 1, which Megatron sets, a gather would wait for the products issued before it.
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {CUDA: {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
+    {CUDA: {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 )
 
 
@@ -61,6 +64,14 @@ class Backend:
         """That of the accelerator that this torch is made for, whether or not there is one here: the driver is not asked, nothing starts."""
         found = torch.accelerator.current_accelerator(check_available=False)
         return Backend(CPU if found is None else found.type)
+
+    @staticmethod
+    def of_kind(kind: Kind) -> Backend:
+        """Whose kernels those of a kind are: for GPUs those of the accelerator here, else CUDA's."""
+        if kind == "cpu":
+            return Backend(CPU)
+        found = Backend.here()
+        return found if found.kind == kind else Backend(CUDA)
 
     @property
     def kind(self) -> Kind:
@@ -201,6 +212,21 @@ class Backend:
         if self.type != "mps":
             torch.accelerator.reset_peak_memory_stats(device)
 
+    # ---- kernels ---------------------------------------------------------------------------------------------------------
+
+    def wide_product(self, dtype: torch.dtype | None) -> WideProduct | None:
+        """What multiplies matrices of ``dtype``, bf16 or fp16, into float32 ones, without rounding the sums on the way and without memory of
+        its own; None where there is nothing to widen, or no kernel.
+
+        A device that this process has started is asked, by some small products that the host waits for; of any other what torch documents
+        is believed: CUDA has such kernels.
+        """
+        if not self.asynchronous or dtype not in (torch.bfloat16, torch.float16):
+            return None
+        started = self.count > 0 and getattr(self._module, "is_initialized", lambda: True)()
+        has = multiplies_wide(into_float32, torch.device(self.type), dtype) if started else self.type == CUDA
+        return into_float32 if has else None
+
     # ---- processes -------------------------------------------------------------------------------------------------------
 
     @property
@@ -240,3 +266,31 @@ class Backend:
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
+
+
+def into_float32(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
+    """A :data:`WideProduct` by torch's own kernels."""
+    wide: Any = {"out_dtype": torch.float32, "out": goal}
+    if goal.dim() == 2:
+        torch.addmm(goal, left, right, **wide) if add else torch.mm(left, right, **wide)
+    else:
+        torch.baddbmm(goal, left, right, **wide) if add else torch.bmm(left, right, **wide)
+
+
+def multiplies_wide(product: WideProduct, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of each form runs there, and gives a sum that has too many digits for ``dtype``."""
+    size, large = 16, 2048.0  # 2049 has twelve digits: fp16 holds eleven, bf16 eight
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    right = torch.zeros(size, size, dtype=dtype, device=device)
+    right[0], right[1] = large, 1.0
+    for batch in ((), (2,)):
+        goal = torch.full((*batch, size, size), 0.25, device=device)
+        columns, rows = (one.expand(*batch, size, size).mT.contiguous().mT for one in (left, right))
+        try:
+            for add, expected in ((True, large + 1.25), (False, large + 1)):
+                product(goal, columns, rows, add)
+                if not bool((goal == expected).all()):
+                    return False
+        except (RuntimeError, TypeError):  # no such kernel, or no such argument
+            return False
+    return True

@@ -121,12 +121,13 @@ class Trainer:
         """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
         general = self.compiled.general
         notes = [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
-        if self._asynchronous and self.compiled.masks and not self.engine.each_decides(self.compiled, self._rows):
+        asynchronous = Backend.of(self.comm.device).asynchronous
+        if asynchronous and not self.compiled.alike_over_batch:
             notes.append(
                 f"{', '.join(self.compiled.masks)}: batches without padding are computed as if they had some, since ranks that differed in "
                 "that would not exchange the same (BatchNorm over the whole batch, negatives from it)"
             )
-        if self._asynchronous and (found := general.host_reads()):
+        if asynchronous and (found := general.host_reads()):
             notes.append(
                 f"{', '.join(found)}: the host waits for the device in each, to read sizes; bf16 has a kernel that needs none"
             )

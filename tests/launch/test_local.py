@@ -42,8 +42,8 @@ def test_ranks_begin_in_the_environment_that_their_device_wants(tmp_path: Path, 
     """What the user has set stays, and nothing of it stays in this process."""
     monkeypatch.setattr(Backend, "built", staticmethod(lambda: Backend("cuda")))
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native")
-    words = "os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], os.environ['PYTORCH_CUDA_ALLOC_CONF']"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    words = "os.environ['CUDA_DEVICE_MAX_CONNECTIONS'], os.environ['PYTORCH_ALLOC_CONF']"
     assert launch(tmp_path, f"print({words})", ranks=1) == ["32 backend:native\n"]
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in os.environ
 

@@ -26,6 +26,7 @@ from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
 from shardwise.trace.casts import COMPUTE_DTYPE
+from shardwise.trace.multiply import Kernels
 from shardwise.trace.trace import DECAY, Bucket, Parameter
 
 
@@ -320,6 +321,7 @@ class RankMemory:
     ) -> None:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
+        self.kernels = Kernels.of(Backend.of(comm.device), COMPUTE_DTYPE.get(plan.precision))  # asked once: the host waits
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype, gathered=True)
         self.stashes = Pool(comm, lambda memory: memory.bucket.dtype)
         summed = COMPUTE_DTYPE.get(plan.reduce)

@@ -64,7 +64,7 @@ class Gradients:
 
     def add_product(self, factors: Factors) -> None:
         """The same with the product of ``factors``, which is multiplied straight into the buffer."""
-        accumulate(self._goals[factors.weight], factors, self._reach(factors.weight))
+        accumulate(self._goals[factors.weight], factors, self._reach(factors.weight), self._memory.kernels)
 
     def _reach(self, name: str) -> bool:
         """Whether a parameter's gradient has been written before; now it is."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.backend import Backend
+from shardwise.backend import Backend, Kind, WideProduct
 
 aten = torch.ops.aten
 
@@ -28,6 +28,21 @@ class Factors(NamedTuple):
     x: Tensor
     dims: tuple[int, ...] | None
     rest: tuple[Any, ...]
+
+
+class Kernels(NamedTuple):
+    """What computes weight gradients: a kind of devices, and what multiplies matrices of the dtype that computes into wider ones, if anything does."""
+
+    kind: Kind
+    wide: WideProduct | None = None
+
+    @staticmethod
+    def of(backend: Backend, dtype: torch.dtype | None) -> Kernels:
+        """Those of a type of device where ``dtype`` computes."""
+        return Kernels(backend.kind, backend.wide_product(dtype))
+
+
+CPU_KERNELS = Kernels("cpu")
 
 
 def grouped(input: Tensor, weight: Tensor, bias: None, offs: Tensor) -> Tensor:
@@ -77,25 +92,29 @@ class _Convolution(torch.autograd.Function):
         return dx, None, db, *(None for _ in ctx.rest)
 
 
-def accumulate(goal: Tensor, factors: Factors, add: bool) -> None:
+def accumulate(goal: Tensor, factors: Factors, add: bool, kernels: Kernels | None = None) -> None:
     """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
 
-    Products in lower precision than the goal's are rounded first.
+    Products in lower precision than the goal's are rounded first, but for those of matrices where the ``kernels``, by default those of a
+    CPU, can do without.
     """
     _, dy, kind, x, dims, rest = factors
-    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, *rest)
+    MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, kernels or CPU_KERNELS, *rest)
 
 
 def _put(goal: Tensor, value: Tensor, add: bool) -> None:
     goal.add_(value) if add else goal.copy_(value)
 
 
-def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
+def _multiply(goal: Tensor, left: Tensor, right: Tensor, add: bool, kernels: Kernels) -> None:
     """Write ``left @ right``, matrices or batches of them, to ``goal``, or add it."""
     if goal.stride(-1) != 1:
         goal, left, right = goal.mT, right.mT, left.mT
     if goal.dtype != left.dtype:
-        _put(goal, left @ right, add)
+        if kernels.wide is None or goal.dtype != torch.float32 or not goal.is_contiguous():
+            _put(goal, left @ right, add)
+        elif not goal.is_meta:  # where only memory counts, and this takes none
+            kernels.wide(goal, left, right, add)
     elif goal.dim() == 2:
         goal.addmm_(left, right) if add else torch.mm(left, right, out=goal)
     else:
@@ -107,47 +126,47 @@ def _as_rows(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+def _of_left(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels) -> None:
     """Y = X Wᵀ."""
-    _multiply(goal, _as_rows(dy).t(), _as_rows(x), add)
+    _multiply(goal, _as_rows(dy).t(), _as_rows(x), add, kernels)
 
 
-def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+def _of_right(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels) -> None:
     """Y = X W."""
-    _multiply(goal, _as_rows(x).t(), _as_rows(dy), add)
+    _multiply(goal, _as_rows(x).t(), _as_rows(dy), add, kernels)
 
 
-def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool) -> None:
+def _of_batched(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels) -> None:
     """Y = X W, matrix by matrix."""
-    _multiply(goal, x.mT, dy, add)
+    _multiply(goal, x.mT, dy, add, kernels)
 
 
-def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
+def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, offsets: Tensor) -> None:
     """Y = X W[g] for the rows of each group g, which ends before row ``offsets[g]``."""
     if goal.stride(-1) != 1:
         goal, x, dy = goal.mT, dy, x
     _put(goal, F.grouped_mm(x.t(), dy, offs=offsets), add)
 
 
-def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, offsets: Tensor) -> None:
+def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, offsets: Tensor) -> None:
     """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all rows."""
     start = 0
     for group, stop in enumerate([len(x)] * len(goal) if offsets.is_meta else offsets.tolist()):
-        _multiply(goal[group], x[start:stop].t(), dy[start:stop], add)
+        _multiply(goal[group], x[start:stop].t(), dy[start:stop], add, kernels)
         start = stop
 
 
-def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, *rest: Any) -> None:
+def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, *rest: Any) -> None:
     if x.dim() == goal.dim() - 1:  # one sample
         x, dy = x[None], dy[None]
     weight = dy.new_empty(()).expand(goal.shape)  # only its shape matters
     _put(goal, aten.convolution_backward(dy, x, weight, None, *rest, [False, True, False])[1], add)
 
 
-def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, padding: int) -> None:
+def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, padding: int) -> None:
     """Y = W[X], straight into the rows that are used; on a GPU, whose sums into rows have no order, and where the goal is less precise than
     dY, by way of the whole gradient."""
-    if Backend.of(goal.device).asynchronous or goal.dtype.itemsize < dy.dtype.itemsize:
+    if kernels.kind == "gpu" or goal.dtype.itemsize < dy.dtype.itemsize:
         _put(goal, aten.embedding_dense_backward(dy, x, goal.shape[0], padding, False), add)
         return
     rows, index = _as_rows(dy).to(goal.dtype), x.reshape(-1)
@@ -160,4 +179,4 @@ MULTIPLY: Mapping[str, Callable[..., None]] = {
     "linear": _of_left, "right": _of_right, "batched": _of_batched, "grouped": _of_groups, "in turn": _in_turn,
     "convolution": _of_filters, "embedding": _of_rows,
 }  # fmt: skip
-"""By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, *rest)."""
+"""By kind of product: writes the weight gradient, or adds it, given (goal, dY, X, add, kernels, *rest)."""

@@ -17,9 +17,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
+from shardwise.trace.casts import COMPUTE_DTYPE
 from shardwise.trace.meter import storage, tensors_in
-from shardwise.trace.multiply import Factors, accumulate
+from shardwise.trace.multiply import Factors, Kernels, accumulate
 from shardwise.trace.products import Multiplier, Operand, expose, find, watch
 from shardwise.trace.recall import Tape, recallable
 from shardwise.trace.trace import Trace
@@ -161,6 +163,7 @@ class _Profiler:
         self.trace, self.walk, self.microbatches, self.split = trace, walk, microbatches, split
         self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
         self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
+        self.kernels = Kernels.of(Backend.of_kind("gpu" if walk.device == "gpu" else "cpu"), COMPUTE_DTYPE.get(trace.precision))
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
         self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
@@ -282,7 +285,7 @@ class _Work(Multiplier):
     def __init__(self, owner: _Profiler, unit: Unit, arguments: Sequence[Tensor]) -> None:
         super().__init__()
         trace = owner.trace
-        self.unit, self.arguments = unit, arguments
+        self.unit, self.arguments, self.kernels = unit, arguments, owner.kernels
         self.run, self.tracker = Run(owner.walk, {}), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
@@ -398,7 +401,7 @@ class _Work(Multiplier):
         return self.tracker.peak - start
 
     def multiply(self, factors: Factors) -> None:
-        accumulate(self.goals[factors.weight], factors, add=False)
+        accumulate(self.goals[factors.weight], factors, False, self.kernels)
 
     def gradients(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
         try:

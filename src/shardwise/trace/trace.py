@@ -34,8 +34,9 @@ from shardwise.trace.units import Unit, split
 from shardwise.trace.work import Repeats
 
 DECAY = "decay"
-HOST_READS = frozenset({"transformers::grouped_mm_fallback"})  # experts one by one, where there is no kernel for all
 """The group of parameters with weight decay in a flat buffer."""
+HOST_READS = frozenset({"transformers::grouped_mm_fallback"})
+"""Ops that read values on the host: this one multiplies experts one by one, where there is no kernel for all of them."""
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
 """Precision, training, the fields that are all ones, static rows: what the graph of a module, loss and batch depends on."""
