@@ -1,5 +1,5 @@
 # Two commands on a fresh clone: `make train` and `make test`.  Both make .venv first.
-.PHONY: train test test-all lint format benchmark clean
+.PHONY: train test test-all test-gpu lint format benchmark clean
 
 SHARDWISE := .venv/bin/shardwise
 PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses=4 --dist=worksteal
@@ -15,6 +15,10 @@ test:
 test-all:
 	@scripts/install.sh dev
 	$(PYTEST) -m "full or not full" $(ARGS)
+
+test-gpu:
+	@scripts/install.sh dev
+	.venv/bin/python -m pytest -m gpu tests/device $(ARGS)
 
 lint:
 	@scripts/install.sh dev

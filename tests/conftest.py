@@ -1,4 +1,8 @@
-"""Shared by all tests: one thread for each rank, and no network."""
+"""Shared by all tests: one thread for each rank, no network, and no GPU but for the tests that are marked ``gpu``.
+
+Those run by themselves, with ``pytest -m gpu tests/device`` (``make test-gpu``), in one process.  All others behave everywhere as on a
+machine without a GPU: what hides it is in the environment, so that workers and processes that tests start do not see it either.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,53 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "xdg")  # tokens; not the user's
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parent))
 
+HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
+"""Hides the devices of CUDA, ROCm and XPU.  A Mac's cannot be hidden: tests are not run there."""
+GPU_TESTS = Path(__file__).parent / "device"
+
+
+def _on_gpu(config: pytest.Config) -> bool:
+    """Whether the tests that need a GPU were asked for, and no others."""
+    return config.option.markexpr.strip() == "gpu"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before a test module is imported; torch looks at its devices when it is first asked for one."""
+    if not _on_gpu(config):
+        os.environ.update(HIDDEN)
+
+
+@pytest.hookimpl(trylast=True)  # -m has taken its choice
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    for item in needing:
+        if GPU_TESTS not in item.path.parents:
+            raise pytest.UsageError(
+                f"{item.nodeid}: a test that needs a GPU belongs into {GPU_TESTS}, which `make test-gpu` runs"
+            )
+    if not _on_gpu(config):
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in needing]
+    elif not needing:
+        return
+    elif not _found():
+        pytest.exit(f"no GPU here that torch can use: {len(needing)} tests not run", returncode=1)
+
+
+def _found() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)

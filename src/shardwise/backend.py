@@ -125,8 +125,8 @@ class Backend:
     # ---- queues ----------------------------------------------------------------------------------------------------------
 
     def select(self, device: torch.device) -> None:
-        """Make it the current device of this thread."""
-        if self.asynchronous:
+        """Make it the current device of this thread; one without an index is that already."""
+        if self.asynchronous and device.index is not None:
             torch.accelerator.set_device_index(device)
 
     def synchronize(self, device: torch.device) -> None:
@@ -136,8 +136,9 @@ class Backend:
 
     @property
     def widest_float(self) -> torch.dtype:
-        """The widest type of floating-point numbers that it has: MPS lacks float64."""
-        return torch.float32 if self.type == "mps" else torch.float64
+        """The widest type of floating-point numbers that it has: MPS lacks float64, and so do some XPUs."""
+        lacks = self.type == "mps" or (self.type == "xpu" and self.count > 0 and not torch.xpu.get_device_properties(0).has_fp64)
+        return torch.float32 if lacks else torch.float64
 
     def event(self, device: torch.device, *, timing: bool = False) -> torch.Event:
         """A new event, recorded in the device's current stream; two with ``timing`` give the milliseconds between them."""
@@ -148,6 +149,21 @@ class Backend:
     def stream(self, device: torch.device, *, urgent: bool = False) -> torch.Stream:
         """A new queue of the device; what is in an ``urgent`` one is taken up first.  ``with stream:`` makes it the current one."""
         return torch.Stream(device, priority=-1 if urgent else 0)
+
+    @contextmanager
+    def queue(self, device: torch.device) -> Iterator[None]:
+        """What this thread issues meanwhile goes to the device in a new stream; on a CPU nothing changes."""
+        if not self.asynchronous:
+            yield
+            return
+        self.select(device)
+        with self.stream(device):
+            yield
+
+    def keep(self, x: Tensor) -> None:
+        """Let nobody have the memory of ``x``, should it be let go of, before the current stream has done what is issued to it by then."""
+        if self.asynchronous:
+            x.record_stream(torch.accelerator.current_stream(x.device))
 
     # ---- copies ----------------------------------------------------------------------------------------------------------
 

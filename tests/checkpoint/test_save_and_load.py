@@ -233,30 +233,3 @@ def test_the_manifest_can_be_read_by_people(tmp_path: Path) -> None:
     (piece,) = manifest["tensors"]["x"].pop("pieces")
     assert manifest["tensors"]["x"] == {"shape": [2, 2], "dtype": "F32"}
     assert piece == {"file": "rank_00000.safetensors", "key": "000000/x", "start": [0, 0], "stop": [2, 2]}
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("bound", [None, 1 << 20])
-def test_from_and_to_a_gpu_through_pinned_memory(tmp_path: Path, bound: int | None) -> None:
-    flat = torch.empty(3_000_000, device="cuda")
-    tensors = {
-        "a": flat[:2_000_000].view(1000, 2000),
-        "b": flat[2_000_000:].view(1000, 1000).t(),
-        "c": torch.zeros((), device="cuda"),
-    }
-    pieces = [whole(name, one) for name, one in tensors.items()]
-    writer = CheckpointWriter(tmp_path, 0, 1, staging_bytes=bound, keep_last=9, warn=pytest.fail)
-    for step in range(1, 5):
-        for one in tensors.values():
-            one.fill_(step)
-        writer.save(step, pieces, {})
-        for one in tensors.values():
-            one.fill_(-1)
-        assert writer.staged_bytes <= (bound or 12_000_100)
-    writer.close()
-    assert [one.error for one in writer.poll()] == [None] * 4
-    for step, path in enumerate(checkpoints(tmp_path), 1):
-        opened = Checkpoint.open(path)
-        opened.verify()
-        opened.load(pieces)
-        assert all(bool((one == step).all()) for one in tensors.values())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from shardwise.backend import Backend
@@ -67,7 +66,6 @@ def test_wrong_config_is_refused_with_what_is_legal(command: str) -> None:
     assert failure["cause"] == "config" and "train.step" in failure["error"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="legal on GPUs")
 def test_what_the_devices_cannot_do_is_refused_before_ranks_start(tmp_path: Path) -> None:
     result = call("train", f"train.run_dir={tmp_path}/run", "parallel.offload=activations")
     assert result.exit_code == 2 and 'legal: "none", "optimizer"' in result.stderr
@@ -367,7 +365,6 @@ def test_launch_echoes_rank_0(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "there is no such file" in missing.stderr
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="legal on GPUs")
 def test_verify_on_a_device_that_is_not_here() -> None:
     for name in ("cuda", "mps", "standin"):
         result = call("verify", *TINY, "--device", name)

@@ -264,26 +264,3 @@ def test_decay_is_for_matrices() -> None:
 def test_wrong_choices_are_refused(numbers: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OptimizerChoice(**numbers)  # type: ignore[arg-type]
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("name", CHOICES)
-def test_on_a_gpu_without_a_host_read(name: str) -> None:
-    """A taken and a skipped step on a GPU equal the CPU's, with every synchronisation an error."""
-    cpu = Flat(CHOICES[name], torch.float32)
-    segments = [Segment(s.param.cuda(), s.grad.cuda(), s.decays, s.start) for s in cpu.segments]
-    optimizer = FlatOptimizer(cpu.choice, segments)
-    flags = [torch.tensor(float(skip), device="cuda") for skip in (0, 1, 0)]
-    scale = torch.tensor(0.5, device="cuda")
-    for flag in flags:
-        cpu.draw_gradients()
-        for segment, source in zip(segments, cpu.segments, strict=True):
-            segment.grad.copy_(source.grad)
-        cpu.optimizer.step(0.1, scale.cpu(), flag.cpu())
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            optimizer.step(0.1, scale, flag)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    for segment, source in zip(segments, cpu.segments, strict=True):
-        assert torch.allclose(segment.param.cpu(), source.param, rtol=1e-5, atol=1e-6)

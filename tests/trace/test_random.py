@@ -179,15 +179,6 @@ def test_values_do_not_depend_on_the_dtype() -> None:
         assert torch.equal(dropped != 0, keyed_mask(0.5, *args))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cuda_draws_what_the_cpu_draws() -> None:
-    args = (1, 2, 3, (40, 3000), (0, 1), 5)
-    assert torch.equal(keyed_mask(0.1, *args, device="cuda").cpu(), keyed_mask(0.1, *args))
-    assert torch.equal(keyed_uniform(*args, device="cuda").cpu(), keyed_uniform(*args))
-    assert torch.equal(keyed_randint(0, 1000, *args, device="cuda").cpu(), keyed_randint(0, 1000, *args))
-    torch.testing.assert_close(keyed_normal(*args, device="cuda").cpu(), keyed_normal(*args))
-
-
 # ---- dropout -------------------------------------------------------------------------------------
 
 

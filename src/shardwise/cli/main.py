@@ -79,7 +79,12 @@ def verify(
     arguments: Arguments = None,
     json: Json = False,
     ranks_as: Annotated[str, typer.Option(help="How ranks are run: threads (any number) or processes.")] = "threads",
-    device: Annotated[str, typer.Option(help="Where the ranks compute: cpu, or the GPU of this machine (cuda, xpu).")] = "cpu",
+    device: Annotated[
+        str,
+        typer.Option(
+            help="Where ranks and what they are compared with compute: cpu, or the type of this machine's GPU (cuda, xpu)."
+        ),
+    ] = "cpu",
 ) -> None:
     """Is the plan, for this model, the same as one device?  Three steps of both in fp64 are compared, tensor by tensor."""
     with reported(json):

@@ -44,7 +44,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, 
 
 
 def _device(name: str, ranks_as: str) -> torch.device:
-    """The device that ``--device`` says, all of whose ranks are threads; :class:`ConfigError` where this machine lacks it."""
+    """The one device that ``--device`` says, which ranks as threads share; :class:`ConfigError` where this machine lacks it."""
     here = Backend.here()
     legal = ["cpu", *([here.type] if here.asynchronous and here.widest_float is torch.float64 else [])]
     if name not in legal:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def verify_config(config: Config, comm: Communicator | None = None, device: torch.device | None = None) -> Report:
     """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it.
 
-    The ranks compute on ``device``, by default the CPU; what they are compared with is computed on the CPU.
+    Threads, and the one device that they are compared with, compute on ``device``, by default the CPU.
     """
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 

@@ -4,6 +4,9 @@ The backend is strict where real ones are lenient, so that a missing wait shows:
 0xFF bytes (NaN) while an operation is pending and are written only by ``wait()``; inputs are copied on post
 and must be unchanged at ``wait()``; members that disagree on an operation, and ranks that end while others
 still need them, are errors.
+
+On a device with streams all ranks share it and each has a stream of its own: no host waits for it.  What was written too early is
+then looked at when the rank has ended.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
@@ -29,6 +33,7 @@ from shardwise.runtime.communicator import (
     as_bytes,
     ordered_sum,
 )
+from shardwise.runtime.handed import Handed
 
 T = TypeVar("T")
 Combine: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
@@ -58,21 +63,25 @@ def run_ranks(
     """
     world = _World(mesh.size, timeout, first_use_blocks)
     results: dict[int, T] = {}
+    device = torch.device(device)
+    backend = Backend.of(device)
 
     def run(rank: int) -> None:
         torch.set_num_threads(1)
         heard = None if on_wait is None else lambda text: on_wait(rank, text)
-        communicator = ThreadCommunicator(mesh, rank, world, torch.device(device), delay_seed, rendezvous, heard)
+        communicator = ThreadCommunicator(mesh, rank, world, device, delay_seed, rendezvous, heard)
         try:
             # One backward at a time per thread: autograd's shared worker threads would run it without this
             # thread's state.
-            with torch.autograd.set_multithreading_enabled(False):
+            with backend.queue(device), torch.autograd.set_multithreading_enabled(False):
                 results[rank] = fn(communicator)
+                communicator.check_intact()
         except BaseException as error:  # also what ends a thread: the other ranks must not wait for it
             world.fail(rank, error)
         else:
             world.leave(rank)
 
+    backend.synchronize(device)  # what the ranks are given is there, whatever stream it was made in
     threads_before = torch.get_num_threads()
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
     try:
@@ -87,6 +96,7 @@ def run_ranks(
     finally:
         torch.set_num_threads(threads_before)
     world.raise_failure()
+    backend.synchronize(device)  # and so is what they give
     return [results[rank] for rank in range(mesh.size)]
 
 
@@ -107,6 +117,9 @@ class ThreadCommunicator(BaseCommunicator):
         self._world, self._rendezvous, self._delay_seed = world, rendezvous, delay_seed
         self._posted: dict[Channel, int] = {}
         self._random: dict[str, random.Random] = {}
+        self._unseen: list[
+            tuple[Tensor, Call]
+        ] = []  # whether tensors of operations were left alone, not read from the device yet
         self.first_use_blocks = world.first_use_blocks
         self._prepared.update(groups(mesh, mesh.names, CONTROL))
 
@@ -173,7 +186,8 @@ class ThreadCommunicator(BaseCommunicator):
         snapshot = x.clone()
         if out is not None:
             as_bytes(out).fill_(0xFF)
-        meeting = self._world.enter((channel, position), call, self.rank, snapshot, agreed, combine)
+        brought = Handed([snapshot], self.device)
+        meeting = self._world.enter((channel, position), call, self.rank, brought, agreed, combine)
         return _ThreadHandle(self, meeting, call, x, snapshot, out, buffered)
 
     def _pause(self, lane: str) -> None:
@@ -183,6 +197,23 @@ class ThreadCommunicator(BaseCommunicator):
         if source is None:
             source = self._random[lane] = random.Random(f"{self._delay_seed}/{self.rank}/{lane}")
         time.sleep(source.choice((0.0, source.uniform(0.0, MAX_DELAY))))
+
+    def _expect_intact(self, intact: Tensor, call: Call) -> None:
+        self._unseen.append((intact, call))
+        if not Backend.of(self.device).asynchronous:
+            self.check_intact()
+
+    def check_intact(self) -> None:
+        """:class:`CommunicationError` where a tensor of an operation that has been waited for was written before that."""
+        while self._unseen:
+            intact, call = self._unseen.pop(0)
+            if not bool(intact):
+                raise CommunicationError(
+                    "a tensor of a pending operation was written before wait()",
+                    rank=self.rank,
+                    operation=str(call),
+                    what=call.what,
+                )
 
     def _await(self, meeting: _Meeting, call: Call) -> None:
         self._pause(call.lane)
@@ -217,19 +248,11 @@ class _ThreadHandle:
         if not self._buffered:
             self._communicator._await(self._meeting, self._call)
         self._complete = True
-        if self._out is None:
-            intact = torch.equal(as_bytes(self._x), as_bytes(self._snapshot))
-        else:
-            intact = bool((as_bytes(self._out) == 0xFF).all())
-        if not intact:
-            raise CommunicationError(
-                "a tensor of a pending operation was written before wait()",
-                rank=self._communicator.rank,
-                operation=str(self._call),
-                what=self._call.what,
-            )
+        kept = as_bytes(self._x) == as_bytes(self._snapshot) if self._out is None else as_bytes(self._out) == 0xFF
+        self._communicator._expect_intact(kept.all(), self._call)
         if self._out is not None:
-            self._out.copy_(self._meeting.outputs[self._call.group.index])
+            assert self._meeting.outputs is not None
+            self._out.copy_(self._meeting.outputs.read(self._call.group.index))
 
 
 class _Meeting:
@@ -237,8 +260,8 @@ class _Meeting:
 
     def __init__(self, agreed: str) -> None:
         self.agreed = agreed
-        self.inputs: dict[int, Tensor] = {}
-        self.outputs: list[Tensor] = []
+        self.inputs: dict[int, Handed] = {}
+        self.outputs: Handed | None = None
         self.complete = False
         self.over = threading.Event()  # complete, or never to be
 
@@ -256,7 +279,7 @@ class _World:
         self._failure: tuple[int, BaseException] | None = None
         self._failed_at = 0.0
 
-    def enter(self, key: tuple[Channel, int], call: Call, rank: int, x: Tensor, agreed: str, combine: Combine) -> _Meeting:
+    def enter(self, key: tuple[Channel, int], call: Call, rank: int, x: Handed, agreed: str, combine: Combine) -> _Meeting:
         """Bring ``x`` to the operation; the last to come computes the outputs for all."""
         ranks = call.group.ranks
         with self._lock:
@@ -277,7 +300,8 @@ class _World:
             elif self._ended.intersection(ranks) - meeting.inputs.keys():
                 meeting.over.set()
         if last:
-            meeting.outputs = combine([meeting.inputs[member] for member in ranks])
+            outputs = combine([meeting.inputs[member].read() for member in ranks])
+            meeting.outputs = Handed(outputs, x.device)
             meeting.complete = True
             meeting.over.set()
         return meeting

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Precision
 from shardwise.trace.intercept import Intercept
 from shardwise.trace.keyed_calls import KeyedRandom, RefuseRandom, batch_of
+from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
 from shardwise.verify.promote import Promote64, default_dtype
@@ -41,7 +43,7 @@ class OracleStep:
 
     ``gradients`` are those of the whole batch, before clipping, of the parameters that have one;
     ``parameters`` and ``buffers`` are those after the step.  A tied parameter appears once, under its first
-    name.
+    name.  All tensors are on the host.
     """
 
     step: int
@@ -81,6 +83,9 @@ class Oracle:
     ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds
     first, the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without
     it, parameters stay as they are.
+
+    ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or ``loss_fn`` make, and those
+    of the host that they hold, go there too.
     """
 
     def __init__(
@@ -97,14 +102,16 @@ class Oracle:
         first_step: int = 0,
         loss_scale: float = 1.0,
         version: Callable[[str, int], int] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device or next((t.device for t in (*module.parameters(), *module.buffers())), torch.device("cpu"))
         self.loss_fn = loss_fn
         self.microbatches = microbatches
         self.precision = precision
         self.clip_norm, self.loss_scale = clip_norm, loss_scale
         self.step_index = first_step
         self.promotions = 0
-        self.module = _copy(module, precision)
+        self.module = _copy(module, precision, self.device)
         self.masters = self._masters(module)
         self.optimizer = optimizer(_groups(self.masters, decays)) if optimizer is not None else None
         self.version = version
@@ -129,7 +136,8 @@ class Oracle:
         if self.version is not None:
             self._history.append(self.parameters())
         self.step_index += 1
-        return OracleStep(self.step_index - 1, loss, norm, kept, self.parameters(), self.buffers())
+        found = (_on_host(values) for values in (kept, self.parameters(), self.buffers()))
+        return OracleStep(self.step_index - 1, loss, norm, *found)
 
     def parameters(self) -> dict[str, Tensor]:
         """Copies of the parameters (of the fp32 masters in low precision), by name."""
@@ -212,6 +220,12 @@ class Oracle:
         if self.precision == "fp64":
             layers.append(WideGroupedMatmul())
         with ExitStack() as stack:
+            if Backend.of(self.device).asynchronous:
+                layers.append(Together(self.device))
+                stack.enter_context(self.device)  # where factories make their tensors
+                stack.enter_context(
+                    torch.autograd.set_multithreading_enabled(False)
+                )  # backward in this thread, under these modes
             promote = Promote64() if self.precision == "fp64" else None
             if promote is not None:
                 stack.enter_context(default_dtype(torch.float64))
@@ -246,7 +260,7 @@ class Oracle:
         if self.precision not in LOW_PRECISIONS:
             return dict(own)
         return {
-            name: p.detach().to(torch.float32, copy=True).requires_grad_(p.requires_grad)
+            name: p.detach().to(self.device, torch.float32, copy=True).requires_grad_(p.requires_grad)
             for name, p in module.named_parameters()
             if name in own
         }
@@ -279,9 +293,8 @@ class Oracle:
                     p.copy_(self.masters[name])
 
     def _fields(self, batch: Fields) -> dict[str, Tensor]:
-        device = next((t.device for t in (*self.masters.values(), *self.module.buffers())), torch.device("cpu"))
         fields = {
-            k: v.to(device) if self.precision in LOW_PRECISIONS else _widen(v.to(device), self.precision)
+            k: v.to(self.device) if self.precision in LOW_PRECISIONS else _widen(v.to(self.device), self.precision)
             for k, v in batch.items()
         }
         sizes = {k: v.shape[0] for k, v in fields.items() if v.dim()}
@@ -304,17 +317,21 @@ def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
     return lambda groups: make(groups, foreach=False, **options)
 
 
-def _copy(module: nn.Module, precision: str) -> nn.Module:
-    """A copy of ``module`` in ``precision``; parameters and buffers that are shared stay shared."""
+def _on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cpu() for name, value in values.items()}
+
+
+def _copy(module: nn.Module, precision: str, device: torch.device) -> nn.Module:
+    """A copy of ``module`` on ``device`` in ``precision``; parameters and buffers that are shared stay shared."""
     dtype = _DTYPES[precision]
     keep = batch_norm_parameters(module) if precision in LOW_PRECISIONS else set()
     memo: dict[int, Any] = {}
     for p in module.parameters():
         to = torch.float32 if id(p) in keep else dtype
-        value = p.detach().to(to, copy=True) if p.is_floating_point() else p.detach().clone()
+        value = p.detach().to(device, to if p.is_floating_point() else p.dtype, copy=True)
         memo[id(p)] = nn.Parameter(value, requires_grad=p.requires_grad)
     for b in module.buffers():
-        memo[id(b)] = _widen(b.detach().clone(), precision)
+        memo[id(b)] = _widen(b.detach().to(device, copy=True), precision)
     return copy.deepcopy(module, memo)
 
 

@@ -89,6 +89,7 @@ def verify(
     tolerance: float = TOLERANCE,
     run: Runner | None = None,
     captured: Compiled | None = None,
+    device: torch.device | str = "cpu",
 ) -> Report:
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
@@ -97,13 +98,15 @@ def verify(
     weights that the programs say.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
     ``captured`` is ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.  Where a solver decides
     on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; what runs in fp64 is what it decided for ``plan``.
+    Both sides compute on ``device``, or that of ``captured``: the ranks together on this one device, each in a stream of its own.
     """
     start = time.perf_counter()
+    device = torch.device(device) if captured is None else captured.device
     run = run or run_threads
     exact = plan.replace(precision="fp64", dropout="exact")
     if captured is None and solves(plan):
-        captured = Compiled(module, plan, batches[0], loss, kind=Backend.here().kind)
-    compiled = _ready(module, plan, exact, batches[0], loss, captured)
+        captured = Compiled(module, plan, batches[0], loss, device, kind=Backend.here().kind)
+    compiled = _ready(module, plan, exact, batches[0], loss, captured, device)
     ours = run(compiled, lambda comm: run_steps(compiled, comm, batches, optimizer, clip_norm, seed))
     oracle = Oracle(
         module,
@@ -114,6 +117,7 @@ def verify(
         clip_norm=clip_norm,
         decays=optimizer.decays,
         version=versions(compiled, len(batches)) if exact.asynchronous else None,
+        device=device,
     )
     in_training(oracle)
     truth = [oracle.step(batch, optimizer.learning_rate(i)) for i, batch in enumerate(batches)]
@@ -121,7 +125,7 @@ def verify(
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
     low = None
     if plan.precision in LOW_PRECISIONS:
-        low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured)
+        low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured, device)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
     notes = list(compiled.general.notes)
     if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
@@ -143,11 +147,12 @@ def verify(
 
 
 def _ready(
-    module: nn.Module, plan: Plan, changed: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None
+    module: nn.Module, plan: Plan, changed: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None,
+    device: torch.device,
 ) -> Compiled:  # fmt: skip
     """For ``changed``, with what a solver decides for ``plan``."""
     if captured is None:
-        return Compiled(module, changed, batch, loss)
+        return Compiled(module, changed, batch, loss, device)
     return captured.under(plan).decided(changed) if solves(plan) else captured.under(changed)
 
 
@@ -161,9 +166,11 @@ def in_training(oracle: Oracle) -> None:
         oracle.module.train()
 
 
-def run_threads(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
-    """Every rank as a thread of this process, on the device that the model was made ready for."""
-    return run_ranks(compiled.plan.mesh, rank, timeout=120, device=compiled.device)
+def run_threads(
+    compiled: Compiled, rank: Callable[[Communicator], list[RankStep]], delay_seed: int | None = None
+) -> list[list[RankStep]]:
+    """Every rank as a thread of this process, on the device that the model was made ready for; ``delay_seed``: they pause at random."""
+    return run_ranks(compiled.plan.mesh, rank, timeout=120, device=compiled.device, delay_seed=delay_seed)
 
 
 def run_steps(
@@ -245,16 +252,19 @@ def low_precision(
     seed: int,
     run: Runner,
     truth: Mapping[str, Tensor],
-    captured: Compiled | None = None,
+    captured: Compiled | None,
+    device: torch.device,
 ) -> dict[str, float]:
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
 
     Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are taken in other parts.
     """
-    compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured)
+    compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured, device)
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
-        oracle = Oracle(module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale)
+        oracle = Oracle(
+            module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale, device=device
+        )  # fmt: skip
         in_training(oracle)
         single = oracle.step(batch).gradients
         last = scale <= LEAST_SCALE or plan.precision != "fp16"
