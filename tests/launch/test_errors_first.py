@@ -9,17 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.backend import Backend
 from shardwise.checkpoints import Checkpoints
 from shardwise.core.errors import ConfigError
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.launch import training
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
-from shardwise.runtime.progress import Progress, read_record, record_path
+from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import Trainer
 
@@ -99,22 +97,3 @@ def test_all_ranks_hear_that_rank_0_cannot_write(tmp_path: Path) -> None:
 
     found = run_ranks(plan.mesh, rank, timeout=20)
     assert len(found) == 3 and all("cannot be written" in one for one in found)
-
-
-def test_a_device_is_given_time_until_it_has_ended_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = net(Plan())
-    comm = LoneCommunicator(Mesh(()), 0, torch.device("cpu"))
-    trainer = Trainer(made, OptimizerChoice("sgd", lr=0.1), Plan(), made.example, comm=comm)
-    assert not trainer.starting  # on a CPU, where a wait is seen
-    monkeypatch.setattr(Backend, "asynchronous", True)
-    trainer = Trainer(made, OptimizerChoice("sgd", lr=0.1), Plan(), made.example, comm=comm)
-    monkeypatch.undo()
-    progress = Progress(record_path(tmp_path, 0))
-    for expected in (True, False):
-        assert trainer.starting is expected
-        progress.begin(3, patient=trainer.starting)
-        record = read_record(tmp_path, 0)
-        assert record is not None and record.patient is expected and record.step == 3
-        batch = next(iter(trainer.one_pass([{"x": torch.ones(4)} for _ in range(4)])))
-        trainer.step(batch)
-        trainer.finish()

@@ -170,6 +170,11 @@ class CheckpointWriter:
                 self._thread.start()
         return Saving(step, job.nbytes, job.stall)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
+
     def poll(self) -> list[Saved]:
         """What has ended since the last call."""
         self._tell()

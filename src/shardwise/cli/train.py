@@ -32,6 +32,7 @@ from shardwise.runtime.progress import Progress, record_path
 from .common import INTERRUPTED
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
+DEVICE_TIMEOUT = 600.0  # on GPUs, where the first step compiles and a device waits for what other ranks do on their hosts
 STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", "schedule.json", PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -141,6 +142,7 @@ def _train_here(config: Config, display: Display | None) -> bool:
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say
     side = Side(progress, asked, warn, on_step)
-    done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
+    least = DEVICE_TIMEOUT if Backend.here().asynchronous else LEAST_TIMEOUT
+    done = train(config, side, timeout=max(least, config.train.hang_timeout))
     progress.finish()
     return not done

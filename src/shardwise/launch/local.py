@@ -21,6 +21,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.progress import ask_to_stop, read_record
 
+from . import flight
 from .monitor import RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
@@ -29,6 +30,7 @@ ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": s
 POLL = 0.1  # seconds between two looks at the ranks
 EXIT_TIME = 15.0  # seconds that processes have to end once all have done their work
 GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
+LEAVE_TIME = 60.0  # instead, while they finish a checkpoint: each of them has written its part of it, or is about to
 ORPHAN_TIME = 15.0  # seconds that ranks of a killed launcher have to end
 LOG_LINES = 6  # of the culprit's log, shown with a failure
 
@@ -123,11 +125,11 @@ def launch_local(
     """
     from shardwise.backend import Backend  # starts torch
 
-    for old in run_dir.glob("monitor/rank_*"):
+    for old in [*run_dir.glob("monitor/rank_*"), *run_dir.glob(f"monitor/{flight.STEM}*")]:
         old.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex
     watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=Backend.here().asynchronous, on_notice=on_notice)
-    agent = _Agent(command, ranks, run_id, threads)
+    agent = _Agent(command, ranks, run_id, threads, run_dir / "monitor" / flight.STEM)
     asked = False
     with _signals():
         try:
@@ -179,7 +181,8 @@ def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -
             watcher.failed_at = time.monotonic()
         if finished_at is None and watcher.finished:
             finished_at = time.monotonic()
-        if watcher.failed_at is not None and time.monotonic() > watcher.failed_at + GRACE:
+        grace = LEAVE_TIME if watcher.leaving else GRACE
+        if watcher.failed_at is not None and time.monotonic() > watcher.failed_at + grace:
             watcher.kill()  # those that are stuck in a call do not hear the agent's SIGTERM
         elif finished_at is not None and time.monotonic() > finished_at + EXIT_TIME:
             watcher.kill()  # threads of a library keep the process
@@ -201,8 +204,10 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         return _failed(watcher, origin + first.message, first.kind, first.rank, [])
     if hang is not None:
         rank = hang.culprits[0] if hang.culprits else None
+        where = watcher.report()
         stacks = [line for culprit in hang.culprits for line in _stack(watcher, culprit)]
-        return _failed(watcher, hang.message, "hang", rank, [*watcher.report(), *stacks])
+        collectives = flight.report(flight.collect(watcher.run_dir / "monitor"))
+        return _failed(watcher, hang.message, "hang", rank, [*where, *collectives, *stacks])
     failed = {error.rank for error in errors}
     ours = {rank for rank, one in watcher.watched.items() if one.killed}
     for asked in (False, True):  # SIGTERM is how the agent ends those that are left
@@ -270,6 +275,7 @@ class _Agent:
     ranks: int
     run_id: str
     threads: int
+    flight: Path  # how the names of what the flight recorders of the ranks write begin
     exit_codes: dict[int, int] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -304,6 +310,7 @@ class _Agent:
         _silence()
         prepared: dict[str, str] = {}
         Backend.built().prepare(prepared)
+        recorder = Backend.built().flight_recorder(str(self.flight.absolute()))
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, run_id=self.run_id, role="rank", rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=POLL,
@@ -312,7 +319,7 @@ class _Agent:
         )  # fmt: skip
         try:
             chosen = {name: os.environ.get(name, value) for name, value in (ALLOCATOR | prepared).items()}
-            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen):
+            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen, **recorder):
                 elastic_launch(config, sys.executable)(*self.command)
         except ChildFailedError as error:
             self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -59,6 +59,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     progress.phase("connecting")
     comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
     progress.take(role(plan, comm.rank))
+    progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
     if config.train.tf32 and Backend.of(comm.device).asynchronous:
         Backend.of(comm.device).allow_tf32()
