@@ -64,6 +64,15 @@ def cases() -> list[Any]:
     return found
 
 
+def subject(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], Any]:
+    """A module, its batches, and a loss or None."""
+    torch.manual_seed(0)
+    if name == "literals":
+        return Literals(), [{"x": torch.randn(6, 8), "label": torch.randint(0, 4, (6,))} for _ in range(2)], weighted
+    batches = [{field: torch.randint(0, 64, (6, 16)) for field in ("input_ids", "labels")} for _ in range(2)]
+    return MODELS[name](), batches, None
+
+
 def verified(module: nn.Module, batches: list[dict[str, Tensor]], plan: Plan, device: torch.device, **options: Any) -> Report:
     """The report; ranks pause at random before they post and wait."""
     run = partial(run_threads, delay_seed=5)
@@ -72,9 +81,7 @@ def verified(module: nn.Module, batches: list[dict[str, Tensor]], plan: Plan, de
 
 @pytest.mark.parametrize(("device", "model", "plan"), cases(), indirect=["device"])
 def test_a_plan_is_the_same_as_one_device(device: torch.device, model: str, plan: str) -> None:
-    torch.manual_seed(0)
-    module = MODELS[model]()
-    batches = [{name: torch.randint(0, 64, (6, 16)) for name in ("input_ids", "labels")} for _ in range(2)]
+    module, batches, _ = subject(model)
     report = verified(module, batches, PLANS[plan](), device)
     assert report.compared > 20 and report.low_precision is not None
     assert report.passed, (report.largest, report.worst[:3], report.low_precision, report.ranks_agree)
@@ -102,9 +109,8 @@ def weighted(output: Tensor, fields: dict[str, Tensor]) -> Tensor:
 
 
 def test_tensors_of_the_host_come_along(device: torch.device) -> None:
-    torch.manual_seed(0)
-    batches = [{"x": torch.randn(6, 8), "label": torch.randint(0, 4, (6,))} for _ in range(2)]
-    report = verified(Literals(), batches, data_parallel(Plan(microbatches=2), 2, 3), device, loss=weighted)
+    module, batches, loss = subject("literals")
+    report = verified(module, batches, data_parallel(Plan(microbatches=2), 2, 3), device, loss=loss)
     assert report.passed, (report.largest, report.worst[:3])
 
 

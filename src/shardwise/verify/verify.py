@@ -252,13 +252,14 @@ def low_precision(
     seed: int,
     run: Runner,
     truth: Mapping[str, Tensor],
-    captured: Compiled | None,
-    device: torch.device,
+    captured: Compiled | None = None,
+    device: torch.device | str = "cpu",
 ) -> dict[str, float]:
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
 
     Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are taken in other parts.
     """
+    device = torch.device(device) if captured is None else captured.device
     compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured, device)
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
