@@ -265,18 +265,19 @@ class Backend:
         for name, value in _ENVIRONMENT.get(self.type, {}).items():
             environment.setdefault(name, value)
 
-    def flight_recorder(self, stem: str) -> dict[str, str]:
-        """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file ``stem`` + rank when
-        somebody writes into the pipe ``stem`` + rank + ".pipe", or when one of them times out; nothing where it keeps none.
+    def flight_recorder(self, files: str, pipes: str | None = None) -> dict[str, str]:
+        """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file ``files`` + rank when
+        one of them times out, or somebody writes into the pipe ``pipes`` + rank + ".pipe", which it makes; nothing where it keeps none.
 
         Names differ between versions of torch: the newer ones begin with TORCH_FR.
         """
         if self.transport not in (NCCL, XCCL):
             return {}
         sizes = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), RECORDED)
-        files = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
-        pipes = ("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE")
-        return {**sizes, **dict.fromkeys((*files, *pipes), stem), "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+        written = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), files)
+        asked = dict.fromkeys(("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), pipes)
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**sizes, **written, **given, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
     @property
     def _module(self) -> Any:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from test_watch import Start, look, start  # noqa: F401 - a fixture
 
+from shardwise.backend import Backend
+from shardwise.launch.local import RunFailed, launch_local, run_folder
 from shardwise.runtime.progress import record_path
 
 DEVICE = """
@@ -122,3 +125,50 @@ def test_a_rank_that_waits_on_its_host_names_the_device_that_stands_still(start:
     found = look(start(barrier, *others, timeout=0.6, asynchronous=True), 15)
     assert found is not None and found.culprits == (2,)
     assert "rank 2 hangs: device at" in found.message and "rank 0 waits" in found.message and "rank 1 device at" in found.message
+
+
+CARD = """
+import pickle, threading, torch
+from pathlib import Path
+from shardwise.backend import Backend
+from shardwise.runtime.progress import Progress
+rank = int(os.environ["RANK"])
+device = Device(0.002, 2 * 11 + 6 + 2 * rank)  # both stand still in step 2, rank 0 before rank 1
+Backend.event = lambda self, at, timing=False: device.event()
+progress = Progress.from_environment()
+progress.follow(torch.device("cuda"))
+
+def recorder():
+    entry = dict(process_group=("5", ""), collective_seq_id=12, p2p_seq_id=0, profiling_name="nccl:all_reduce", state="started",
+                 input_sizes=[[8]], is_p2p=False, time_created_ns=1)
+    dump = dict(pg_config={"5": dict(ranks="[0, 1]")}, entries=[entry] if rank else [])
+    stem = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    os.mkfifo(f"{stem}{rank}.pipe")
+    pipe = os.open(f"{stem}{rank}.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    while not os.read(pipe, 128):
+        time.sleep(0.1)
+    Path(os.environ["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] + str(rank)).write_bytes(pickle.dumps(dump))
+
+threading.Thread(target=recorder, daemon=True).start()
+run(device, 100)
+"""
+
+
+def test_a_run_ends_with_what_devices_and_recorders_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Backend, "here", lambda: Backend("cuda"))
+    monkeypatch.setattr(Backend, "built", lambda: Backend("cuda"))
+    monkeypatch.setattr(Backend, "numa_options", lambda *_: None)
+    script = tmp_path / "script.py"
+    imports = "import os, time\nfrom shardwise.core.instruction import Instruction, Op\nsleep = lambda: time.sleep(60)\n"
+    followed = DEVICE.replace("    progress._marks = Marks(device.event, progress._passed, poll=0.02)\n", "")
+    script.write_text(imports + followed + CARD)
+    command = ["-m", "shardwise.launch.rank", str(tmp_path / "run"), str(script)]
+    with run_folder(tmp_path / "run"), pytest.raises(RunFailed) as failed:
+        launch_local(command, 2, tmp_path / "run", threads=1, hang_timeout=2.0)
+    failure = failed.value
+    assert failure.cause == "hang" and failure.rank == 0
+    assert "rank 0 hangs: device at FORWARD u3 m0 of step 2, host at FORWARD u7 m0 of step 4" in str(failure)
+    assert any(
+        "all_reduce 12 of group 5" in line and "rank 0 has not posted it, rank 1 started" in line for line in failure.details
+    )
+    assert any("script.py" in line for line in failure.details)  # the stack of its host

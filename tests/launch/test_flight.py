@@ -112,7 +112,7 @@ def test_anything_else_is_refused(found: bytes) -> None:
 RANK = """
 import os, sys, time
 folder, rank, answer = sys.argv[1:]
-pipe = f"{folder}/flight_{rank}.pipe"
+pipe = f"{folder}/pipes/flight_{rank}.pipe"
 os.mkfifo(pipe)
 file = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
 while not os.read(file, 128):
@@ -126,32 +126,34 @@ time.sleep(30)
 
 def test_live_ranks_are_asked_through_their_pipes(tmp_path: Path) -> None:
     """As torch does it: a process looks into its pipe now and then, and writes its file in its own time; an old file does not count."""
+    pipes = tmp_path / "pipes"
+    pipes.mkdir()
     answers = [dump(entry(1, "all_reduce", "started")), dump()]
     (tmp_path / "flight_1").write_bytes(dump(entry(99, "all_reduce", "started")))
     os.utime(tmp_path / "flight_1", (1, 1))
-    os.mkfifo(tmp_path / "flight_7.pipe")  # of a rank that is gone: nobody reads it
+    os.mkfifo(pipes / "flight_7.pipe")  # of a rank that is gone: nobody reads it
     ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), str(n), one.hex()]) for n, one in enumerate(answers)]
     try:
         deadline = time.monotonic() + 20
-        while not all((tmp_path / f"flight_{n}.pipe").exists() for n in range(2)):
+        while not all((pipes / f"flight_{n}.pipe").exists() for n in range(2)):
             assert time.monotonic() < deadline
             time.sleep(0.02)
         time.sleep(0.2)  # they open it
-        found = flight.collect(tmp_path, 10.0)
+        found = flight.collect(tmp_path, pipes, 10.0)
     finally:
         for one in ranks:
             one.kill()
             one.wait()
     assert sorted(found) == [0, 1] and "rank 1 has not posted it" in flight.report(found)[0]
     started = time.monotonic()
-    assert flight.collect(tmp_path, 5.0) == {} and time.monotonic() - started < 2  # nobody is there any more
+    assert flight.collect(tmp_path, pipes, 5.0) == {} and time.monotonic() - started < 2  # nobody is there any more
 
 
 def test_a_rank_that_does_not_answer_costs_no_more_than_the_time_it_has(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "flight_0.pipe")
     reader = os.open(tmp_path / "flight_0.pipe", os.O_RDONLY | os.O_NONBLOCK)
     started = time.monotonic()
-    assert flight.collect(tmp_path, 0.5) == {}
+    assert flight.collect(tmp_path, tmp_path, 0.5) == {}
     assert 0.4 < time.monotonic() - started < 3
     assert os.read(reader, 64)
     os.close(reader)
@@ -159,6 +161,8 @@ def test_a_rank_that_does_not_answer_costs_no_more_than_the_time_it_has(tmp_path
 
 def test_the_environment_of_a_recorder() -> None:
     assert Backend("cpu").flight_recorder("/run/flight_") == {} == Backend("mps").flight_recorder("/run/flight_")
-    variables = Backend("cuda").flight_recorder("/run/flight_")
-    assert variables["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == "/run/flight_" == variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"]
+    assert not any("PIPE" in name for name in Backend("cuda").flight_recorder("/run/flight_"))
+    variables = Backend("cuda").flight_recorder("/run/flight_", "/tmp/flight_")
+    assert variables["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == "/tmp/flight_"
+    assert variables["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == variables["TORCH_FR_DUMP_TEMP_FILE"] == "/run/flight_"
     assert int(variables["TORCH_FR_BUFFER_SIZE"]) == int(variables["TORCH_NCCL_TRACE_BUFFER_SIZE"]) > 0

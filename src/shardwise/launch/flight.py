@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-STEM = "flight_"  # in the folder of records: the pipe of rank N is flight_N.pipe, its file flight_N
+STEM = "flight_"  # the pipe of rank N is flight_N.pipe, its file flight_N
 ANSWER_TIME = 5.0  # seconds that ranks have to write: torch looks into the pipe once a second
 POLL = 0.1
 SHOWN = 3  # collectives of a rank in the report
@@ -86,10 +86,10 @@ def _collective(entry: Mapping[str, Any]) -> Collective:
     return Collective(group, message, number, name, sizes, str(entry["state"]), int(entry["time_created_ns"]))
 
 
-def collect(folder: Path, seconds: float = ANSWER_TIME) -> dict[int, Flight]:
-    """Ask all ranks that have a pipe in ``folder``, and wait so long for what they write; those that do not answer are left out."""
+def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> dict[int, Flight]:
+    """Ask all ranks that have a pipe in ``pipes``, and wait so long for what they write into ``folder``; who does not answer is left out."""
     asked: dict[int, float] = {}
-    for pipe in folder.glob(f"{STEM}*.pipe"):
+    for pipe in () if pipes is None else pipes.glob(f"{STEM}*.pipe"):
         with suppress(OSError, ValueError):  # nobody reads it any more
             rank, file = int(pipe.name[len(STEM) : -len(".pipe")]), os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             try:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -129,7 +131,9 @@ def launch_local(
         old.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex
     watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=Backend.here().asynchronous, on_notice=on_notice)
-    agent = _Agent(command, ranks, run_id, threads, run_dir / "monitor" / flight.STEM)
+    watcher.pipes = Path(tempfile.mkdtemp(prefix="shardwise-"))  # not every file system has pipes
+    recorder = Backend.built().flight_recorder(*(str(at.absolute() / flight.STEM) for at in (run_dir / "monitor", watcher.pipes)))
+    agent = _Agent(command, ranks, run_id, threads, recorder)
     asked = False
     with _signals():
         try:
@@ -151,6 +155,7 @@ def launch_local(
             while agent.is_alive():  # a rank may be starting just now
                 watcher.kill()
                 agent.join(POLL)
+            shutil.rmtree(watcher.pipes, ignore_errors=True)
     if agent.error is not None:
         raise agent.error
     if agent.exit_codes and not watcher.finished:
@@ -206,7 +211,7 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         rank = hang.culprits[0] if hang.culprits else None
         where = watcher.report()
         stacks = [line for culprit in hang.culprits for line in _stack(watcher, culprit)]
-        collectives = flight.report(flight.collect(watcher.run_dir / "monitor"))
+        collectives = flight.report(flight.collect(watcher.run_dir / "monitor", watcher.pipes))
         return _failed(watcher, hang.message, "hang", rank, [*where, *collectives, *stacks])
     failed = {error.rank for error in errors}
     ours = {rank for rank, one in watcher.watched.items() if one.killed}
@@ -275,7 +280,7 @@ class _Agent:
     ranks: int
     run_id: str
     threads: int
-    flight: Path  # how the names of what the flight recorders of the ranks write begin
+    recorder: Mapping[str, str]  # their environment, for torch's flight recorder
     exit_codes: dict[int, int] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -310,7 +315,6 @@ class _Agent:
         _silence()
         prepared: dict[str, str] = {}
         Backend.built().prepare(prepared)
-        recorder = Backend.built().flight_recorder(str(self.flight.absolute()))
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, run_id=self.run_id, role="rank", rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=POLL,
@@ -319,7 +323,7 @@ class _Agent:
         )  # fmt: skip
         try:
             chosen = {name: os.environ.get(name, value) for name, value in (ALLOCATOR | prepared).items()}
-            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen, **recorder):
+            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen, **self.recorder):
                 elastic_launch(config, sys.executable)(*self.command)
         except ChildFailedError as error:
             self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -111,6 +111,7 @@ class Run:
             self.side.progress.phase("looking for a checkpoint")
             first = checkpoints.restore(loader) or 0
             self.describe(checkpoints, first)
+            trainer.comm.barrier(what="what rank 0 writes down before the first step")
             with self._metrics(first), self._told(checkpoints):
                 self._steps(first, loader, checkpoints)
             with self._told(checkpoints):
@@ -209,6 +210,7 @@ class Run:
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
             yield
+        self.side.progress.phase(f"writing down what step {step} did when")
         found = recorder.found(step, peak_memory(trainer.comm.device))
         with suppress(OSError):  # then the next line says so
             path.parent.mkdir(exist_ok=True)
@@ -222,6 +224,7 @@ class Run:
             metrics.flush()  # on a GPU the peak so far is forgotten now
         with StepMemory(trainer.engine, lambda one: describe(one, trainer.compiled.general)) as memory:
             yield memory
+        self.side.progress.phase("writing down the memory of a step")
         try:
             write_memory(self.folder / MEMORY, self.forecast, memory.account())
         except OSError as error:
@@ -275,6 +278,7 @@ class Run:
             )
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.add({key: value for key, value in values.items() if key not in ("rows", "seconds")})
+        trainer.comm.barrier(what="the evaluation's record")
 
     def _sample(self, done: int) -> None:
         """All ranks give their part of the state; rank 0 writes."""
@@ -397,6 +401,7 @@ class Run:
         """All ranks give their part of the weights, tensor by tensor; rank 0 writes them."""
         self.side.progress.phase("saving the weights")
         save_weights(self.trainer.engine.whole, self.folder / WEIGHTS)
+        self.trainer.comm.barrier(what="the weights that rank 0 writes")  # who ends before with an error ends rank 0
 
     def finish(self) -> None:
         """Once the weights are saved: let an own model of text write, and sum up."""

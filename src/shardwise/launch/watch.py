@@ -117,6 +117,7 @@ class Watcher:
     asynchronous: bool = False
     start_timeout: float = START_TIMEOUT
     on_notice: Callable[[str], object] | None = None
+    pipes: Path | None = None  # where ranks are asked for their last collectives
     began: bool = False  # whether a rank has been seen in a step
     failed_at: float | None = None  # time.monotonic() of the first sign that a rank failed
     watched: dict[int, Watched] = field(default_factory=dict)

@@ -99,6 +99,7 @@ class Progress:
     """A rank's side of its record.  Methods are called by one thread at a time and cost about a microsecond."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w+b") as file:
             file.write(bytes(SIZE))  # not truncate: a write into a hole of a full disk would kill the process
