@@ -16,6 +16,7 @@ from torch import nn
 from shardwise.config import Config, Hardware, build_dataset, build_model, load_config
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
 from shardwise.data import Loader, sample_order
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate
@@ -151,11 +152,11 @@ def saved_by(state: dict[str, torch.Tensor], module: nn.Module, path: Path) -> N
         def describe(self) -> dict[str, Described]:
             return {name: Described(tuple(value.shape), value.dtype) for name, value in state.items()}
 
-        def collect(self) -> Iterator[tuple[str, torch.Tensor]]:
+        def collect(self, rank: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
             yield from state.items()
 
     comm = LoneCommunicator(Mesh(()), 0, torch.device("cpu"))
-    save_weights(Known(comm, None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
+    save_weights(Known(comm, Plan(), OptimizerChoice(), None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
 
 
 def test_weights_of_a_tied_model_load_into_it(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime import collect
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
@@ -49,8 +50,10 @@ def compiled(plan: Plan, layers: int = 2, model: type[GPT] | type[Llama] = GPT) 
     return Compiled(module, plan, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.parametrize("chunk", [collect.CHUNK, 4000])
 @pytest.mark.parametrize("name", PLANS)
-def test_one_rank_gets_what_all_would(name: str, tmp_path: Path) -> None:
+def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "CHUNK", chunk)
     plan = PLANS[name]()
     made = compiled(plan)
     last = plan.mesh.size - 1
@@ -79,21 +82,40 @@ def test_one_rank_gets_what_all_would(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_a_rank_holds_a_bucket_at_a_time(name: str) -> None:
+def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PLANS[name]()
     made = compiled(plan, layers=12, model=Llama)
-    engine = Engine(made, AloneCommunicator(plan.mesh, plan.mesh.size - 1, torch.device("cpu")), ADAM)
-    largest = max(b.numel * (b.wide if b.learns else b.dtype).itemsize for b in made.general.buckets)
-    whole = sum(b.numel * (b.wide if b.learns else b.dtype).itemsize for b in made.general.buckets)
+    mesh, rank = plan.mesh, plan.mesh.size - 1
+    engine = Engine(made, AloneCommunicator(mesh, rank, torch.device("cpu")), ADAM)
+    sizes = {b.index: b.numel * (b.wide if b.learns else b.dtype).itemsize for b in made.general.buckets}
+    layouts = {b.index: [b.layout(ADAM, mesh, r) for r in mesh.group(rank, b.axes)] for b in made.general.buckets}
+    # All that have a part of a bucket give as much as the one that has the most.
+    padded = {
+        b.index: len(layouts[b.index]) * max(one.numel for one in layouts[b.index]) * b.wide.itemsize
+        for b in made.general.buckets
+    }
+    largest, most, whole = max(sizes.values()), max(padded.values()), sum(sizes.values())
+    assert 4 * most < whole
     with StorageTracker("cpu") as tracker:
-        before = tracker.mark()
-        for _, value in engine.whole.collect():
-            del value
-        assert 0 < tracker.peak - before <= 3.2 * largest  # what has just been given, and the next bucket with its pieces
-        assert 3.2 * largest < whole / 2 and tracker.current == before
-        tracker.mark()
-        engine.state_dict(rank=plan.mesh.size)  # of which this rank keeps nothing
-        assert tracker.peak - before <= 3.2 * largest
+        for chunk in (collect.CHUNK, 8000):
+            monkeypatch.setattr(collect, "CHUNK", chunk)
+            bound, before = min(most, chunk), tracker.mark()
+            for _ in engine.whole.collect(rank=mesh.size):  # of which this rank keeps nothing
+                raise AssertionError("it was given something")
+            assert tracker.peak - before <= bound
+            if mesh.size > 1 and name != "dp":
+                assert tracker.peak > before
+            assert engine.state_dict(rank=mesh.size) == {}
+            assert tracker.peak - before <= bound
+            tracker.mark()
+            for _, value in engine.whole.collect():
+                del value
+            assert largest <= tracker.peak - before <= largest + bound
+            assert tracker.current == before
+            tracker.mark()
+            kept = engine.state_dict()
+            assert whole <= tracker.peak - before <= whole + bound + sum(one.nbytes for one in engine.memory.buffers.values())
+            del kept
 
 
 def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:

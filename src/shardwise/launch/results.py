@@ -155,14 +155,14 @@ def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
     ``safetensors.torch.load_model`` expects.
     """
     if whole.comm.rank != rank:
-        for _ in whole.collect():
+        for _ in whole.collect(rank):
             continue
         return
     names, described = whole.first_names, whole.describe()
     tensors = [(name, *described[name]) for name, first in names.items() if name == first]
     part = path.with_suffix(".part")
     tied = {name: first for name, first in names.items() if name != first}
-    write_as_they_come(part, tensors, whole.collect(), {"format": "pt", **tied})
+    write_as_they_come(part, tensors, whole.collect(rank), {"format": "pt", **tied})
     part.replace(path)
 
 

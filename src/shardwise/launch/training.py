@@ -72,7 +72,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     try:
         run = _build(config, plan, comm, side)
         done = run.train()
-        progress.phase("waiting for the last step of all ranks", patient=False)
+        progress.phase("waiting for the last step of all ranks")
         comm.barrier(what="the end of training")
         if done:
             run.save_weights()

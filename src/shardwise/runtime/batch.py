@@ -13,6 +13,7 @@ from shardwise.backend import Backend
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
 from shardwise.parallel.data import SHARDS
+from shardwise.runtime import collect
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
@@ -246,7 +247,7 @@ class Batch:
         found: dict[str, Tensor] = {}
         for b in self.memory.buckets.values():
             if b.grad is not None:
-                whole = b.whole(b.final_gradient, f"gradients of bucket {b.bucket.index}")
+                whole = collect.whole(b, b.final_gradient, f"gradients of bucket {b.bucket.index}")
                 if self.scale is not None:
                     for gradient in whole.values():
                         gradient /= self.scale

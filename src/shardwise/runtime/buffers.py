@@ -15,8 +15,9 @@ from shardwise.backend import Backend
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
+from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.pieces import Part, parts, range_parts
+from shardwise.core.pieces import parts, range_parts
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
@@ -122,10 +123,7 @@ class BucketMemory:
 
     def ranges(self, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
         """(entry, start, stop) of what a range of the bucket has of each parameter, in elements of the bucket."""
-        for entry in self.layout.entries:
-            first, last = max(start, entry.offset), min(stop, entry.stop)
-            if first < last:
-                yield entry, first, last
+        return _ranges(self.layout, start, stop)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -135,11 +133,7 @@ class BucketMemory:
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
         """Elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view of ``flat``, which begins
         with element ``origin``."""
-        mesh, rank = self.comm.mesh, self.comm.rank
-        for entry, first, last in self.ranges(start, stop):
-            parameter = self.parameters[entry.name]
-            for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
-                yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
+        return boxes(self.bucket, self.layout, self.comm.mesh, self.comm.rank, flat, origin, start, stop)
 
     @property
     def resident(self) -> bool:
@@ -202,42 +196,6 @@ class BucketMemory:
             tensor.copy_(before)
         self.publish()
 
-    def whole(self, held: Tensor, what: str) -> dict[str, Tensor]:
-        """A tensor of the held range of all ranks together, by parameter; all call it, and each may change what it gets."""
-        comm = self.comm
-        if held.numel() == self.layout.numel:
-            out = held.clone()
-        else:
-            out = torch.empty(self.layout.numel, dtype=held.dtype, device=comm.device)
-            comm.all_gather(out, held.to(comm.device), SHARDS, lane="state", what=what).wait()
-        return self._joined(out, what) if comm.mesh.axis_size(self.bucket.axes) > 1 else self.views(out)
-
-    def _joined(self, own: Tensor, what: str) -> dict[str, Tensor]:
-        """The whole parameters of the local pieces of all ranks over the bucket's axes, whose buckets differ in size: all are padded."""
-        comm = self.comm
-        most = max(numel for numel, _ in self._pieces)
-        padded = torch.zeros(most, dtype=own.dtype, device=comm.device)
-        padded[: own.numel()] = own
-        everyone = torch.empty(len(self._pieces), most, dtype=own.dtype, device=comm.device)
-        comm.all_gather(everyone, padded, self.bucket.axes, lane="state", what=what).wait()
-        found = {p.name: torch.empty(p.shape, dtype=own.dtype, device=comm.device) for p in self.bucket.parameters}
-        for flat, (_, pieces) in zip(everyone, self._pieces, strict=True):
-            for entry, part in pieces:
-                whole = found[entry.name]
-                piece = _rectangle(flat, entry.offset, entry.shape, part.local)
-                _rectangle(whole, 0, whole.shape, part.whole).copy_(piece)
-        return found
-
-    @cached_property
-    def _pieces(self) -> list[tuple[int, list[tuple[FlatEntry, Part]]]]:
-        """Of each rank over the bucket's axes how many elements its bucket has, and the parts of the parameters in these."""
-        comm, found = self.comm, []
-        for rank in comm.mesh.group(comm.rank, self.bucket.axes):
-            layout = self.bucket.layout(self.choice, comm.mesh, rank)
-            owned = [(e, part) for e in layout.entries for part in parts(self.parameters[e.name].placed, comm.mesh, rank)]
-            found.append((layout.numel, owned))
-        return found
-
     def views(self, flat: Tensor) -> dict[str, Tensor]:
         """The parameters' views of a bucket that is whole on this rank: their local pieces."""
         return {e.name: flat[e.offset : e.stop].view(e.shape) for e in self.layout.entries}
@@ -251,6 +209,24 @@ def local_part(whole: Tensor, parameter: Parameter, comm: Communicator) -> Tenso
     for part in parts(parameter.layout, comm.mesh, comm.rank):
         out[part.local.slices] = whole[part.whole.slices]
     return out
+
+
+def boxes(
+    bucket: Bucket, layout: FlatBuffer, mesh: Mesh, rank: int, flat: Tensor, origin: int, start: int, stop: int
+) -> Iterator[tuple[Parameter, Box, Tensor]]:  # fmt: skip
+    """:meth:`BucketMemory.boxes` of any ``rank``, whose bucket has this ``layout``."""
+    parameters = {p.name: p for p in bucket.parameters}
+    for entry, first, last in _ranges(layout, start, stop):
+        parameter = parameters[entry.name]
+        for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
+            yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
+
+
+def _ranges(layout: FlatBuffer, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
+    for entry in layout.entries:
+        first, last = max(start, entry.offset), min(stop, entry.stop)
+        if first < last:
+            yield entry, first, last
 
 
 def _rectangle(flat: Tensor, offset: int, shape: Sequence[int], box: Box) -> Tensor:

@@ -88,7 +88,9 @@ class Engine:
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
         self.memory = RankMemory(buckets, buffers, comm, plan, loss_scale)
-        self.whole = WholeState(comm, self.memory, module, trace.buckets, self.holders, self.updating, self.unused)
+        self.whole = WholeState(
+            comm, plan, optimizer, self.memory, module, trace.buckets, self.holders, self.updating, self.unused
+        )
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, apart=apart,

@@ -1,4 +1,4 @@
-"""The single-device state of a rank's engine, one whole tensor at a time: no device ever holds more of it than one bucket."""
+"""The single-device state of a rank's engine, one whole tensor at a time: no device ever holds more of it than one chunk."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.parallel.data import placement
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import RankMemory
+from shardwise.runtime.collect import LANE, Spread
 from shardwise.runtime.communicator import Communicator
 from shardwise.trace.trace import Bucket
 
@@ -31,6 +35,8 @@ class WholeState:
     """
 
     comm: Communicator
+    plan: Plan
+    choice: OptimizerChoice
     memory: RankMemory
     module: nn.Module
     buckets: Sequence[Bucket]
@@ -46,35 +52,40 @@ class WholeState:
             found |= {one.name: Described(tuple(one.shape), _master_dtype(bucket)) for one in bucket.parameters}
         return found
 
-    def collect(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, in its master precision, and every buffer, whole and on this rank's device, under the first of its names.
+    def collect(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, in its master precision, and every buffer, whole and on the host, under the first of its names.
 
-        All ranks go through it together and to its end.  What is given may be changed or kept; where it is not kept, its memory is free
-        before the next bucket is gathered.
+        All ranks go through it together and to its end; ``rank`` is the only one that is given something, by default every one is.  What is
+        given may be changed or kept; the host holds a bucket beside that, and a device ``collect.CHUNK`` bytes of one, or one buffer.
         """
-        for name, value in self.unused.items():
-            yield name, value.clone()
+        keeps = rank in (None, self.comm.rank)
+        if keeps:
+            yield from ((name, value.clone()) for name, value in self.unused.items())
         for name, value in self.memory.buffers.items():
-            yield name, self._from(self.updating.get(name), value.clone(), f"buffer {name}")
+            found = self._buffer(self.updating.get(name), value, f"buffer {name}")
+            if keeps:
+                yield name, found.to("cpu", copy=True)
+            del found
         for bucket in self.buckets:
-            yield from self._parameters(bucket)
+            goals = self._parameters(bucket, keeps)
+            for name in list(goals):
+                yield name, goals.pop(name)
 
-    def _parameters(self, bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-        own, root = self.memory.buckets.get(bucket.index), self.holders[bucket.index][0]
-        mine = {} if own is None else own.whole(own.master, f"parameters of bucket {bucket.index}")
-        for parameter in bucket.parameters:
-            value = mine.pop(parameter.name, None)
-            if value is None:
-                value = torch.empty(parameter.shape, dtype=_master_dtype(bucket), device=self.comm.device)
-            yield parameter.name, self._from(root, value, f"{parameter.name} of stage {root}")
-            del value
+    def _parameters(self, bucket: Bucket, keeps: bool) -> dict[str, Tensor]:
+        root, dtype = self.holders[bucket.index][0], _master_dtype(bucket)
+        mine = self.comm.mesh.index(self.comm.rank, PIPELINE) == root
+        held = self.memory.buckets[bucket.index].master if mine else None
+        goals = {one.name: torch.empty(one.shape, dtype=dtype) for one in bucket.parameters} if keeps else {}
+        spread = Spread(bucket, placement(self.plan, bucket.parameters[0].name), self.choice, self.comm, root)
+        spread.fill(held, dtype, goals, f"parameters of bucket {bucket.index}")
+        return goals
 
-    def _from(self, root: int | None, value: Tensor, what: str) -> Tensor:
+    def _buffer(self, root: int | None, value: Tensor, what: str) -> Tensor:
         """That of the rank at ``root`` on the pipeline axis; None: all have the same."""
         if root is None or self.comm.mesh.axis_size(PIPELINE) == 1:
             return value
-        value = value.contiguous()
-        self.comm.broadcast(value, PIPELINE, root, lane="state", what=what).wait()
+        value = value.clone(memory_format=torch.contiguous_format)
+        self.comm.broadcast(value, PIPELINE, root, lane=LANE, what=what).wait()
         return value
 
     def on_host(self, rank: int | None = None) -> dict[str, Tensor]:
@@ -82,10 +93,10 @@ class WholeState:
 
         ``rank`` is the only one that gets it, by default every one does.
         """
-        keeps, first = rank in (None, self.comm.rank), self.first_names
+        first = self.first_names
         wanted = set(first.values())
-        values = {name: value.to("cpu", copy=True) for name, value in self.collect() if keeps and name in wanted}
-        if not keeps:
+        values = {name: value for name, value in self.collect(rank) if name in wanted}
+        if rank not in (None, self.comm.rank):
             return {}
         # Names of one tied tensor get tensors of their own, as if each had been copied.
         return {name: values[one] if name == one else values[one].clone() for name, one in first.items()}
