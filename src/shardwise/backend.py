@@ -29,6 +29,8 @@ Kind = Literal["cpu", "gpu"]
 CPU = "cpu"
 CUDA = "cuda"  # also of ROCm
 NCCL = "nccl"  # also RCCL
+XCCL = "xccl"
+RECORDED = "2000"  # collectives that a process remembers: those of some steps
 _HOST = (CPU, "meta")
 
 WideProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -262,6 +264,20 @@ class Backend:
         """Put into an environment what helps a process on such a device, where the user has not said otherwise; before the device starts."""
         for name, value in _ENVIRONMENT.get(self.type, {}).items():
             environment.setdefault(name, value)
+
+    def flight_recorder(self, files: str, pipes: str | None = None) -> dict[str, str]:
+        """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file ``files`` + rank when
+        one of them times out, or somebody writes into the pipe ``pipes`` + rank + ".pipe", which it makes; nothing where it keeps none.
+
+        Names differ between versions of torch: the newer ones begin with TORCH_FR.
+        """
+        if self.transport not in (NCCL, XCCL):
+            return {}
+        sizes = dict.fromkeys(("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), RECORDED)
+        written = dict.fromkeys(("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"), files)
+        asked = dict.fromkeys(("TORCH_FR_DEBUG_INFO_PIPE_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"), pipes)
+        given = {name: value for name, value in asked.items() if value is not None}
+        return {**sizes, **written, **given, "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
     @property
     def _module(self) -> Any:

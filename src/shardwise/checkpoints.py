@@ -129,6 +129,11 @@ class Checkpoints:
             loader.load_state_dict(found.meta["data"])
         return found.step
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer.under_way
+
     def poll(self) -> list[Saved]:
         """What has been saved, or could not be, since the last call."""
         self._collect()

@@ -97,6 +97,7 @@ class Trainer:
         self.comm: Communicator = comm if comm is not None else connect(plan.mesh, on_wait=on_wait)
         if self._record is not None:
             self._record.take(role(plan, self.comm.rank))
+            self._record.follow(self.comm.device)
         shared = isinstance(module, Compiled)
         self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
         self.engine = Engine(
@@ -106,7 +107,6 @@ class Trainer:
             self.compiled.release()
         self._unseen: tuple[int, Batch, StepResult] | None = None
         self._asked_to_stop = False
-        self._ended_a_step = not Backend.of(self.comm.device).asynchronous
         self.stopping = False
         self.before_close: list[Callable[[], object]] = []  # for what needs the other ranks to end, such as checkpoints under way
 
@@ -163,7 +163,8 @@ class Trainer:
         """
         at = self.engine.step_index
         if self._record is not None:
-            self._record.begin(at, patient=self.starting)
+            self._record.begin(at)
+            self._record.batch(batch.rows)
         result = self.engine.step(batch.fields, batch.rows, self._asked_to_stop, ones=batch.ones)
         if self._record is not None:
             self._record.phase(f"the end of step {at}")  # what the script does between steps may take long
@@ -200,8 +201,10 @@ class Trainer:
         def given() -> Iterator[tuple[Mapping[str, Tensor], int, bool]]:
             for at in range(first, first + number):
                 if self._record is not None:
-                    self._record.begin(at, patient=self.starting)
+                    self._record.begin(at)
                 batch = next(batches)
+                if self._record is not None:
+                    self._record.batch(batch.rows)
                 taken.append(batch)
                 yield batch.fields, batch.rows, self._asked_to_stop
 
@@ -215,11 +218,6 @@ class Trainer:
         self._unseen = due.pop() if due else None
         if failed is not None:
             self._look(*failed)
-
-    @property
-    def starting(self) -> bool:
-        """Whether no step is known to have ended on the device yet: until then it may compile, and communicators start."""
-        return not self._ended_a_step
 
     def request_stop(self) -> None:
         """Ask all ranks to stop: after this step or the next but one ``stopping`` becomes true on all of them, in the same step.
@@ -243,7 +241,6 @@ class Trainer:
     def _has_failed(self, result: StepResult) -> bool:
         """Looks at a step's numbers on the host."""
         found = result.on_host()
-        self._ended_a_step = True
         self.stopping = self.stopping or bool(found.stop)
         return found.skipped and (found.overflows is None or found.halted)
 
@@ -272,8 +269,13 @@ class Trainer:
         """Leave the other ranks, once checkpoints under way are on disk."""
         while self.before_close:
             self.before_close.pop()()
+        self._leave()
         if self._owns_comm:
             self.comm.close()
+
+    def _leave(self) -> None:
+        if self._record is not None:
+            self._record.leave()
 
     def __enter__(self) -> Self:
         return self
@@ -281,6 +283,7 @@ class Trainer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.before_close.clear()  # the other ranks may be elsewhere
+            self._leave()
             if self._owns_comm:
                 self.comm.abort()
         else:

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from safetensors import safe_open
 from saving_of_checkpoints import blank, cut_pieces, flat_pieces, load, on_ranks, same, save, state, whole
 
 import shardwise.checkpoint.container as container
+import shardwise.checkpoint.staging as staging
 from shardwise.checkpoint.atoms import Gather, Piece, dtype_names
 from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
-from shardwise.checkpoint.writer import CheckpointWriter
+from shardwise.checkpoint.writer import CheckpointWriter, Saved
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Box
 
@@ -170,6 +172,49 @@ def test_pieces_that_are_no_checkpoint_are_refused_on_all_ranks(tmp_path: Path, 
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
 
 
+def test_what_all_ranks_get_does_not_grow_with_what_is_saved(tmp_path: Path) -> None:
+    """Of the pieces of all ranks, which may be very many, rank 0 alone is told."""
+    sizes: list[int] = []
+
+    def work(rank: int, gather: Gather) -> Saved:
+        def counted(data: bytes, everywhere: bool = True) -> list[bytes]:
+            if everywhere:
+                sizes.append(len(data))
+            return gather(data, everywhere)
+
+        writer = CheckpointWriter(tmp_path, rank, 2, counted, warn=pytest.fail)
+        writer.save(1, [whole(f"model.{rank}.{number}", torch.ones(3)) for number in range(200)], {})
+        writer.close()
+        (saved,) = writer.poll()
+        return saved
+
+    first, second = on_ranks(2, work)
+    assert first.error is None and (first.path, first.nbytes) == (second.path, second.nbytes)
+    assert first.path is not None and first.nbytes == sum(one.stat().st_size for one in first.path.glob("rank_*"))
+    assert len(sizes) == 4 and max(sizes) < 400
+
+
+def test_staging_memory_is_made_of_blocks_of_a_power_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch pins it rounds up to one."""
+    monkeypatch.setattr(staging, "BLOCK", 1024)
+    made, empty = [], torch.empty
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(args[0])
+        return empty(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", noted)
+    one = staging.Staging(None)
+    one.prepare(2 * 1024 + 70, pinned=False)
+    assert made == [1024, 1024, 128] and one.nbytes == one.needed(0) == 2 * 1024 + 128
+    one.prepare(1500, pinned=False)
+    assert len(made) == 3  # it suffices
+    assert [block.numel() for block in one.blocks(one.nbytes)] == [1024, 1024, 128]
+    assert [block.numel() for block in one.blocks(one.nbytes + 1)] == [512] * 4 + [128]  # streamed: four or more
+    one.prepare(4096, pinned=False)
+    assert made[3:] == [1024] * 4 and one.nbytes == 4096
+
+
 @pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": {1: 2}}, {"x": object()}, {"x": [{2: 1}]}])
 def test_meta_that_json_would_change_is_refused(tmp_path: Path, meta: dict[str, object]) -> None:
     assert "meta" in str(save(tmp_path, 1, [[]], meta)[0].error)
@@ -187,7 +232,7 @@ def test_ranks_that_save_different_steps_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_gone_ends_the_save_and_not_the_run(tmp_path: Path) -> None:
-    def broken(data: bytes) -> list[bytes]:
+    def broken(data: bytes, everywhere: bool = True) -> list[bytes]:
         raise ConnectionError("peer closed")
 
     warned: list[str] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,17 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.backend import Backend
 from shardwise.checkpoints import Checkpoints
+from shardwise.config import Hardware, load_config
 from shardwise.core.errors import ConfigError
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.launch import training
+from shardwise.launch.local import RunFailed, launch_local, run_folder
+from shardwise.launch.monitor import read_errors
+from shardwise.launch.rank import record_error
+from shardwise.launch.run import Side
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
-from shardwise.runtime.progress import Progress, read_record, record_path
+from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.trainer import Trainer
 
@@ -38,8 +43,6 @@ class Failure(Exception):
 
 
 def config(folder: Path) -> Any:
-    from shardwise.config import load_config
-
     return load_config(None, [f"train.run_dir={folder}", "parallel.dp=1"])
 
 
@@ -101,20 +104,135 @@ def test_all_ranks_hear_that_rank_0_cannot_write(tmp_path: Path) -> None:
     assert len(found) == 3 and all("cannot be written" in one for one in found)
 
 
-def test_a_device_is_given_time_until_it_has_ended_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = net(Plan())
-    comm = LoneCommunicator(Mesh(()), 0, torch.device("cpu"))
-    trainer = Trainer(made, OptimizerChoice("sgd", lr=0.1), Plan(), made.example, comm=comm)
-    assert not trainer.starting  # on a CPU, where a wait is seen
-    monkeypatch.setattr(Backend, "asynchronous", True)
-    trainer = Trainer(made, OptimizerChoice("sgd", lr=0.1), Plan(), made.example, comm=comm)
-    monkeypatch.undo()
-    progress = Progress(record_path(tmp_path, 0))
-    for expected in (True, False):
-        assert trainer.starting is expected
-        progress.begin(3, patient=trainer.starting)
-        record = read_record(tmp_path, 0)
-        assert record is not None and record.patient is expected and record.step == 3
-        batch = next(iter(trainer.one_pass([{"x": torch.ones(4)} for _ in range(4)])))
+FAILING = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x).square().mean()
+
+class Data:
+    read = 0
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        Data.read += 1
+        if Data.read > 30:
+            raise KeyError("no such sample")
+        return {"x": torch.ones(4)}
+
+def net():
+    return Net()
+
+def data():
+    return Data()
+"""
+
+
+def test_an_error_is_told_before_leaving_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fails within its steps, and whose communicator does not let it go."""
+    released, leaving = threading.Event(), threading.Event()
+
+    class Blocking(LoneCommunicator):
+        def abort(self) -> None:
+            leaving.set()
+            released.wait(60)
+
+        def close(self) -> None:
+            raise AssertionError("closed after an error")
+
+    monkeypatch.setattr(training, "connect", lambda mesh, **_: Blocking(mesh, 0, torch.device("cpu")))
+    (tmp_path / "failing.py").write_text(FAILING)
+    chosen = [f"{tmp_path}/failing.py:{name}" for name in ("net", "data")]
+    made = load_config(
+        None, [f"train.run_dir={tmp_path}", "train.devices=1", f"model.factory={chosen[0]}", f"data.factory={chosen[1]}",
+               "data.batch_size=4", "train.steps=50"], hardware=Hardware(cores=1),
+    )  # fmt: skip
+    told: list[tuple[Exception, bool]] = []
+    side = Side(Progress(record_path(tmp_path, 0)), failed=lambda error: told.append((error, leaving.is_set())))
+    ended: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            training.train(made, side)
+        except BaseException as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert leaving.wait(60)
+    assert [("no such sample" in str(error), late) for error, late in told] == [(True, False)] and not ended
+    released.set()
+    thread.join(20)
+    assert ended and ended[0] is told[0][0]
+
+
+def test_what_ends_a_run_before_its_steps_is_told_by_the_rank_itself(tmp_path: Path) -> None:
+    """A second error of a rank does not take the place of its first."""
+    progress = Progress(record_path(tmp_path, 3))
+    first = record_error(tmp_path, 3, progress, KeyError("the cause"))
+    record_error(tmp_path, 3, progress, RuntimeError("what followed"))
+    assert read_errors(tmp_path) == [first] and first.place == "starting" and "the cause" in first.message
+
+
+def launched(tmp_path: Path, script: str) -> tuple[RunFailed, float]:
+    """How two ranks that run a script fail, and after how many seconds."""
+    path = tmp_path / "script.py"
+    path.write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{script}\n")
+    begin, command = time.monotonic(), ["-m", "shardwise.launch.rank", str(tmp_path / "run"), str(path)]
+    with run_folder(tmp_path / "run"), pytest.raises(RunFailed) as failed:
+        launch_local(command, 2, tmp_path / "run", threads=1)
+    return failed.value, time.monotonic() - begin
+
+
+def test_a_rank_that_fails_while_others_wait_for_it_is_the_cause(tmp_path: Path) -> None:
+    """Over gloo: rank 0 is in a step whose sums rank 1 does not come to."""
+    script = """
+os.environ["LOCAL_WORLD_SIZE"] = "1"  # as if each were on a host of its own
+import torch
+from torch import nn
+from shardwise import OptimizerChoice, Plan, Trainer
+from shardwise.parallel.data import data_parallel
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.linear(x).square().mean()
+example = {"x": torch.ones(4, 4)}
+with Trainer(Net(), OptimizerChoice("sgd", lr=0.1), data_parallel(Plan(), 2), example) as trainer:
+    assert type(trainer.comm).__name__ == "DistributedCommunicator", trainer.comm
+    batches = trainer.loader([{"x": torch.ones(4)}] * 64, 4)
+    for step in range(4):
+        batch = next(batches)
+        if step == 2 and rank == 1:
+            raise ValueError("the cause")
         trainer.step(batch)
-        trainer.finish()
+"""
+    failure, _ = launched(tmp_path, script)
+    assert failure.cause == "other" and failure.rank == 1 and "ValueError: the cause" in str(failure)
+    assert failure.ending < 15
+
+
+def test_ranks_may_finish_a_checkpoint_after_an_error(tmp_path: Path) -> None:
+    """The launcher waits longer than for those that are merely stuck."""
+    script = f"""
+from pathlib import Path
+from shardwise.launch.rank import record_error
+from shardwise.runtime.progress import LEAVING, Progress
+if rank == 1:
+    progress = Progress.from_environment()
+    progress.phase(LEAVING)
+    record_error(Path({str(tmp_path / "run")!r}), 1, progress, ValueError("the cause"))
+    time.sleep(5)
+    open({str(tmp_path / "saved")!r}, "w").close()
+    os._exit(1)
+time.sleep(60)
+"""
+    failure, seconds = launched(tmp_path, script)
+    assert (tmp_path / "saved").exists() and failure.rank == 1 and "the cause" in str(failure)
+    assert seconds < 40

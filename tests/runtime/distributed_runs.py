@@ -2,6 +2,7 @@
 
 python distributed_runs.py steps        a step, an evaluation and the state of a tied GPT on three stages of two ranks each
 python distributed_runs.py unprepared   what the use of a communicator says that was not prepared
+python distributed_runs.py talk         what a rank gets of messages to all and to rank 0
 python distributed_runs.py guest        the same steps, in a process group that is there already and stays
 """
 
@@ -21,6 +22,7 @@ from shardwise.core.plan import Plan
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
+from shardwise.runtime.background import Background
 from shardwise.runtime.communicator import BaseCommunicator, CommunicationError
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
@@ -70,6 +72,18 @@ def unprepared() -> dict[str, str]:
     return {**found, "sum": str(float(x))}
 
 
+def talk() -> dict[str, list[str]]:
+    comm = connect(Mesh.of(dp=3), torch.device("cpu"), backend="gloo", timeout=60)
+    background = Background(comm)
+    texts = ["", "b" * 70_000, "\0\xff!"]  # of different lengths, one without any
+    found = {}
+    for name, everywhere in (("all", True), ("first", False), ("again", True)):
+        found[name] = [one.decode("latin1") for one in background.gather(texts[comm.rank].encode("latin1"), everywhere)]
+    background.close()
+    comm.close()
+    return {name: [f"{len(one)} {one[:3]}" for one in each] for name, each in found.items()}
+
+
 def guest() -> dict[str, object]:
     """Some ranks have made groups of their own before."""
     dist.init_process_group("gloo")
@@ -94,4 +108,4 @@ def steps() -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({"steps": steps, "unprepared": unprepared, "guest": guest}[sys.argv[1]]()), flush=True)
+    print(json.dumps({"steps": steps, "unprepared": unprepared, "guest": guest, "talk": talk}[sys.argv[1]]()), flush=True)

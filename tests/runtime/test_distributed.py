@@ -48,6 +48,12 @@ def test_a_process_group_of_the_users_is_used_and_stays() -> None:
     assert {(one["kind"], one["after"]) for one in each} == {("DistributedCommunicator", 6.0)}
 
 
+def test_messages_reach_all_ranks_or_the_first_alone() -> None:
+    sent = ["0 ", "70000 bbb", "3 \0\xff!"]
+    for rank, one in enumerate(found(3, "talk")):
+        assert one == {"all": sent, "first": sent if rank == 0 else [], "again": sent}
+
+
 def test_what_was_not_prepared_is_named() -> None:
     for one in found(2, "unprepared"):
         assert "all_reduce of a sum over dp" in one["text"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -11,12 +11,16 @@ from torch import Tensor
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import Box
 
-Gather = Callable[[bytes], list[bytes]]
-"""A collective: every rank's bytes, in rank order.  A writer calls it from its own thread, in the same order on all ranks."""
+
+class Gather(Protocol):
+    """A collective: every rank's bytes, in rank order.  A writer calls it from its own thread, in the same order on all ranks."""
+
+    def __call__(self, data: bytes, everywhere: bool = True) -> list[bytes]:
+        """Without ``everywhere`` rank 0 alone gets them, and the others nothing: what large messages need, whose sum each rank would hold."""
 
 
-def alone(data: bytes) -> list[bytes]:
-    """The :data:`Gather` of one rank."""
+def alone(data: bytes, everywhere: bool = True) -> list[bytes]:
+    """The :class:`Gather` of one rank."""
     return [data]
 
 

@@ -84,6 +84,24 @@ class RankRecord:
         return RankRecord(**json.loads(data))
 
 
+@dataclass(frozen=True)
+class End:
+    """How a save ended: the checkpoint's ``path`` or an ``error``, and the bytes of all ranks' files."""
+
+    path: str | None
+    error: str | None
+    nbytes: int
+
+    def to_bytes(self) -> bytes:
+        """As JSON."""
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_bytes(data: bytes) -> End:
+        """From :meth:`to_bytes`."""
+        return End(**json.loads(data))
+
+
 def commit(folder: Path, part: Path, step: int, meta: Mapping[str, Any], records: Sequence[RankRecord]) -> Path:
     """Write the manifest into ``part`` and make it a checkpoint of ``folder``.
 

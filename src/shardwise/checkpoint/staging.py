@@ -18,7 +18,7 @@ from shardwise.core.flat import range_boxes
 
 from .atoms import Piece
 
-BLOCK = 16 << 20
+BLOCK = 16 << 20  # a power of two
 UNIT = 64  # blocks begin at multiples of it, so that every dtype is aligned in them
 LEAST_BYTES = 4 * UNIT
 
@@ -62,16 +62,19 @@ def _joined(before: Tensor | None, after: Tensor) -> Tensor | None:
 
 
 class Staging:
-    """Memory for values on their way to the disk, made once and used again; ``bound`` is the most bytes it may take."""
+    """Memory for values on their way to the disk, made once and used again; ``bound`` is the most bytes it may take.
+
+    It is made a block at a time: torch rounds each allocation of page-locked memory up to a power of two, which a block is.
+    """
 
     def __init__(self, bound: int | None) -> None:
         self.bound = bound
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory: list[torch.Tensor] = []
 
     @property
     def nbytes(self) -> int:
         """The bytes it takes now."""
-        return self._memory.numel()
+        return sum(one.numel() for one in self._memory)
 
     def needed(self, nbytes: int) -> int:
         """The bytes it takes once a stream of ``nbytes`` has passed through it."""
@@ -81,14 +84,16 @@ class Staging:
     def prepare(self, nbytes: int, pinned: bool) -> None:
         """Make the memory for a stream of ``nbytes``, and touch each page of it; pinned memory is for copies from a GPU."""
         size = self.needed(nbytes)
-        if size > self.nbytes or (pinned and not self._memory.is_pinned()):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old memory goes first: never both
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned).zero_()
+        if size > self.nbytes or (pinned and not all(one.is_pinned() for one in self._memory)):
+            self._memory.clear()  # the old memory goes first: never both
+            for start in range(0, size, BLOCK):
+                numel = min(BLOCK, size - start)
+                self._memory.append(torch.empty(numel, dtype=torch.uint8, pin_memory=pinned).zero_())
 
     def blocks(self, nbytes: int) -> list[Tensor]:
         """The memory in blocks; several, where it is smaller than the stream, so that filling and emptying overlap."""
         size = BLOCK if nbytes <= self.nbytes else max(min(BLOCK, self.nbytes // 4 // UNIT * UNIT), UNIT)
-        return [self._memory[start : start + size] for start in range(0, self.nbytes, size)]
+        return [one[start : start + size] for one in self._memory for start in range(0, one.numel(), size)]
 
 
 class Stream:

@@ -3,7 +3,7 @@
 ``save`` copies this rank's pieces aside and returns; a thread writes them.  Its steps, on all ranks alike:
 
 1. rank 0 makes the folder; *gather*: is every rank ready, and is there room on the disk?
-2. each rank writes its file, hashes it on the way, and waits until it is on the disk; *gather*: what each has written
+2. each rank writes its file, hashes it on the way, and waits until it is on the disk; *gather* to rank 0: what each has written
 3. rank 0 checks that the boxes of all ranks tile every tensor, writes the manifest, and renames the folder; *gather*: how it ended
 
 Any rank's failure before the renaming means: no checkpoint, on any rank; the folder goes, earlier checkpoints stay as they are.
@@ -24,7 +24,7 @@ from shardwise.core.errors import ShardwiseError, check_count, describe
 
 from . import folder as names
 from .atoms import Gather, Piece, alone
-from .commit import RankRecord, Ready, commit, refusal
+from .commit import End, RankRecord, Ready, commit, refusal
 from .container import Entry, HashedFile, header, lay_out
 from .manifest import plain_meta
 from .staging import LEAST_BYTES, Staging, Stream, runs_of
@@ -76,8 +76,8 @@ class CheckpointWriter:
     Args:
         folder: of the run's checkpoints, the same for all ranks; made where it is missing.
         rank, ranks: of the process.
-        gather: brings every rank's bytes to all, on a process group of its own: it is called from the writer's thread.  It has to
-            raise where a rank is gone.
+        gather: brings every rank's bytes to all or to rank 0, on a process group of its own: it is called from the writer's thread.  It
+            has to raise where a rank is gone.
         staging_bytes: the most bytes of staging memory; None for as much as this rank's pieces have.  A smaller bound makes ``save``
             wait for the disk.
         keep_last: how many of the newest checkpoints stay.
@@ -170,6 +170,11 @@ class CheckpointWriter:
                 self._thread.start()
         return Saving(step, job.nbytes, job.stall)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a save has not ended yet."""
+        return self._thread is not None and self._thread.is_alive()
+
     def poll(self) -> list[Saved]:
         """What has ended since the last call."""
         self._tell()
@@ -242,19 +247,20 @@ class CheckpointWriter:
         error, path = refusal(everyone), None
         if error is None:
             record = self._write_file(job, part)
-            records = [RankRecord.from_bytes(data) for data in self._gathered(record.to_bytes())]
+            written = self._gathered(record.to_bytes(), everywhere=False)  # with each of its pieces
+            end = End(None, None, 0)
             if self.rank == 0:
-                error, path = self._commit(job, part, records)
-            end = self._gathered((f"!{error}" if error else f"={path}").encode())[0].decode()
-            error, path = (end[1:], None) if end[0] == "!" else (None, Path(end[1:]))
-            saved = replace(saved, nbytes=sum(one.nbytes for one in records))
+                end = self._commit(job, part, [RankRecord.from_bytes(data) for data in written])
+            end = End.from_bytes(self._gathered(end.to_bytes())[0])
+            error, path = end.error, None if end.path is None else Path(end.path)
+            saved = replace(saved, nbytes=end.nbytes)
         if error is not None and self.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         return replace(saved, error=error, path=path)
 
-    def _gathered(self, data: bytes) -> list[bytes]:
-        found = self._gather(data)
-        if len(found) != self.ranks:
+    def _gathered(self, data: bytes, everywhere: bool = True) -> list[bytes]:
+        found = self._gather(data, everywhere)
+        if len(found) != self.ranks and (everywhere or self.rank == 0):
             raise ShardwiseError(f"the gather of a checkpoint brought {len(found)} answers from {self.ranks} ranks")
         return found
 
@@ -295,18 +301,19 @@ class CheckpointWriter:
             if file is not None:
                 file.close()
 
-    def _commit(self, job: _Job, part: Path, records: list[RankRecord]) -> tuple[str | None, Path | None]:
+    def _commit(self, job: _Job, part: Path, records: list[RankRecord]) -> End:
         """On rank 0: make the checkpoint complete, then remove those that need not stay."""
+        nbytes = sum(one.nbytes for one in records)
         try:
             path = commit(self.folder, part, job.step, job.meta, records)
         except Exception as error:
-            return (str(error) if isinstance(error, ShardwiseError) else f"rank 0: {_words(error)}"), None
+            return End(None, str(error) if isinstance(error, ShardwiseError) else f"rank 0: {_words(error)}", nbytes)
         try:
             names.remove(names.superseded(self.folder, path, self.keep_last, self.keep_every))
         except OSError as error:
             with self._lock:
                 self._notes.append(f"{self.folder}: cannot remove old checkpoints: {error}")
-        return None, path
+        return End(str(path), None, nbytes)
 
 
 def _key(number: int, piece: Piece) -> str:

@@ -19,6 +19,7 @@ from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.config import Config, build_data, build_plan, load_config
 from shardwise.data.progress import shown
+from shardwise.launch.flight import STEM
 from shardwise.launch.folder import CHECKPOINTS, PLAN, Found, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.rank import stop_on
@@ -137,6 +138,7 @@ def _train_here(config: Config, display: Display | None) -> bool:
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))
+    os.environ.update(Backend.built().flight_recorder(str(progress.path.with_name(STEM))))  # read as process groups are made
     asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say

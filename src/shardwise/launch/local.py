@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -21,6 +23,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.runtime.progress import ask_to_stop, read_record
 
+from . import flight
 from .monitor import RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
@@ -29,6 +32,7 @@ ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": s
 POLL = 0.1  # seconds between two looks at the ranks
 EXIT_TIME = 15.0  # seconds that processes have to end once all have done their work
 GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
+LEAVE_TIME = 60.0  # instead, while they finish a checkpoint: each of them has written its part of it, or is about to
 ORPHAN_TIME = 15.0  # seconds that ranks of a killed launcher have to end
 LOG_LINES = 6  # of the culprit's log, shown with a failure
 
@@ -123,11 +127,13 @@ def launch_local(
     """
     from shardwise.backend import Backend  # starts torch
 
-    for old in run_dir.glob("monitor/rank_*"):
+    for old in [*run_dir.glob("monitor/rank_*"), *run_dir.glob(f"monitor/{flight.STEM}*")]:
         old.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex
     watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=Backend.here().asynchronous, on_notice=on_notice)
-    agent = _Agent(command, ranks, run_id, threads)
+    watcher.pipes = Path(tempfile.mkdtemp(prefix="shardwise-"))  # not every file system has pipes
+    recorder = Backend.built().flight_recorder(*(str(at.absolute() / flight.STEM) for at in (run_dir / "monitor", watcher.pipes)))
+    agent = _Agent(command, ranks, run_id, threads, recorder)
     asked = False
     with _signals():
         try:
@@ -149,6 +155,7 @@ def launch_local(
             while agent.is_alive():  # a rank may be starting just now
                 watcher.kill()
                 agent.join(POLL)
+            shutil.rmtree(watcher.pipes, ignore_errors=True)
     if agent.error is not None:
         raise agent.error
     if agent.exit_codes and not watcher.finished:
@@ -179,7 +186,8 @@ def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -
             watcher.failed_at = time.monotonic()
         if finished_at is None and watcher.finished:
             finished_at = time.monotonic()
-        if watcher.failed_at is not None and time.monotonic() > watcher.failed_at + GRACE:
+        grace = LEAVE_TIME if watcher.leaving else GRACE
+        if watcher.failed_at is not None and time.monotonic() > watcher.failed_at + grace:
             watcher.kill()  # those that are stuck in a call do not hear the agent's SIGTERM
         elif finished_at is not None and time.monotonic() > finished_at + EXIT_TIME:
             watcher.kill()  # threads of a library keep the process
@@ -201,8 +209,10 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         return _failed(watcher, origin + first.message, first.kind, first.rank, [])
     if hang is not None:
         rank = hang.culprits[0] if hang.culprits else None
+        where = watcher.report()
         stacks = [line for culprit in hang.culprits for line in _stack(watcher, culprit)]
-        return _failed(watcher, hang.message, "hang", rank, [*watcher.report(), *stacks])
+        collectives = flight.report(flight.collect(watcher.run_dir / "monitor", watcher.pipes))
+        return _failed(watcher, hang.message, "hang", rank, [*where, *collectives, *stacks])
     failed = {error.rank for error in errors}
     ours = {rank for rank, one in watcher.watched.items() if one.killed}
     for asked in (False, True):  # SIGTERM is how the agent ends those that are left
@@ -270,6 +280,7 @@ class _Agent:
     ranks: int
     run_id: str
     threads: int
+    recorder: Mapping[str, str]  # their environment, for torch's flight recorder
     exit_codes: dict[int, int] = field(default_factory=dict)
     error: BaseException | None = None
 
@@ -312,7 +323,7 @@ class _Agent:
         )  # fmt: skip
         try:
             chosen = {name: os.environ.get(name, value) for name, value in (ALLOCATOR | prepared).items()}
-            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen):
+            with _environment(OMP_NUM_THREADS=str(self.threads), PYTHONUNBUFFERED="1", **chosen, **self.recorder):
                 elastic_launch(config, sys.executable)(*self.command)
         except ChildFailedError as error:
             self.exit_codes = {rank: failure.exitcode for rank, failure in error.failures.items()}

@@ -47,8 +47,10 @@ class RankError:
         return RankError(rank, time.time(), kind, message, place)
 
     def save(self, run_dir: Path) -> None:
-        """Write it where :func:`read_errors` looks, whole or not at all."""
+        """Write it where :func:`read_errors` looks, whole or not at all; a rank's first error stays."""
         path = record_path(run_dir, self.rank).with_suffix(".error")
+        if path.exists():
+            return
         part = path.with_suffix(".part")
         part.write_text(json.dumps(asdict(self)), encoding="utf-8")
         part.replace(path)

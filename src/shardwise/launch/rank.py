@@ -67,15 +67,20 @@ def _fail(run_dir: Path, rank: int, error: BaseException, progress: Progress) ->
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it as soon as another rank has ended
     with suppress(OSError):  # a full disk
         traceback.print_exc()
+    if record_error(run_dir, rank, progress, error).kind == "communication":
+        time.sleep(FOLLOW_DELAY)
+    _end(1)
+
+
+def record_error(run_dir: Path, rank: int, progress: Progress, error: BaseException) -> RankError:
+    """Tell the parent what ends this rank; what has been told before stays, with its time."""
     record = read_record(run_dir, rank)
-    found = RankError.of(rank, error, record.place if record else "", message_of(error))
+    found = RankError.of(rank, error, record.whereabouts if record else "", message_of(error))
     try:
         found.save(run_dir)
     except OSError:  # a full disk: the record has its place
         progress.tell(found.message)
-    if found.kind == "communication":
-        time.sleep(FOLLOW_DELAY)
-    _end(1)
+    return found
 
 
 def _end(code: int) -> NoReturn:

@@ -69,9 +69,10 @@ class MetricsWriter:
         before, self._pending = self._pending, None
         self._write(before)
 
-    def close(self) -> None:
-        """Write the last step; what a full disk did not take is lost, and has been told."""
-        self.flush()
+    def close(self, *, flush: bool = True) -> None:
+        """Write the last step, unless its numbers may never come; what a full disk did not take is lost, and has been told."""
+        if flush:
+            self.flush()
         with suppress(OSError):
             self.file.close()
         if self.board is not None:

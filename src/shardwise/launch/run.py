@@ -32,7 +32,7 @@ from shardwise.lower.versions import steady
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
-from shardwise.runtime.progress import Progress
+from shardwise.runtime.progress import LEAVING, Progress
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.trace.trace import Trace
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
@@ -63,12 +63,13 @@ WEIGHTS = "weights.safetensors"
 @dataclass(frozen=True)
 class Side:
     """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user, ``on_step`` gets rank
-    0's metrics."""
+    0's metrics, ``failed`` the error that ends the rank, before anything is waited for."""
 
     progress: Progress
     asked: Callable[[], bool] | None = None
     warn: Callable[[str], object] | None = None
     on_step: OnStep | None = None
+    failed: Callable[[Exception], object] | None = None
 
     @property
     def stop(self) -> bool:
@@ -110,11 +111,25 @@ class Run:
             self.side.progress.phase("looking for a checkpoint")
             first = checkpoints.restore(loader) or 0
             self.describe(checkpoints, first)
-            with self._metrics(first):
+            trainer.comm.barrier(what="what rank 0 writes down before the first step")
+            with self._metrics(first), self._told(checkpoints):
                 self._steps(first, loader, checkpoints)
-            if trainer.engine.step_index > first:
-                self._save(checkpoints, loader, wait=True)
+            with self._told(checkpoints):
+                if trainer.engine.step_index > first:
+                    self._save(checkpoints, loader, wait=True)
         return trainer.engine.step_index >= self.config.train.steps
+
+    @contextmanager
+    def _told(self, checkpoints: Checkpoints) -> Iterator[None]:
+        """An error is told before what follows it: that waits for a checkpoint under way, and for numbers of a device."""
+        try:
+            yield
+        except Exception as error:
+            if checkpoints.under_way:
+                self.side.progress.phase(LEAVING)
+            if self.side.failed is not None:
+                self.side.failed(error)
+            raise
 
     def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
         """A step that is not finite ends the run; the weights before it are saved."""
@@ -154,9 +169,10 @@ class Run:
 
         def batches() -> Iterator[Batch]:
             for at in range(step, stop):
-                self.side.progress.begin(at, patient=self.trainer.starting)
+                self.side.progress.begin(at)
                 now = self._clock if at == step else time.perf_counter()
                 batch = next(loader) if measuring is None else measuring.taking(loader)
+                self.side.progress.batch(batch.rows)
                 begun.append((now, batch.rows))
                 if self.side.stop:
                     self.trainer.request_stop()
@@ -194,6 +210,7 @@ class Run:
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
             yield
+        self.side.progress.phase(f"writing down what step {step} did when")
         found = recorder.found(step, peak_memory(trainer.comm.device))
         with suppress(OSError):  # then the next line says so
             path.parent.mkdir(exist_ok=True)
@@ -207,6 +224,7 @@ class Run:
             metrics.flush()  # on a GPU the peak so far is forgotten now
         with StepMemory(trainer.engine, lambda one: describe(one, trainer.compiled.general)) as memory:
             yield memory
+        self.side.progress.phase("writing down the memory of a step")
         try:
             write_memory(self.folder / MEMORY, self.forecast, memory.account())
         except OSError as error:
@@ -260,6 +278,7 @@ class Run:
             )
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.add({key: value for key, value in values.items() if key not in ("rows", "seconds")})
+        trainer.comm.barrier(what="the evaluation's record")
 
     def _sample(self, done: int) -> None:
         """All ranks give their part of the state; rank 0 writes."""
@@ -318,10 +337,15 @@ class Run:
             self.trainer.comm.device, self.side.on_step, history, warn=self.side.tell, utilisation=self._utilisation(),
             board=TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None,
         )  # fmt: skip
+        pending = False
         try:
             yield self.metrics
+        except BaseException as error:
+            agreed = isinstance(error, NonFiniteError | LossScaleError)  # by all ranks, whose devices have done the step
+            pending = not agreed and Backend.of(self.trainer.comm.device).asynchronous
+            raise
         finally:
-            self.metrics.close()
+            self.metrics.close(flush=not pending)
 
     def _utilisation(self) -> Callable[[int, float], float] | None:
         """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
@@ -377,6 +401,7 @@ class Run:
         """All ranks give their part of the weights, tensor by tensor; rank 0 writes them."""
         self.side.progress.phase("saving the weights")
         save_weights(self.trainer.engine.whole, self.folder / WEIGHTS)
+        self.trainer.comm.barrier(what="the weights that rank 0 writes")  # who ends before with an error ends rank 0
 
     def finish(self) -> None:
         """Once the weights are saved: let an own model of text write, and sum up."""

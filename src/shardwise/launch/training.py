@@ -35,6 +35,10 @@ from .results import tokens_per_row
 from .run import Run, Side
 from .subject import EXAMPLE_ROWS
 
+DEVICE_TIMEOUT = 600.0
+"""Seconds that a collective may be pending on a device: longer than any phase for which a host is given time (``watch.START_TIMEOUT``),
+since the device of another rank may be waiting for that host."""
+
 TF32 = {
     "gpu": "train.tf32: matrices of float32 are multiplied with TF32 where the device has it",
     "cpu": "train.tf32: a CPU has no TF32; nothing changes",
@@ -48,7 +52,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
 
     Args:
         side: what surrounds the rank: whom it tells what it does, and who can ask it to stop.
-        timeout: seconds until a wait for another rank fails by itself.
+        timeout: seconds until a wait for another rank fails by itself; on GPUs at least :data:`DEVICE_TIMEOUT`.
 
     Rank 0 writes into ``train.run_dir``: ``plan.toml``, ``program.txt``, ``about.json``, ``metrics.jsonl``, ``evaluations.jsonl``,
     ``weights.safetensors``, ``sample.txt`` (own models of text) and at the end ``result.json``; all ranks write ``checkpoints``.
@@ -57,8 +61,11 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
+    if Backend.here().asynchronous:
+        timeout = max(timeout, DEVICE_TIMEOUT)
     comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
     progress.take(role(plan, comm.rank))
+    progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
     if config.train.tf32 and Backend.of(comm.device).asynchronous:
         Backend.of(comm.device).allow_tf32()
@@ -70,6 +77,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
         if done:
             run.save_weights()
     except BaseException:
+        progress.leave()
         comm.abort()
         raise
     comm.close()

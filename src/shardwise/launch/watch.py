@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from shardwise.runtime.progress import Record, read_record, record_path
+from shardwise.runtime.progress import LEAVING, Record, read_record, record_path
 
 START_TIMEOUT = 300.0  # seconds for phases that may take long: imports, capture, saving
 LONGEST_LOOK = 1.0  # seconds counted at most between two looks: if we were stopped ourselves, so were perhaps the ranks
@@ -89,12 +89,9 @@ class Watched:
             return f"is gone; it was at {self.record.place}"
         if self.record.done:
             return "has finished"
-        state = f"waits {self.quiet:.0f} s for {self.record.waiting_for}, at " if self.waiting else "at "
-        return (
-            state
-            + self.record.place
-            + (", stopped (SIGSTOP)" if self.stopped else "" if self.waiting else f" for {self.quiet:.0f} s")
-        )
+        state = f"waits {self.quiet:.0f} s for {self.record.waiting_for}, " if self.waiting else ""
+        where = self.record.whereabouts if self.record.behind else f"at {self.record.place}"
+        return state + where + (", stopped (SIGSTOP)" if self.stopped else "" if self.waiting else f" for {self.quiet:.0f} s")
 
 
 @dataclass(frozen=True)
@@ -109,8 +106,8 @@ class Hang:
 class Watcher:
     """Looks at the ranks of one run: children of this process that torchelastic has given ``run_id``.
 
-    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs, whose waits are
-    not seen, but who never take long to issue an instruction.
+    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs, whose hosts go on
+    while their devices wait and seem to be busy when they wait for their device.  What counts is that host or device get on.
     """
 
     run_dir: Path
@@ -120,6 +117,7 @@ class Watcher:
     asynchronous: bool = False
     start_timeout: float = START_TIMEOUT
     on_notice: Callable[[str], object] | None = None
+    pipes: Path | None = None  # where ranks are asked for their last collectives
     began: bool = False  # whether a rank has been seen in a step
     failed_at: float | None = None  # time.monotonic() of the first sign that a rank failed
     watched: dict[int, Watched] = field(default_factory=dict)
@@ -153,6 +151,11 @@ class Watcher:
     def lost(self) -> list[int]:
         """Ranks that ended without having finished."""
         return sorted(rank for rank, one in self.watched.items() if one.gone and not (one.record and one.record.done))
+
+    @property
+    def leaving(self) -> bool:
+        """Whether a rank that has failed finishes what it does together with the others first."""
+        return any(one.alive and one.record is not None and one.record.doing == LEAVING for one in self.watched.values())
 
     @property
     def finished(self) -> bool:
@@ -217,6 +220,9 @@ class Watcher:
         if not any(one.waiting and self._overdue(one) for one in alive.values()):
             return None
         culprits = [rank for rank, one in alive.items() if not one.waiting and self._overdue(one)]
+        if self.asynchronous:  # devices may wait for a rank that gets on, and where none does for the last of them
+            moving = not all(one.waiting or self._overdue(one) for one in alive.values())
+            culprits = self._last_of([rank for rank in culprits if not (moving and self._behind(rank))])
         return self._hang(culprits, "hangs") if culprits else None
 
     def _deadlocked(self) -> Hang | None:
@@ -233,15 +239,25 @@ class Watcher:
         return Hang((), f"all ranks wait for each other ({self._limit()})")
 
     def _silent(self) -> Hang | None:
-        """No rank says anything; on CPUs, where an instruction may take long, none does anything either."""
+        """No rank says anything; nor does any do anything where that can be told: not while a host may be waiting for its device."""
         alive = {rank: one for rank, one in self.watched.items() if one.alive}
         for one in alive.values():
-            busy = one.busy > IDLE * one.quiet and not self.asynchronous
+            outside = one.record is not None and one.record.step < 0 and not one.record.behind
+            busy = one.busy > IDLE * one.quiet and (outside or not self.asynchronous)
             if one.waiting or busy or not self._overdue(one, 1.2):
                 return None
-        places = {rank: one.record.at for rank, one in alive.items() if one.record is not None}
-        behind = [rank for rank, place in places.items() if place == min(places.values())]
+        behind = self._last_of(alive)
         return self._hang(behind, "hangs") if behind else None
+
+    def _last_of(self, ranks: Iterable[int]) -> list[int]:
+        """Those that are furthest back in the run; at one place those whose host is there, for devices may wait for others."""
+        records = {rank: self.watched[rank].record for rank in ranks}
+        places = {rank: (*one.at, one.behind) for rank, one in records.items() if one is not None}
+        return [rank for rank, place in places.items() if place == min(places.values())]
+
+    def _behind(self, rank: int) -> bool:
+        record = self.watched[rank].record
+        return record is not None and record.behind
 
     def _overdue(self, one: Watched, times: float = 1.0) -> bool:
         patient = one.record is None or one.record.patient
@@ -251,8 +267,10 @@ class Watcher:
         parts = []
         for rank in sorted(culprits):
             record = self.watched[rank].record
-            parts.append(f"{self._name(rank)} {what} at {record.place if record else 'its start'}")
-        peers = [rank for rank, one in sorted(self.watched.items()) if rank not in culprits and one.alive and one.waiting]
+            place = f" at {record.place if record else 'its start'}"
+            parts.append(f"{self._name(rank)} {what}" + (f": {record.whereabouts}" if record and record.behind else place))
+        others = [(rank, one) for rank, one in sorted(self.watched.items()) if rank not in culprits and one.alive]
+        peers = [rank for rank, one in others if one.waiting or (self._behind(rank) and self._overdue(one, 0.5))]
         parts += [f"{self._name(rank)} {self.watched[rank].describe()}" for rank in peers[:PEERS]]
         more = len(peers) - PEERS
         parts += [f"{more} more rank{'s wait' if more > 1 else ' waits'}"] if more > 0 else []

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from .rank import rank_process, stop_on
+from .rank import rank_process, record_error, stop_on
 
 
 def main() -> None:
@@ -23,7 +25,8 @@ def main() -> None:
         asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
         config = load_config(run_dir / "config.toml")
         config = replace(config, train=replace(config.train, run_dir=str(run_dir)))  # whatever folder a factory changes to
-        train(config, Side(progress, asked))
+        failed = partial(record_error, run_dir, int(os.environ["RANK"]), progress)
+        train(config, Side(progress, asked, failed=failed))
 
 
 if __name__ == "__main__":

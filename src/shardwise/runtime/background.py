@@ -45,8 +45,9 @@ class Background:
             self._owns_default = True
         self._group = dist.new_group(backend="gloo", timeout=patience)
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """The ``data`` of every rank, in rank order."""
+    def gather(self, data: bytes, everywhere: bool = True) -> list[bytes]:
+        """The ``data`` of every rank, in rank order; without ``everywhere`` on rank 0 alone, and nothing on the others, which hold no more
+        than their own then."""
         if self._size == 1:
             return [data]
         sizes = torch.zeros(self._size, dtype=torch.int64)
@@ -54,9 +55,15 @@ class Background:
         longest = max(1, int(sizes.max()))
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-        found = torch.zeros(self._size * longest, dtype=torch.uint8)
-        self._all_gather(found, mine)
-        return [bytes(row[:size].tolist()) for row, size in zip(found.view(self._size, longest), sizes.tolist(), strict=True)]
+        takes = everywhere or self._comm.rank == 0
+        found = torch.empty(self._size * longest if takes or self._group is None else 0, dtype=torch.uint8)
+        if everywhere or self._group is None:  # ranks that are threads have their memory in common
+            self._all_gather(found, mine)
+        else:
+            dist.gather(mine, list(found.chunk(self._size)) if takes else None, group=self._group, group_dst=0)
+        if not takes:
+            return []
+        return [row[:size].numpy().tobytes() for row, size in zip(found.view(self._size, longest), sizes.tolist(), strict=True)]
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if isinstance(self._comm, ThreadCommunicator):

@@ -1,7 +1,8 @@
 """What a rank is doing, told to whoever watches: a small record in a file that both map into memory.
 
 Each rank owns one record and writes it before every instruction and around every blocking wait; a write is one
-``struct.pack_into``.  The byte after the record is the watcher's: not zero asks the rank to stop.
+``struct.pack_into``.  The byte after the record is the watcher's: not zero asks the rank to stop.  Behind it is a second record, of how
+far the rank's device has come, written by a thread of its own: on a GPU the host's place is not the device's.
 """
 
 from __future__ import annotations
@@ -12,11 +13,22 @@ import struct
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.core.instruction import Instruction
 
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.runtime.marks import Mark, Marks
+
 RUN_DIR = "SHARDWISE_RUN_DIR"  # environment variable: where the launcher of a user's script looks for records
-RECORD = struct.Struct("<Qqi???d48s96s200s240sQ")  # the fields of Record but for the rank, and once more the number of writes
+# The fields of Record, from ``writes`` to ``notice``, and once more the number of writes; the device's, and once more the number passed.
+RECORD = struct.Struct("<Qqi???dQQ48s96s200s240sQ")
+DEVICE = struct.Struct("<Qqi240sQ")
+SIZE = RECORD.size + 1 + DEVICE.size
+LEAVING = "finishing the checkpoint under way, after an error"
+NEVER = 2**63  # a number that no mark has
 TIMELINE = 32  # phases that are remembered: those of the start
 TORN_READS = 20  # times that a record is read again because it is being written
 TORN_WAIT = 0.5e-3  # seconds in between
@@ -30,6 +42,10 @@ class Record:
     saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the epoch; ``step`` is -1
     outside of steps.  ``role`` is what it has of a pipeline (``stage 1``).  ``notice`` is the last thing that it had to tell the user: here,
     as a full disk takes no log.
+
+    Of a rank whose device works on while the host goes ahead: ``issued`` is the number of the last mark in the device's work, ``passed``
+    that of the last which the device has passed, at ``device_at`` (step, position), where it began ``device_doing``.  Until it has passed
+    ``until``, which ends what it did for the first time, it may take long too, and the rank is ``patient``.
     """
 
     rank: int
@@ -40,10 +56,15 @@ class Record:
     patient: bool
     done: bool
     time: float
+    issued: int
+    until: int
     role: str
     doing: str
     waiting_for: str
     notice: str = ""
+    passed: int = 0
+    device_at: tuple[int, int] = (-1, -1)
+    device_doing: str = ""
 
     @property
     def name(self) -> str:
@@ -53,24 +74,42 @@ class Record:
     @property
     def place(self) -> str:
         """``BACKWARD u3 m1 of step 17``."""
-        return f"{self.doing} of step {self.step}" if self.step >= 0 else self.doing
+        return _place(self.doing, self.step)
+
+    @property
+    def behind(self) -> bool:
+        """Whether its device has not done yet all that the host has issued."""
+        return self.passed < self.issued
+
+    @property
+    def whereabouts(self) -> str:
+        """``BACKWARD u3 m1 of step 17``; ``device at FORWARD u3 m0 of step 17, host at the end of step 18`` where they differ."""
+        if not self.behind:
+            return self.place
+        device = _place(self.device_doing, self.device_at[0]) if self.passed else "its start"
+        return f"device at {device}, host at {self.place}"
 
     @property
     def at(self) -> tuple[int, int]:
-        """Where in the run it is, for comparing ranks."""
-        return self.step, self.position
+        """Where in the run it is, the device where that is behind, for comparing ranks."""
+        return self.device_at if self.behind else (self.step, self.position)
 
 
 class Progress:
     """A rank's side of its record.  Methods are called by one thread at a time and cost about a microsecond."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("w+b") as file:
-            file.write(bytes(RECORD.size + 1))  # not truncate: a write into a hole of a full disk would kill the process
+            file.write(bytes(SIZE))  # not truncate: a write into a hole of a full disk would kill the process
             file.flush()
-            self._memory = mmap.mmap(file.fileno(), RECORD.size + 1)
-        self._texts: dict[int, tuple[Instruction, bytes]] = {}  # by identity: hashing an instruction takes longer
+            self._memory = mmap.mmap(file.fileno(), SIZE)
+        self._texts: dict[int, tuple[Instruction, bytes, bytes]] = {}  # by identity: hashing an instruction takes longer
+        self._marks: Marks | None = None
+        self._issued = self._until = 0
+        self._sizes: set[int] = set()
+        self._issuing: dict[int, str] = {}  # at each position of the program, on a device
         self._writes, self._step, self._position = 0, -1, -1
         self._patient = self._done = False
         self._role = self._doing = self._waiting_for = self._notice = b""
@@ -89,25 +128,56 @@ class Progress:
             self.timeline.append((text, time.time()))
         self._step, self._position, self._patient = -1, -1, patient
         self._doing, self._waiting_for = text.encode(), b""
+        self._settle()
         self._write()
+
+    def follow(self, device: torch.device) -> None:
+        """From now on say also how far ``device`` has come, if it works on while the host goes ahead.
+
+        What it does for the first time, an instruction or a batch of another size, may take long: kernels are compiled and chosen, memory
+        is taken.
+        """
+        from shardwise.backend import Backend  # imports torch
+        from shardwise.runtime.marks import Marks
+
+        backend = Backend.of(device)
+        if backend.asynchronous:
+            self.leave()
+            self._marks = Marks(lambda: backend.event(device), self._passed)
+
+    def leave(self) -> None:
+        """Follow the device no more."""
+        if self._marks is not None:
+            self._marks.close()
+        self._marks = None
 
     @property
     def asked_to_stop(self) -> bool:
         """Whether whoever watches has asked this rank to stop (:func:`ask_to_stop`)."""
         return self._memory[RECORD.size] != 0
 
-    def begin(self, step: int, *, patient: bool = False) -> None:
-        """A step begins, with reading its batch; ``patient``: it may take long, as on a device that has not ended one yet."""
-        self._step, self._position, self._patient = step, -1, patient
+    def begin(self, step: int) -> None:
+        """A step begins, with reading its batch."""
+        self._step, self._position, self._patient = step, -1, False
         self._doing, self._waiting_for = b"reading the batch", b""
+        self._settle()
         self._write()
+
+    def batch(self, rows: int) -> None:
+        """The step's batch has been read."""
+        if self._marks is not None and rows not in self._sizes:
+            self._sizes.add(rows)
+            self._until = NEVER
+            self._write()
 
     def instruction(self, position: int, one: Instruction) -> None:
         """An instruction of the step begins."""
         known = self._texts.get(id(one))
         if known is None:
-            known = self._texts[id(one)] = (one, str(replace(one, waits=())).encode())
+            known = self._new(position, one)
         self._position, self._doing = position, known[1]
+        if self._marks is not None:
+            self._issued = self._marks.put(self._step, position, known[2])
         self._write()
 
     def wait(self, what: str | None) -> None:
@@ -127,6 +197,7 @@ class Progress:
 
     def finish(self) -> None:
         """The rank has done all its work."""
+        self.leave()
         self._done = True
         self.phase("finished")
 
@@ -134,8 +205,34 @@ class Progress:
         self._writes += 1
         RECORD.pack_into(
             self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient, self._done,
-            time.time(), self._role, self._doing, self._waiting_for, self._notice, self._writes,
+            time.time(), self._issued, self._until, self._role, self._doing, self._waiting_for, self._notice, self._writes,
         )  # fmt: skip
+
+    def _new(self, position: int, one: Instruction) -> tuple[Instruction, bytes, bytes]:
+        """An instruction that has not been run before, in words; on a device also with what it waits for, which happens there."""
+        text = str(replace(one, waits=()))
+        device = text
+        if self._marks is not None:
+            self._until = NEVER
+            self._issuing[position] = text
+            awaited = [self._issuing[at] for at in one.waits if at in self._issuing]
+            device += f", which waits for {' and '.join(awaited)}," if awaited else ""
+        known = self._texts[id(one)] = (one, text.encode(), device.encode())
+        return known
+
+    def _settle(self) -> None:
+        """What was new has been issued: once the device is through with it, nothing may take long any more."""
+        if self._marks is not None:
+            self._issued = self._marks.put(self._step, self._position, self._doing)
+            self._until = self._issued if self._until == NEVER else self._until
+
+    def _passed(self, mark: Mark) -> None:
+        """Called by the thread that follows the device: it writes the second record, and nothing else does."""
+        DEVICE.pack_into(self._memory, RECORD.size + 1, mark.number, mark.step, mark.position, mark.doing, mark.number)
+
+
+def _place(doing: str, step: int) -> str:
+    return f"{doing} of step {step}" if step >= 0 else doing
 
 
 def record_path(run_dir: Path, rank: int) -> Path:
@@ -161,11 +258,21 @@ def read_record(run_dir: Path, rank: int) -> Record | None:
             found = path.read_bytes()
         except OSError:
             return None
-        if len(found) != RECORD.size + 1:
+        if len(found) != SIZE:
             return None
-        *numbers, role, doing, waiting_for, notice, writes = RECORD.unpack(found[:-1])
-        if writes and writes == numbers[0]:  # a write begins with zeros and ends with the last field
-            texts = (text.rstrip(b"\0").decode(errors="replace") for text in (role, doing, waiting_for, notice))
-            return Record(rank, *numbers, *texts)
+        *numbers, role, doing, waiting_for, notice, writes = RECORD.unpack(found[: RECORD.size])
+        passed, step, position, device, again = DEVICE.unpack(found[RECORD.size + 1 :])
+        if writes and writes == numbers[0] and passed == again:  # a write begins with zeros and ends with the last field
+            texts = (_text(one) for one in (role, doing, waiting_for, notice))
+            host = Record(rank, *numbers, *texts)
+            # What the device passes is progress as well, and while it does something for the first time it may take long.
+            return replace(
+                host, writes=writes + passed, patient=host.patient or passed < host.until,
+                passed=passed, device_at=(step, position), device_doing=_text(device),
+            )  # fmt: skip
         time.sleep(TORN_WAIT)
     return None
+
+
+def _text(found: bytes) -> str:
+    return found.rstrip(b"\0").decode(errors="replace")

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from shardwise.core.communicators import CONTROL
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.bell import Bell, Rope
@@ -228,7 +229,8 @@ class SharedMemoryCommunicator(BaseCommunicator):
     def _wait(self, channel: Channel, operation: Operation) -> None:
         """Work on everything pending until the operation is complete, looking often at first and then when
         woken."""
-        deadline, idle = time.monotonic() + self.timeout, 0
+        seconds = self._limit(operation.call)
+        deadline, idle = time.monotonic() + seconds, 0
         try:
             while operation.remaining:
                 if self._advance():
@@ -244,6 +246,10 @@ class SharedMemoryCommunicator(BaseCommunicator):
         finally:
             if idle and self.on_wait is not None:
                 self.on_wait(None)
+
+    def _limit(self, call: Call) -> float:
+        """Hosts may be apart by whatever one of them does outside of a step."""
+        return max(self.timeout, START_TIMEOUT) if call.lane == CONTROL else self.timeout
 
     def _sleep(self) -> None:
         """Until another rank has published something, or for a moment."""
@@ -266,7 +272,7 @@ class SharedMemoryCommunicator(BaseCommunicator):
             reason = f"rank {', '.join(map(str, sorted(lost)))} is gone"
             raise CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
         if time.monotonic() > deadline:
-            reason = f"no end after {self.timeout:g} s"
+            reason = f"no end after {self._limit(call):g} s"
             raise CommunicationTimeout(reason, rank=self.rank, operation=str(call), what=call.what, missing=late)
 
 

@@ -117,9 +117,8 @@ class ThreadCommunicator(BaseCommunicator):
         self._world, self._rendezvous, self._delay_seed = world, rendezvous, delay_seed
         self._posted: dict[Channel, int] = {}
         self._random: dict[str, random.Random] = {}
-        self._unseen: list[
-            tuple[Tensor, Call]
-        ] = []  # whether tensors of operations were left alone, not read from the device yet
+        # Whether tensors of operations were left alone, not read from the device yet.
+        self._unseen: list[tuple[Tensor | bool, Call]] = []
         self.first_use_blocks = world.first_use_blocks
         self._prepared.update(groups(mesh, mesh.names, CONTROL))
 
@@ -198,7 +197,7 @@ class ThreadCommunicator(BaseCommunicator):
             source = self._random[lane] = random.Random(f"{self._delay_seed}/{self.rank}/{lane}")
         time.sleep(source.choice((0.0, source.uniform(0.0, MAX_DELAY))))
 
-    def _expect_intact(self, intact: Tensor, call: Call) -> None:
+    def _expect_intact(self, intact: Tensor | bool, call: Call) -> None:
         self._unseen.append((intact, call))
         if not Backend.of(self.device).asynchronous:
             self.check_intact()
@@ -248,8 +247,13 @@ class _ThreadHandle:
         if not self._buffered:
             self._communicator._await(self._meeting, self._call)
         self._complete = True
-        kept = as_bytes(self._x) == as_bytes(self._snapshot) if self._out is None else as_bytes(self._out) == 0xFF
-        self._communicator._expect_intact(kept.all(), self._call)
+        if self._out is not None:
+            intact: Tensor | bool = (as_bytes(self._out) == 0xFF).all()
+        elif Backend.of(self._x.device).asynchronous:
+            intact = (as_bytes(self._x) == as_bytes(self._snapshot)).all()
+        else:
+            intact = torch.equal(as_bytes(self._x), as_bytes(self._snapshot))
+        self._communicator._expect_intact(intact, self._call)
         if self._out is not None:
             assert self._meeting.outputs is not None
             self._out.copy_(self._meeting.outputs.read(self._call.group.index))

@@ -1,0 +1,91 @@
+"""How far a device has come while the host runs ahead of it: events in its compute stream that are looked at without waiting for them."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+POLL = 0.1  # seconds between two looks: each takes the interpreter's lock for some microseconds
+MOST = 20_000  # marks under way: several steps.  More are not put, and the device's place is less exact
+
+
+class DeviceEvent(Protocol):
+    """What is used of ``torch.Event``."""
+
+    def record(self) -> None:
+        """Put it behind all that has been issued to the compute stream."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it; does not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the device's work: once it has passed ``event`` it has begun what ``doing`` says.
+
+    ``number`` counts marks from 1, in the order of issue.
+    """
+
+    number: int
+    step: int
+    position: int
+    doing: bytes
+    event: DeviceEvent
+
+
+class Marks:
+    """Puts marks into a device's work, and calls ``passed`` with the latest that the device has passed, from a thread of its own.
+
+    ``make`` gives a new event that has just been recorded.  Events are used again, so that after some steps no more are made.
+
+    A CUDA graph can be captured meanwhile only in a mode that lets other threads query events ("thread_local"), and without marks in it.
+    """
+
+    def __init__(self, make: Callable[[], DeviceEvent], passed: Callable[[Mark], None], poll: float = POLL) -> None:
+        self._make, self._passed, self._poll = make, passed, poll
+        self._under_way: deque[Mark] = deque()  # the host appends, the thread takes: each operation of a deque is atomic
+        self._free: deque[DeviceEvent] = deque()
+        self._number = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="shardwise-device", daemon=True)
+        self._thread.start()
+
+    def put(self, step: int, position: int, doing: bytes) -> int:
+        """Mark that the host issues ``doing`` now; the number of the latest mark."""
+        if len(self._under_way) >= MOST:
+            return self._number
+        if self._free:
+            event = self._free.pop()
+            event.record()
+        else:
+            event = self._make()
+        self._number += 1
+        self._under_way.append(Mark(self._number, step, position, doing, event))
+        return self._number
+
+    def close(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _follow(self) -> None:
+        try:
+            while not self._ended.wait(self._poll):
+                self._look()
+        except RuntimeError:  # of the device itself, whose work the host will find to have failed
+            return
+
+    def _look(self) -> None:
+        """The device passes marks in their order."""
+        marks = list(self._under_way)
+        count = bisect_left(marks, True, key=lambda one: not one.event.query())
+        for one in marks[:count]:
+            self._under_way.popleft()
+            self._free.append(one.event)
+        if count:
+            self._passed(marks[count - 1])
