@@ -136,7 +136,7 @@ class Oracle:
         if self.version is not None:
             self._history.append(self.parameters())
         self.step_index += 1
-        found = (_on_host(values) for values in (kept, self.parameters(), self.buffers()))
+        found = (on_host(values) for values in (kept, self.parameters(), self.buffers()))
         return OracleStep(self.step_index - 1, loss, norm, *found)
 
     def parameters(self) -> dict[str, Tensor]:
@@ -317,7 +317,8 @@ def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
     return lambda groups: make(groups, foreach=False, **options)
 
 
-def _on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, on the host."""
     return {name: value.cpu() for name, value in values.items()}
 
 

@@ -29,7 +29,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace.capture import LossFunction
 from shardwise.verify.compare import Comparison, Difference
-from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
+from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
 
 TOLERANCE = 1e-10
 LOW_PRECISION_FACTOR = 1.25
@@ -195,19 +195,15 @@ def run_steps(
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients = kept
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
-        values = {name: value.cpu() for name, value in engine.whole.collect()}
+        values = dict(engine.whole.collect())
         steps = [
-            RankStep(float(result.loss), float(result.grad_norm), _on_host(engine.everywhere(gradients)), {}, {}, result.repeated)
+            RankStep(float(result.loss), float(result.grad_norm), on_host(engine.everywhere(gradients)), {}, {}, result.repeated)
             for result, gradients in zip(results, kept, strict=True)
         ]
         steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers}
         steps[-1].parameters = values
         out += steps
     return out
-
-
-def _on_host(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.cpu() for name, value in values.items()}
 
 
 def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
