@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.backend import Backend
+from shardwise.estimate.devices import Reserve
 from shardwise.report.tables import size
 from task import Task, divided
 
@@ -71,6 +72,10 @@ def _judge(part: Part, name: str, found: dict[str, Any]) -> None:
     limit = CLOSE if part.options.gpu else EXACT
     words = f"predicted {size(predicted['peak'])}, measured {size(measured['peak'])}, {apart:+.2%}"
     part.check(f"the peak of {name} is as predicted, within {limit:.1%}", abs(apart) <= limit, words)
+    beside, assumed = measured.get("beside_the_allocator"), Reserve().context
+    if beside is not None:
+        words = f"assumed {size(assumed)}, measured {size(beside)}"
+        part.check(f"beside the allocator {name} takes no more than `shardwise memory` assumes", beside <= assumed, words)
 
 
 def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +135,8 @@ def rows_that_fit(device: str, tiny: bool, changes: dict[str, Any], within: floa
     task = sized(device, tiny)
     place = task.place
     backend = Backend.of(place)
-    budget = here(place).budget if backend.asynchronous else TINY_BUDGET
+    card = here(place)
+    budget = card.budget - sum(card.beside(()).values()) if backend.asynchronous else TINY_BUDGET
     trainer, _ = divided(0, 1, task=task, changes=changes)
     predict = predictor(trainer)
     predicted = most(lambda rows: predict(rows).peak_bytes <= budget)

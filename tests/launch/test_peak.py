@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.core.devices import MODELS
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES
-from shardwise.launch.peak import PEAKS, mfu, model_flops, named_peak, peak_flops
+from shardwise.launch.peak import mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
 from shardwise.trace.assign import Tensors
 from shardwise.trace.trace import trace
@@ -159,6 +160,8 @@ def test_mfu_of_palm() -> None:
         ("NVIDIA GeForce RTX 3090", 0.556, 35.6, 35.6, 71.0, 71.0),
         ("NVIDIA GeForce RTX 4090", 1.29, 82.6, 82.6, 165.2, 165.2),
         ("NVIDIA GeForce RTX 5090", 1.64, 104.8, 104.8, 209.5, 209.5),
+        ("AMD Instinct MI300X", 163.4, 163.4, 653.7, 1307.4, 1307.4),
+        ("AMD Instinct MI250X", 47.9, 47.9, 47.9, 191.5, 191.5),  # of one die, which is what torch calls a device
     ],
 )
 def test_peaks_by_name(name: str, fp64: float | None, fp32: float, tf32: float, bf16: float | None, fp16: float) -> None:
@@ -169,7 +172,7 @@ def test_peaks_by_name(name: str, fp64: float | None, fp32: float, tf32: float, 
 @pytest.mark.parametrize(
     "name",
     ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
-     "NVIDIA L400", "Quadro K620", "AMD Instinct MI300X", ""],
+     "NVIDIA L400", "Quadro K620", "AMD Instinct MI300A", "AMD Instinct MI300X VF", ""],
 )  # fmt: skip
 def test_devices_that_only_resemble_a_known_one(name: str) -> None:
     assert all(named_peak(name, precision) is None for precision in CHOICES["precision"])
@@ -177,7 +180,7 @@ def test_devices_that_only_resemble_a_known_one(name: str) -> None:
 
 def test_no_peak_is_off_by_the_factor_of_sparsity() -> None:
     """Dense figures of one device: bf16 is twice TF32 (but for rounding), TF32 at least fp32."""
-    for peak in PEAKS.values():
+    for peak in (model.peak for model in MODELS):
         if peak.tf32 is not None:
             assert peak.bf16 is not None and peak.bf16 == pytest.approx(2 * peak.tf32, rel=0.02)
             assert peak.tf32 >= peak.fp32

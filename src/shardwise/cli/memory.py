@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
         draw(worst, picture, headline(found), found.budget)
     if json:
         values: dict[str, Any] = {
-            "device": vars(found.device), "budget_bytes": found.budget, "plan": found.plan.to_toml(),
+            "device": found.device.to_dict(), "budget_bytes": found.budget, "beside_bytes": dict(found.beside), "plan": found.plan.to_toml(),
             "ranks": [one.to_dict() for one in (worst, *others)], "fits": found.fits, "notes": notes,
         }  # fmt: skip
         if fit is not None:
@@ -43,7 +43,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
         return
     console = make_console()
     console.print(Text(headline(found), style="bold"), "")
-    _print(console, table(f"rank {worst.rank}", worst), worst, found.device, found.budget, others)
+    _print(console, table(f"rank {worst.rank}", worst), worst, found.device, found.budget, found.beside, others)
     for note in notes:
         console.print(Text(f"note: {note}"))
     if fit is not None:
@@ -69,18 +69,24 @@ def run_folder(folder: Path, json: bool, picture: Path | None) -> None:
         head = table(f"{title}, not measured: the run has not taken two steps", predicted)
     else:
         head = comparison(title, predicted, measured)
-    _print(console, head, predicted, Device(**values["device"]), values["budget_bytes"], [])
+    _print(
+        console, head, predicted, Device.from_dict(values["device"]), values["budget_bytes"], values.get("beside_bytes", {}), []
+    )
     if measured is not None and measured.where != predicted.where:
         console.print(Text(f"measured peak: {measured.where}"))
     if picture is not None:
         print(picture)
 
 
-def _print(console: Console, head: Any, worst: Account, device: Device, budget: int, others: Sequence[Account]) -> None:
+def _print(
+    console: Console, head: Any, worst: Account, device: Device, budget: int, beside: Mapping[str, int], others: Sequence[Account]
+) -> None:  # fmt: skip
     left = budget - worst.peak_bytes
     lines = {
         "peak": worst.where,
-        "device": f"{device.name}: {size(device.memory)}, of which a rank may take {size(budget)}",
+        "device": f"{device.name}: {size(device.memory)}, of which a rank may take {size(budget)}{' for tensors' if beside else ''}",
+        "taken": f"{size(device.taken)} by other processes" if device.taken else None,
+        "beside tensors": "\n".join(f"{what} {size(n)}" for what, n in beside.items() if n) or None,
         "left": size(left) if left >= 0 else f"none: {size(-left)} too much",
         "host": f"{size(worst.host)} a rank" if worst.host else None,
     }

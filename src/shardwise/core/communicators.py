@@ -82,6 +82,15 @@ def communicators(
     return _apart(sorted(found, key=lambda one: (one.pair, one.lane, one.ranks)))
 
 
+def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[str | tuple[str, ...], str]] = ()) -> list[int]:
+    """The ranks in each of the :func:`communicators` that a rank which runs ``program`` is a member of."""
+    used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
+    axes = dict.fromkeys([*more, *((one.axes, str(one.lane)) for one in used if one.axes)])
+    pairs = {(one.op, one.peer, one.bucket >= 0) for one in used if one.peer is not None}
+    groups = {(mesh.group(mesh.members(program.coordinates)[0], each), lane) for each, lane in axes if mesh.axis_size(each) > 1}
+    return [len(ranks) for ranks, _ in groups] + [2] * len(pairs)
+
+
 def _apart(wanted: Sequence[Members]) -> tuple[Members, ...]:
     """In turns, in each of which a rank is a member of one at most; each comes as early as its members allow."""
     busy: dict[int, set[int]] = defaultdict(set)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from shardwise.core.devices import ASSUMED, Model
 from shardwise.core.errors import ConfigError
 
 PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
@@ -36,6 +37,11 @@ class Rates:
     def __post_init__(self) -> None:
         if not (self.flops > 0 and self.memory > 0):
             raise ConfigError(f"rates: {self.flops} FLOP/s and {self.memory} B/s; legal: numbers above 0")
+
+    @property
+    def flops_per_byte(self) -> float:
+        """FLOPs that the device computes while it moves a byte."""
+        return self.flops / self.memory
 
     def computing(self, flops: float, nbytes: float) -> float:
         """Seconds of so many FLOPs that read and write so many bytes: the slower of both."""
@@ -73,28 +79,29 @@ class Machine:
             )
 
 
-def rates(kind: str, precision: str, across: Iterable[str] = ()) -> Rates:
+def rates(kind: str, precision: str, across: Iterable[str] = (), model: Model | None = None) -> Rates:
     """What is assumed of a device ``kind`` ("gpu" or "cpu") that computes in ``precision``, and of axes that reach ``across`` hosts, where nobody says more.
 
-    gpu: an H100 SXM as measured: the fastest of many bf16 products reaches 794 TFLOP/s (ml-engineering, MAMF), 0.8 of the data sheet's 989, and the same part is taken
-    of its 67 TFLOP/s in fp32 (without TF32) and fp64; over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest all-reduce of 2 to 8 ranks, and of 256 MiB a
-    rank sends 305 to 431 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Memory is the data sheet's, 3.35 TB/s.  Between hosts each has an adapter of
+    gpu: its ``model``, by default an H100 SXM (:data:`~shardwise.core.devices.ASSUMED`), and of its data sheet as much as is measured of that one: the fastest of
+    many bf16 products reaches 794 of 989 TFLOP/s (ml-engineering, MAMF); over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest
+    all-reduce of 2 to 8 ranks, and of 256 MiB a rank sends 305 to 431 of 450 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Between hosts each has an adapter of
     400 Gb/s (DGX H100 data sheet), 50 GB/s; a step of a small ring takes 2.7 µs there and 0.6 over NVLink (NCCL 2.19, src/graph/tuning.cc), so 4 to 29 µs
     more for an all-reduce of 2 to 8 ranks: 20 µs.  NCCL may carry a ring by all adapters of a host, which is not counted on.
     cpu: a core with 90 GFLOP/s in fp32 (docs/performance.md, "float32 matmul"), half in fp64, 10 GB/s of memory; ranks of a host pass
     2 GB/s through shared memory at 50 µs a collective; hosts are taken to have 10 Gb/s Ethernet, 1.25 GB/s, and as long again for TCP: 100 µs.
     """
-    memory, link, between = _GPU if kind == "gpu" else _CPU
-    flops = _FLOPS[kind == "gpu"].get(precision)
-    if flops is None:
-        raise ConfigError(f"rates: precision {precision} is not known; legal: {', '.join(_FLOPS[0])}")
-    return Rates(flops, memory, link, dict.fromkeys(across, between))
+    if precision not in _CORE:
+        raise ConfigError(f"rates: precision {precision} is not known; legal: {', '.join(_CORE)}")
+    if kind != "gpu":
+        return Rates(_CORE[precision], 10e9, Link(50e-6, 2e9), dict.fromkeys(across, Link(100e-6, 1.25e9)))
+    model = model or ASSUMED
+    # Where a device has no units for a precision, or none are published, it computes as in fp32, and fp64 at half of that at most.
+    flops = model.peak.flops(precision) or model.peak.fp32 * 1e12 / (2 if precision == "fp64" else 1)
+    link = Link(10e-6, model.link * 1e9 * REACHED_LINK)
+    return Rates(flops * REACHED_FLOPS, model.bandwidth * 1e12, link, dict.fromkeys(across, Link(20e-6, 50e9)))
 
 
-_GPU = (3.35e12, Link(10e-6, 330e9), Link(20e-6, 50e9))
-_CPU = (10e9, Link(50e-6, 2e9), Link(100e-6, 1.25e9))
-"""Bytes a second of memory, the link between devices of a host, and that between hosts."""
-_FLOPS: tuple[Mapping[str, float], ...] = (
-    MappingProxyType({"fp32": 90e9, "bf16": 90e9, "fp16": 90e9, "fp64": 45e9}),
-    MappingProxyType({"fp32": 54e12, "bf16": 794e12, "fp16": 794e12, "fp64": 54e12}),
-)
+REACHED_FLOPS, REACHED_LINK = 794 / 989, 330 / 450
+"""What part of an H100's data sheet is measured: of its peak, and of its links."""
+_CORE: Mapping[str, float] = MappingProxyType({"fp32": 90e9, "bf16": 90e9, "fp16": 90e9, "fp64": 45e9})
+"""FLOP/s of one core of a CPU."""

@@ -2,71 +2,128 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import psutil
 import torch
 
-from shardwise.backend import Backend
+from shardwise.backend import Backend, Kind
+from shardwise.core.devices import NAMED, Model, model_of
 from shardwise.core.errors import ConfigError, did_you_mean
 
-GIB = 2**30
-GPU_MARGIN = 0.05
-"""What a rank leaves of a GPU's memory: to CUDA's own context and kernels, and to the allocator's fragmentation."""
+GIB, MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What a process takes of a GPU beside its tensors, in bytes; ``fragmentation`` is a share of what its allocator gets.
+
+    Measured by others, on few cards: a context 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada; unsloth-zoo, pull request 1053), to which
+    come kernels that are loaded when first used; cuBLAS and cuBLASLt 32 MiB each on a Hopper (torch's defaults); a communicator of NCCL 544 MB
+    between two A100 and 688 MB among more (NCCL, issue 964).  That 3 % are lost between blocks of an allocator with expandable segments is an estimate.
+    """
+
+    context: int = 512 * MIB
+    workspaces: int = 64 * MIB
+    pair: int = 544_000_000
+    group: int = 688_000_000
+    fragmentation: float = 0.03
+
+    def beside(self, budget: int, communicators: Iterable[int]) -> dict[str, int]:
+        """The bytes of ``budget`` that are not for tensors, by what takes them; ``communicators`` are the ranks in each that the process is in."""
+        sizes = [self.pair if ranks == 2 else self.group for ranks in communicators]
+        found = {"context": self.context, "workspaces": self.workspaces, "communicators": sum(sizes)}
+        return {**found, "fragmentation": int(max(budget - sum(found.values()), 0) * self.fragmentation)}
 
 
 @dataclass(frozen=True)
 class Device:
-    """``kind`` is "gpu" or "cpu"; ``memory`` the bytes that there are for all ranks on it, ``budget`` what one may use of them."""
+    """``memory`` are the bytes that there are for all, ``budget`` those that one rank may take: what others have not taken.
+
+    Of a GPU it may take them for tensors and for what ``reserve`` says; None: for tensors alone.
+    """
 
     name: str
-    kind: str
+    kind: Kind
     memory: int
     budget: int
+    reserve: Reserve | None = None
 
+    @property
+    def model(self) -> Model | None:
+        """What is known of its speed; None: nothing, as of CPUs."""
+        return model_of(self.name) if self.kind == "gpu" else None
 
-# GiB that CUDA gives as a device's total, the least of what is reported of its kinds: some percent less than its name says.
-NAMED: Mapping[str, float] = MappingProxyType(
-    {
-        "V100-16GB": 15.77, "V100-32GB": 31.73, "T4": 14.56, "A10": 21.98, "L4": 21.95, "RTX3090": 23.67, "RTX4090": 23.63,
-        "L40S": 44.39, "A100-40GB": 39.38, "A100-80GB": 79.10, "H100-80GB": 79.10, "H200": 139.72, "B200": 178.35,
-    }
-)  # fmt: skip
+    @property
+    def taken(self) -> int:
+        """The bytes of a GPU that other processes have."""
+        return self.memory - self.budget if self.kind == "gpu" else 0
+
+    def beside(self, communicators: Iterable[int]) -> dict[str, int]:
+        """The bytes of the budget that are not for tensors, as :meth:`Reserve.beside` has them."""
+        return {} if self.reserve is None else self.reserve.beside(self.budget, communicators)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON; :meth:`from_dict` reads it back unchanged."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> Device:
+        """What :meth:`to_dict` gave, also before there was a reserve."""
+        reserve = values.get("reserve")
+        return Device(**{**values, "reserve": None if reserve is None else Reserve(**reserve)})
 
 
 def named(name: str) -> Device:
-    """The device that ``name`` says: one of :data:`NAMED`, ``cpu`` (this machine's, for one rank), or either with ``=GiB`` of memory."""
+    """The device that ``name`` says: one of :data:`~shardwise.core.devices.MODELS`, ``cpu`` (this machine's, for one rank), or either with ``=GiB`` of memory."""
     plain, equals, amount = name.partition("=")
     known = {one.lower(): one for one in (*NAMED, "cpu")}
     found = known.get(plain.lower())
     if found is None:
+        sizes = [one for one, model in NAMED.items() if model.memory is not None]
         raise ConfigError(
-            f"--device {name}: legal: {', '.join(known.values())}, or such as cpu=64 (GiB).{did_you_mean(plain, known.values())}"
+            f"--device {name}: legal: {', '.join(sizes)}, cpu, or with a number of GiB any of these and "
+            f"{', '.join(f'{one}=…' for one in NAMED if one not in sizes)}, such as cpu=64.{did_you_mean(plain, known.values())}"
         )
     if equals:
-        try:
-            memory = round(float(amount) * GIB)
-        except (ValueError, OverflowError):
-            memory = 0
-        if memory <= 0:
-            raise ConfigError(f"--device {name}: legal: a number of GiB above 0 after the =, such as {found}=64")
+        memory = _bytes(found, name, amount)
         return Device(found, "cpu", memory, memory) if found == "cpu" else _gpu(found, memory)
-    return _cpu(1) if found == "cpu" else _gpu(found, round(NAMED[found] * GIB))
+    if found == "cpu":
+        return _cpu(1)
+    total = NAMED[found].memory
+    if total is None:
+        raise ConfigError(
+            f"--device {name}: how much memory its driver reports is not known; legal: with a number of GiB, such as {found}=80"
+        )
+    return _gpu(found, round(total * GIB))
+
+
+def _bytes(found: str, name: str, amount: str) -> int:
+    try:
+        memory = round(float(amount) * GIB)
+    except (ValueError, OverflowError):
+        memory = 0
+    if memory <= 0:
+        raise ConfigError(f"--device {name}: legal: a number of GiB above 0 after the =, such as {found}=64")
+    return memory
 
 
 def here(device: torch.device | None = None, ranks: int = 1) -> Device:
     """The device of this machine that a rank trains on, by default its GPU if it has one; ``ranks`` share the memory of its CPUs."""
     device = device or Backend.here().device()
     backend = Backend.of(device)
-    if backend.asynchronous:
-        return _gpu(backend.name(device), backend.free_and_total(device)[1])
-    return _cpu(ranks)
+    if not backend.asynchronous:
+        return _cpu(ranks)
+    free, total = backend.free_and_total(device)  # this process has its context by now, and perhaps tensors
+    found = _gpu(backend.name(device), total)
+    own = backend.reserved(device) + (found.reserve.context if found.reserve else 0)
+    return Device(found.name, found.kind, total, min(total, free + own), found.reserve)
 
 
 def _gpu(name: str, memory: int) -> Device:
-    return Device(name, "gpu", memory, int(memory * (1 - GPU_MARGIN)))
+    return Device(name, "gpu", memory, memory, Reserve())
 
 
 def _cpu(ranks: int) -> Device:

@@ -9,9 +9,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from shardwise.config import Config, build_optimizer, build_plan
+from shardwise.core.communicators import sizes
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.core.rates import rates
@@ -41,7 +43,7 @@ WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHO
 
 @dataclass
 class Forecast:
-    """Predictions of ``config`` on ``device``, of which a rank may take ``budget`` bytes.
+    """Predictions of ``config`` on ``device``.
 
     ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` and ``reduced`` chosen where the config leaves
     them open.  ``note`` tells of that choice.
@@ -50,7 +52,6 @@ class Forecast:
     config: Config
     compiled: Compiled
     device: Device
-    budget: int
     note: str | None = None
     common: bool = False  # ranks have memory in common
     _compiled: dict[Any, Compiled] = field(default_factory=dict)  # by what a trace depends on
@@ -62,15 +63,14 @@ class Forecast:
         config: Config,
         compiled: Compiled,
         device: Device,
-        budget: int | None = None,
         common: bool = False,
         before: int | None = None,
     ) -> Forecast:
-        """Of a model that was compiled for ``build_plan(config)``; the budget is by default what config or device say.
+        """Of a model that was compiled for ``build_plan(config)``.
 
         What the config leaves open is as in :data:`WAYS` ``[before]`` if that fits: a run that goes on adds in the same order.
         """
-        found = Forecast(config, compiled, device, budget or budget_of(config, device), common=common)
+        found = Forecast(config, compiled, device, common=common)
         if keys_left := left_open(config):
             found._choose(keys_left, WAYS if before is None else (WAYS[before], *WAYS))
         if solves(found.plan):
@@ -82,6 +82,17 @@ class Forecast:
     @property
     def plan(self) -> Plan:
         return self.compiled.plan
+
+    @cached_property
+    def beside(self) -> Mapping[str, int]:
+        """What the rank that needs most takes of its device beside tensors, in bytes, by what takes it: nothing on a CPU."""
+        return self._beside(build_plan(self.config))
+
+    @cached_property
+    def budget(self) -> int:
+        """The bytes that a rank may take for tensors: ``train.memory_gib``, or what its device has less :attr:`beside`."""
+        given = self.config.train.memory_gib
+        return self.device.budget - sum(self.beside.values()) if given is None else int(given * GIB)
 
     @property
     def worst(self) -> Prediction:
@@ -98,14 +109,16 @@ class Forecast:
             compiled = self._traced(plan)
             self._known[plan, rank] = predict(
                 lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
-                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled,
+                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled, weights=compiled.unit_weights,
             )  # fmt: skip
         return self._known[plan, rank]
 
     def peaks(self, plan: Plan) -> list[int]:
         """The bytes that the fullest rank of each stage of the pipeline needs at most."""
         trace, rows = self._trace(plan), self.config.data.batch_size
-        ranks = fullest(trace, plan, build_optimizer(self.config), rows, Cut.of(trace, plan))
+        ranks = fullest(
+            trace, plan, build_optimizer(self.config), rows, Cut.of(trace, plan, weights=self._traced(plan).unit_weights)
+        )
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:
@@ -151,14 +164,21 @@ class Forecast:
         worst, over = self.worst, self.worst.peak_bytes - self.budget
         largest = max(worst.peak, key=lambda c: worst.peak[c])
         given = self.config.train.memory_gib
-        limit = (
-            f"train.memory_gib = {given:g}"
-            if given is not None
-            else f"the {size(self.budget)} that a rank has on {self.device.name}"
-        )
+        limit = f"train.memory_gib = {given:g}" if given is not None else self._limit()
         return (
             f"memory: rank {worst.rank} needs {size(worst.peak_bytes)}, {size(over)} more than {limit}; most of it, "
             f"{size(worst.peak[largest])}, is {largest} (the peak: {worst.at})"
+        )
+
+    def _limit(self) -> str:
+        """``the 70.1 GiB that a rank has for tensors on H100-80GB``, and where the rest is."""
+        device, beside = self.device, sum(self.beside.values())
+        if not device.taken and not beside:
+            return f"the {size(self.budget)} that a rank has on {device.name}"
+        rest = [f"{size(beside)} are for what is beside tensors"] if beside else []
+        rest += [f"{size(device.taken)} others have taken"] if device.taken else []
+        return (
+            f"the {size(self.budget)} that a rank has for tensors on {device.name} (of {size(device.memory)}, {', '.join(rest)})"
         )
 
     def advice(self, fit: Fit) -> str:
@@ -194,7 +214,7 @@ class Forecast:
         links = plan.mesh.links(self.compiled.per_host or plan.mesh.size)
         across = [axis for axis in axes if links[axis] != "device"]
         costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), self.device.kind)
-        wanted = depth(trace, plan, costs, rates(self.device.kind, plan.precision, across))
+        wanted = depth(trace, plan, costs, rates(self.device.kind, plan.precision, across, self.compiled.model))
         for ahead in range(wanted, plan.prefetch, -1):
             deeper = plan.replace(prefetch=ahead)
             if self.predict(deeper).peak_bytes <= self.budget:
@@ -236,9 +256,17 @@ class Forecast:
     def _peak(self, changes: Mapping[str, Any]) -> int:
         """What a rank needs under some changes; more than there is of any device where they are not legal, as for a schedule."""
         try:
-            return self.predict(build_plan(changed(self.config, changes))).peak_bytes
+            plan = build_plan(changed(self.config, changes))
+            more = 0 if self.device.reserve is None else sum(self._beside(plan).values()) - sum(self.beside.values())
+            return self.predict(plan).peak_bytes + max(more, 0)
         except ConfigError:
             return sys.maxsize
+
+    def _beside(self, plan: Plan) -> dict[str, int]:
+        if self.device.reserve is None:
+            return {}
+        more = self._traced(plan).beside_programs(self._trace(plan))
+        return self.device.beside(sizes(self.predict(plan).program, plan.mesh, more))
 
     def _traced(self, plan: Plan) -> Compiled:
         """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism matter."""
@@ -277,12 +305,6 @@ def left_open(config: Config) -> tuple[str, ...]:
     reduces = any(rule.grad == "S" for rule in rules) and plan.microbatches > 1
     meant = {"gathered": gathers and parallel.gathered is None, "reduced": reduces and parallel.reduced is None}
     return tuple(key for key, is_open in meant.items() if is_open)
-
-
-def budget_of(config: Config, device: Device) -> int:
-    """The bytes that a rank may take: ``train.memory_gib``, or what the device has."""
-    given = config.train.memory_gib
-    return device.budget if given is None else int(given * GIB)
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:

@@ -181,7 +181,8 @@ def _inside(part: Tensor, whole: Tensor) -> bool:
 def write_memory(path: Path, forecast: Forecast, measured: Account | None = None) -> None:
     """What was predicted of rank 0, and what was measured there so far."""
     values: dict[str, Any] = {
-        "title": headline(forecast), "device": vars(forecast.device), "budget_bytes": forecast.budget,
+        "title": headline(forecast), "device": forecast.device.to_dict(), "budget_bytes": forecast.budget,
+        "beside_bytes": dict(forecast.beside),
         "predicted": account(forecast.predict(forecast.plan, 0)).to_dict(),
         "measured": None if measured is None else measured.to_dict(),
     }  # fmt: skip

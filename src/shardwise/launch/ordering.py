@@ -24,7 +24,7 @@ from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.order import Order, UnitCosts, order
 from shardwise.estimate.search import Found
 from shardwise.estimate.simulate import Costs
-from shardwise.lower.stages import EVERYWHERE, FLOPS_PER_BYTE, Cut
+from shardwise.lower.stages import EVERYWHERE
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.schedule import AUTO
 from shardwise.report.tables import size
@@ -79,7 +79,7 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
 def settle_by_costs(forecast: Forecast) -> None:
     """The same where nothing trains, by the units' FLOPs and memory traffic."""
     trace, _ = forecast.profile()
-    ratio, found = FLOPS_PER_BYTE[forecast.device.kind], {}
+    ratio, found = forecast.compiled.own_rates().flops_per_byte, {}
     for c in cost(trace, trace.rows or 2, device=forecast.device.kind):
         traffic = ratio * c.forward_bytes
         f, i, w = c.forward_flops + traffic, c.input_flops + 2 * traffic, float(c.weight_flops)
@@ -246,7 +246,7 @@ def _order(forecast: Forecast, seconds: Seconds, transfer: float) -> Order:
 def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCosts:
     """Those of the units that a stage can have, with the bytes that a microbatch takes of each."""
     trace, profile = forecast.profile()
-    cut = Cut.of(trace, forecast.plan)
+    cut = forecast.compiled.cut(trace)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
     outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
     ways = [one.none if forecast.plan.recompute == "none" else one.again for one in (profile.units[u.index] for u in units)]

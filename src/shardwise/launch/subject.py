@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shardwise.backend import Backend
+from shardwise.backend import Backend, Kind
 from shardwise.config import Config, Hardware, build_dataset, build_model, build_plan, load_config
 from shardwise.config.build import LossFunction
+from shardwise.core.devices import Model
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.data import Loader
@@ -61,7 +62,10 @@ def compiled_here(config: Config, found: Subject, per_host: int | None = None, d
     """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it; on ``device``, by
     default the CPU."""
     per_host, device = per_host or ranks_of_a_host(found.plan), device or torch.device("cpu")
-    return Compiled(found.module, found.plan, found.batches[0], found.loss, device, kind=_device(config).kind, per_host=per_host)
+    there = _device(config)
+    return Compiled(
+        found.module, found.plan, found.batches[0], found.loss, device, kind=there.kind, model=there.model, per_host=per_host
+    )
 
 
 def ranks_of_a_host(plan: Plan) -> int:
@@ -95,7 +99,7 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
     """
     with config.answering():
         device = device or _device(config)
-        return _ordered(Forecast.of(config, _compiled(config, device.kind), device))
+        return _ordered(Forecast.of(config, _compiled(config, device.kind, device.model), device))
 
 
 def check_plan(config: Config, device: torch.device) -> None:
@@ -107,12 +111,12 @@ def check_plan(config: Config, device: torch.device) -> None:
     if config.parallel.tp == config.parallel.pp == 1:
         return
     with config.answering():
-        compiled = _compiled(config, Backend.of(device).kind, device)
+        compiled = _compiled(config, Backend.of(device).kind, device=device)
         compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
 
 
-def _compiled(config: Config, kind: str, device: torch.device | None = None) -> Compiled:
-    """The model under its plan, from its structure alone, with the rates of a ``kind`` of device."""
+def _compiled(config: Config, kind: Kind, model: Model | None = None, device: torch.device | None = None) -> Compiled:
+    """The model under its plan, from its structure alone, with the rates of a ``kind`` of device, or of a ``model``."""
     constructor, loss = build_model(config)
     dataset, _ = build_dataset(config)
     samples = Samples(dataset)
@@ -122,7 +126,7 @@ def _compiled(config: Config, kind: str, device: torch.device | None = None) -> 
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
-            per_host=ranks_of_a_host(plan),
+            model=model, per_host=ranks_of_a_host(plan),
         )  # fmt: skip
 
 

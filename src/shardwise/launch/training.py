@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from shardwise.backend import Backend
 from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
+from shardwise.core.devices import MODELS, Model, model_of
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
@@ -27,7 +29,7 @@ from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
 from .folder import PLAN, plan_of
-from .forecast import OPEN, WAYS, Forecast, budget_of, uncollected
+from .forecast import OPEN, WAYS, Forecast, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered
@@ -104,7 +106,8 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     per_host = ranks_of_a_host(comm)
     with uncollected():
         compiled = Compiled(
-            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size, per_host=per_host
+            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size, per_host=per_host,
+            model=_slowest(comm),
         )  # fmt: skip
     progress.phase("predicting the memory")
     forecast = _forecast(config, compiled, comm)
@@ -121,17 +124,30 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     return Run(config, trainer, data, matmul, side, forecast)
 
 
+def _slowest(comm: Communicator) -> Model | None:
+    """The model of the ranks' GPUs, where they differ the slowest, by which all ranks find the same plan; None if one is not known."""
+    backend = Backend.of(comm.device)
+    if not backend.asynchronous:
+        return None
+    told = torch.zeros(comm.mesh.size, dtype=torch.float64)
+    own = model_of(backend.name(comm.device))
+    told[comm.rank] = -1 if own is None else MODELS.index(own)
+    host_sum(comm, told, "the models of all devices")
+    found = [MODELS[int(index)] for index in set(told.tolist()) if index >= 0]
+    return None if bool((told < 0).any()) else min(found, key=lambda model: model.peak.flops("bf16") or model.peak.fp32 * 1e12)
+
+
 def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecast:
     """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
     told = torch.zeros(3, comm.mesh.size, dtype=torch.float64)
-    told[0, comm.rank], told[1, comm.rank] = budget_of(config, device), host.budget
+    told[0, comm.rank], told[1, comm.rank] = device.budget, host.budget
     if comm.rank == 0 and (before := _before(Path(config.train.run_dir))) is not None:
         told[2, 0] = before + 1
     host_sum(comm, told, "the memory of all ranks")
     before = int(told[2, 0]) - 1 if told[2, 0] else None
-    found = Forecast.of(config, compiled, device, int(told[0].min()), comm.shares_memory, before)
+    found = Forecast.of(config, compiled, replace(device, budget=int(told[0].min())), comm.shares_memory, before)
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.backend import Kind
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
+from shardwise.core.rates import Rates, rates
 from shardwise.core.timetable import Timetable, first, read
 from shardwise.parallel.pipeline import PIPELINE, balance
 from shardwise.parallel.schedule import stage_ranks, timetable
@@ -16,8 +18,6 @@ from shardwise.trace.sizes import of_data
 from shardwise.trace.trace import Bucket, Trace
 from shardwise.trace.units import Unit
 
-FLOPS_PER_BYTE: Mapping[str, float] = {"cpu": 20.0, "gpu": 150.0}
-"""What a CPU computes while it moves a byte: products and the rest of a unit in one number."""
 Weights = Mapping[int, float]
 """What each unit takes, by its index."""
 EVERYWHERE = -1
@@ -178,10 +178,14 @@ def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights
     return tuple(found.get(u.index, EVERYWHERE) for u in trace.units)
 
 
-def weights_of(trace: Trace) -> Weights:
-    """What each unit takes of a device's time, in FLOPs: memory traffic too."""
-    moved = FLOPS_PER_BYTE["cpu"]
-    return {c.index: c.forward_flops + c.backward_flops + 3 * moved * c.forward_bytes for c in cost(trace, trace.rows or 2)}
+def weights_of(trace: Trace, kind: Kind = "cpu", own: Rates | None = None) -> Weights:
+    """What each unit takes of the time of a device of this ``kind`` with its ``own`` rates, by default those assumed of the kind.
+
+    In FLOPs, memory traffic too: what could be computed while it moves.  Backward moves twice the bytes of forward.
+    """
+    moved = 3 * (own or rates(kind, trace.precision)).flops_per_byte
+    each = cost(trace, trace.rows or 2, device=kind)
+    return {c.index: c.forward_flops + c.backward_flops + moved * c.forward_bytes for c in each}
 
 
 def _like(names: Sequence[str], like: Mapping[str, int]) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.backend import Backend
+from shardwise.backend import Backend, Kind
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
+from shardwise.core.devices import Model
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
@@ -50,8 +51,8 @@ class Compiled:
     otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other values than they have.  A
     model that cannot be captured is made as a whole if its parameters are on the meta device, and says so.
 
-    A solver of tensor plans goes by devices of ``kind`` ("gpu" or "cpu"; None: that of ``device``), of which ``per_host`` in turn are on one host (None: all), and by
-    their ``rates`` (None: those assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With ``like`` it decides nothing: what is
+    Stages of pipelines, and a solver of tensor plans, go by devices of ``kind`` ("gpu" or "cpu"; None: that of ``device``), of which ``per_host`` in turn are on one
+    host (None: all), and by their ``rates`` (None: those of ``model``, or assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With ``like`` it decides nothing: what is
     decided there is done here.
     """
 
@@ -64,7 +65,8 @@ class Compiled:
     initial: Mapping[str, Tensor] | None = None
     rates: Rates | None = None
     batch_rows: int | None = None
-    kind: str | None = None
+    kind: Kind | None = None
+    model: Model | None = None
     per_host: int | None = None
     like: Compiled | None = None
     _values: Values | None = None
@@ -89,7 +91,7 @@ class Compiled:
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
         self._check_placed(self.general, self.like.buckets if self.like is not None else ())
-        self._stages = self._stages or Cut.of(self.general, self.plan, weights=self._unit_weights).names
+        self._stages = self._stages or Cut.of(self.general, self.plan, weights=self.unit_weights).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
@@ -173,12 +175,22 @@ class Compiled:
         ]
         return exchanged[0] == exchanged[1]
 
-    def _unit_weights(self) -> Weights:
+    def unit_weights(self) -> Weights:
         """By which the general trace is cut into stages."""
         key = id(self.general)
         if key not in self._weights:
-            self._weights[key] = weights_of(self.general)
+            self._weights[key] = weights_of(self.general, self.devices, self.own_rates())
         return self._weights[key]
+
+    @property
+    def devices(self) -> Kind:
+        """The kind of the devices that it is made for."""
+        return self.kind or Backend.of(self.device).kind
+
+    def own_rates(self) -> Rates:
+        """What the devices and links are taken to do, in the precision of the plan."""
+        across = _across(self.plan, self.per_host)
+        return self.rates or rates(self.devices, self.plan.precision, across, self.model)
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
@@ -218,9 +230,7 @@ class Compiled:
         gradient = size / (shards if rule.grad == "S" else 1)
         state = 0.0 if plan.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
         live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        kind = self.kind or Backend.of(self.device).kind
-        own = self.rates or rates(kind, plan.precision, _across(plan, self.per_host))
-        return Machine(own, rows, plan.tensor_bytes or None, gradient + state, live, kind)
+        return Machine(self.own_rates(), rows, plan.tensor_bytes or None, gradient + state, live, self.devices)
 
     def cut(self, one: Trace) -> Cut:
         """The stages of a trace: those of the training trace."""
@@ -243,8 +253,8 @@ class Compiled:
         each = {id(one): one for one in traces}.values()
         return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, self._inside(each))
 
-    def first_communicators(self, more: Sequence[tuple[Axes, str]] = ()) -> tuple[Members, ...]:
-        """What training and evaluation are expected to communicate through, and groups for ``more`` pairs of axes and lane.
+    def first_communicators(self) -> tuple[Members, ...]:
+        """What training and evaluation are expected to communicate through, and what collects whole states.
 
         Evaluation is taken to be training without backward: it is captured when first needed, and may turn out to need more then.
         """
@@ -252,7 +262,12 @@ class Compiled:
         programs = [*self.programs(one, plan.microbatches, steady(plan))]
         if self.training:
             programs += lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=False)
-        return communicators(programs, plan.mesh, [*self._inside([one]), *more])
+        return communicators(programs, plan.mesh, self.beside_programs(one))
+
+    def beside_programs(self, one: Trace) -> list[tuple[Axes, str]]:
+        """Axes and lane of the collectives that no program of the trace has: inside of its units, and where whole states are collected."""
+        whole = dict.fromkeys(((SHARDS,), (PIPELINE,), *(b.axes for b in one.buckets)))
+        return [*self._inside([one]), *((axes, "state") for axes in whole)]
 
     def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
         """Axes and lane of the collectives inside of units, and of those that count targets."""

@@ -16,7 +16,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
-from shardwise.parallel.data import SHARDS, batch_axes
+from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
@@ -72,8 +72,7 @@ class Engine:
                 f'clip_norm: {clip_norm:g} is not legal with schedule "pipedream", whose stages do not wait for the norm of all; legal: none'
             )
         values.check()
-        whole = dict.fromkeys(((SHARDS,), (PIPELINE,), *(b.axes for b in trace.buckets)))
-        comm.prepare(compiled.first_communicators([(axes, "state") for axes in whole]))
+        comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()
         self.pipe = comm.mesh.index(comm.rank, PIPELINE)
         self.cut = compiled.cut(trace)
