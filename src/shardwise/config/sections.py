@@ -155,7 +155,7 @@ class TrainConfig:
     only, is "dynamic" or a number that stays; ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
-    ``memory_gib`` is what a rank may take on its device, by default what the device has.  Of the steps ``trace_steps`` it is recorded
+    ``memory_gib`` is what tensors of a rank may take on its device, by default what the device has free, of a GPU less what the process takes beside them.  Of the steps ``trace_steps`` it is recorded
     what each rank did when, for ``shardwise draw``.
     """
 

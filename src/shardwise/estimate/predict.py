@@ -93,7 +93,7 @@ def predict(
         profiled: :func:`shardwise.trace.profile.profile`, or one that remembers what it has found.
         weights: of units, by which stages are balanced where the plan has none.
 
-    What the communicator takes for itself is not counted, nor what an allocator wastes.  :class:`ConfigError` on numbers that do not
+    What a process takes beside tensors is not counted (:class:`shardwise.estimate.devices.Reserve` has that of GPUs).  :class:`ConfigError` on numbers that do not
     fit the plan or the trace.
     """
     if rows < 1:
