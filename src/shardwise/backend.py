@@ -124,6 +124,12 @@ class Backend:
         ask = getattr(self._module, "get_device_name", None)
         return str(ask(device)) if ask is not None else self.type
 
+    @property
+    def counts_steps(self) -> bool:
+        """Whether torch's optimizers without a fused kernel keep their counters of steps on the device, where a step can be skipped without
+        asking the host."""
+        return self.type != "mps"
+
     # ---- queues ----------------------------------------------------------------------------------------------------------
 
     def select(self, device: torch.device) -> None:

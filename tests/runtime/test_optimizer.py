@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.flat import FlatBuffer
 from shardwise.core.optim import OptimizerChoice
-from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
+from shardwise.runtime.optimizer import FlatOptimizer, Segment, check_optimizer, torch_optimizer
 
 SHAPES = {"weight": (7, 5), "bias": (7,), "norm": (13,), "matrix": (3, 4, 5), "last": (11, 9)}
 
@@ -264,3 +264,14 @@ def test_decay_is_for_matrices() -> None:
 def test_wrong_choices_are_refused(numbers: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         OptimizerChoice(**numbers)  # type: ignore[arg-type]
+
+
+def test_optimizers_that_count_on_the_host_are_refused() -> None:
+    """MPS has no counters of steps on the device but for fused kernels: a step could not be skipped without a wait."""
+    for name in ("radam", "nadam", "rmsprop"):
+        with pytest.raises(ConfigError, match=f'"{name}" is not legal on devices of type mps.*legal: adagrad, adam, adamw, sgd'):
+            check_optimizer(OptimizerChoice(name), torch.device("mps"))
+        for device in ("cpu", "cuda", "xpu"):
+            check_optimizer(OptimizerChoice(name), torch.device(device))
+    for name in ("adamw", "sgd", "adagrad"):
+        check_optimizer(OptimizerChoice(name), torch.device("mps"))

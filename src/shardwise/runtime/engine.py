@@ -25,6 +25,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
+from shardwise.runtime.optimizer import check_optimizer
 from shardwise.runtime.whole_state import WholeState, aliases
 from shardwise.trace.casts import cast_buffer, shadow_dtype
 from shardwise.trace.trace import Bucket, Trace
@@ -67,6 +68,7 @@ class Engine:
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
         plan.check_device(Backend.of(comm.device).kind)
+        check_optimizer(optimizer, torch.device("cpu") if plan.offloads_optimizer else comm.device)
         if plan.asynchronous and plan.schedule == "pipedream" and clip_norm is not None:
             raise ConfigError(
                 f'clip_norm: {clip_norm:g} is not legal with schedule "pipedream", whose stages do not wait for the norm of all; legal: none'

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.errors import ShardwiseError
+from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.optim import FUSED, OptimizerChoice
 
 
@@ -68,6 +68,17 @@ def torch_optimizer(
     if undecayed:
         groups.append({"params": list(undecayed), "weight_decay": 0.0})
     return make(groups, **kwargs, **own)
+
+
+def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
+    """:class:`ConfigError` where torch cannot take the steps of ``choice`` on ``device`` without the host."""
+    backend = Backend.of(device)
+    legal = (*FUSED[backend.kind], "adagrad")  # which does not use its counter
+    if backend.asynchronous and not backend.counts_steps and choice.name not in legal:
+        raise ConfigError(
+            f'optimizer: "{choice.name}" is not legal on devices of type {backend.type}, where torch counts its steps on the host alone; '
+            f"legal: {', '.join(sorted(set(legal)))}"
+        )
 
 
 class FlatOptimizer:
