@@ -48,7 +48,6 @@ COVERING: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Plans that together have every kind of instruction, and both models; ranks are threads, so one card is enough."""
 TINY_COVERING = ("gpt, zero 3, selective",)
-SAME_WITHOUT_BITS = 1e-4  # relative, where a run cannot be asked to be deterministic
 
 
 def right(part: Part) -> None:
@@ -143,18 +142,15 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
     """Are the losses the same with launches that block, and after a rank was killed?"""
     options = part.options
     hidden = {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
-    exact = runs.has_key("train.deterministic")
     keys = (
         *runs.MODEL,
         "train.devices=1",
         "train.threads=1",
         "parallel.dp=1",
         source,
-        *(("train.deterministic=true",) if exact else ()),
+        "train.deterministic=true",
     )
-    how = "bit for bit" if exact else f"within {SAME_WITHOUT_BITS:g}, for train.deterministic is not there yet"
-    limit = 0.0 if exact else SAME_WITHOUT_BITS
-    what = f"ten steps with CUDA_LAUNCH_BLOCKING=1 have the same losses {how}"
+    what = "ten steps with CUDA_LAUNCH_BLOCKING=1 have the same losses, bit for bit"
     if part.time_for(what, 30.0):
         with part.guarded(what):
             each = min(part.left / 2, 120.0)
@@ -170,8 +166,8 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
             )
             off = runs.apart(free.curve(), blocked.curve())
             part.figures["blocking"] = {"apart": off, "losses": [loss for _, loss, _ in free.curve()]}
-            part.check(what, len(free.curve()) == 10 and off <= limit, f"apart by {off:.0e}")
-    what = f"a run whose rank is killed goes on, with the losses of one that is not, {how}"
+            part.check(what, len(free.curve()) == 10 and off == 0.0, f"apart by {off:.0e}")
+    what = "a run whose rank is killed goes on, with the losses of one that is not, bit for bit"
     if not part.time_for(what, 40.0):
         return
     with part.guarded(what):
@@ -184,7 +180,7 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
         found["apart"] = off = runs.apart(reference.curve(), run.curve())
         part.figures["killed"] = found
         words = f"apart by {off:.0e}; the ranks were ready again after {found['restart_seconds']:.1f} s"
-        part.check(what, off <= limit and found["named"] and found["went_on"], words)
+        part.check(what, off == 0.0 and found["named"] and found["went_on"], words)
 
 
 # ---- verify ------------------------------------------------------------------------------------------------------------------

@@ -110,11 +110,3 @@ def text_file(folder: Path) -> str:
     path, words = folder / "text.txt", random.Random(0)
     path.write_text(" ".join("".join(words.choices("abcdefgh", k=5)) for _ in range(3000)))
     return f"data.source={path}"
-
-
-def has_key(key: str) -> bool:
-    """Whether a config may have this key: one of a shardwise that is older than these scripts may not."""
-    from shardwise.config.sections import rules
-
-    section, _, name = key.partition(".")
-    return name in rules(section)

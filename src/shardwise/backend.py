@@ -20,6 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.core.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
@@ -42,6 +44,15 @@ WideProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {CUDA: {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 )
+
+# What makes a process on such a device repeat itself, for use before its libraries start.
+#   CUBLAS_WORKSPACE_CONFIG: products in several streams take workspaces of one size each, and with them the same algorithms.
+#   NCCL_ALGO, NCCL_PROTO: sums are taken in the order of a ring, which depends on nothing that NCCL measures or tunes.
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+_REPEATABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {CUDA: {CUBLAS: ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}}
+)
+_LEGAL = {CUBLAS: (":4096:8", ":16:8")}
 
 
 @dataclass(frozen=True)
@@ -270,6 +281,37 @@ class Backend:
         """Put into an environment what helps a process on such a device, where the user has not said otherwise; before the device starts."""
         for name, value in _ENVIRONMENT.get(self.type, {}).items():
             environment.setdefault(name, value)
+
+    def prepare_repeatable(self, environment: dict[str, str] | os._Environ[str]) -> None:
+        """Put into an environment what :meth:`repeatable` needs in it; :class:`ConfigError` where the user's own value cannot serve."""
+        for name, value in _REPEATABLE.get(self.type, {}).items():
+            found = environment.setdefault(name, value)
+            if found not in _LEGAL.get(name, (found,)):
+                raise ConfigError(
+                    f"train.deterministic: {name}={found} in the environment lets cuBLAS choose; legal: {' or '.join(_LEGAL[name])}, or not to set it"
+                )
+
+    @contextmanager
+    def repeatable(self) -> Iterator[None]:
+        """Meanwhile torch computes with kernels that give the same bits each time, and raises where it has none."""
+        memory: Any = torch.utils.deterministic
+        mode, fill, benchmark = (
+            torch.get_deterministic_debug_mode(),
+            memory.fill_uninitialized_memory,
+            torch.backends.cudnn.benchmark,
+        )
+        torch.use_deterministic_algorithms(True)
+        # It would fill all new memory with NaN: time for nothing, since every element that is read has been written.
+        memory.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
+        try:
+            yield
+        finally:
+            torch.set_deterministic_debug_mode(mode)
+            memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fill, benchmark
+
+    def repeats(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """What of an environment bears on :meth:`repeatable`."""
+        return {name: environment[name] for name in _REPEATABLE.get(self.type, {}) if name in environment}
 
     def flight_recorder(self, files: str, pipes: str | None = None) -> dict[str, str]:
         """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file ``files`` + rank when

@@ -490,7 +490,7 @@ def test_every_key_of_the_issue_is_there() -> None:
         "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
         "recompute precision",
         "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
-        "max_restarts trace_steps tensorboard tf32 resume memory_gib",
+        "max_restarts trace_steps tensorboard tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every staging_mib",
     }
     assert {section: set(rules(section)) for section in SECTIONS} == {

@@ -43,6 +43,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     adopt(os.environ)
     Backend.built().prepare(os.environ)  # this process may be a rank: before it asks for devices
     config = load_config(path, overrides)
+    if config.train.deterministic:
+        Backend.built().prepare_repeatable(os.environ)
     backend = Backend.here()
     build_plan(config).check_device(backend.kind)
     first = not under_torchrun() or os.environ["RANK"] == "0"

@@ -152,7 +152,8 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing, by default it is 1, under schedule "pipedream" 0; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16
-    only, is "dynamic" or a number that stays; ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa.
+    only, is "dynamic" or a number that stays; ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa;
+    with ``deterministic`` a run gives the same bits each time, on as many devices of the same kind, and ops that cannot are errors.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
     ``memory_gib`` is what tensors of a rank may take on its device, by default what the device has free, of a GPU less what the process takes beside them.  Of the steps ``trace_steps`` it is recorded
@@ -176,6 +177,7 @@ class TrainConfig:
     trace_steps: tuple[int, ...] = key(integers("a list of steps, counted from 0, from 1 on, such as [3]; [] for none", 1), (3,))
     tensorboard: bool = key(switch(), False)
     tf32: bool = key(switch(), False)
+    deterministic: bool = key(switch(), False)
     resume: Resume = key(choice("auto", "never"), "auto")
 
 

@@ -43,6 +43,7 @@ from .forecast import Forecast
 from .matmul import MatmulChoice
 from .measuring import MEMORY, StepMemory, write_memory
 from .peak import mfu, model_flops, peak_flops
+from .repeatable import repeatable
 from .results import (
     Metrics,
     MetricsWriter,
@@ -112,7 +113,8 @@ class Run:
             first = checkpoints.restore(loader) or 0
             self.describe(checkpoints, first)
             trainer.comm.barrier(what="what rank 0 writes down before the first step")
-            with self._metrics(first), self._told(checkpoints):
+            same = repeatable(trainer.comm.device, self.config.train.deterministic)
+            with self._metrics(first), self._told(checkpoints), same:
                 self._steps(first, loader, checkpoints)
             with self._told(checkpoints):
                 if trainer.engine.step_index > first:
@@ -377,6 +379,7 @@ class Run:
             "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
             "units": len(general.units),
             "float32_matmul": None if self.matmul is None else vars(self.matmul),
+            "deterministic": Backend.of(trainer.comm.device).repeats(os.environ) if self.config.train.deterministic else None,
             "start_seconds": age(),
             "first_step": first,
             "checkpoint_every": self.config.checkpoint.every,

@@ -1,0 +1,35 @@
+"""``train.deterministic``: the same bits each time, or an error that names the op that cannot."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
+
+REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
+"""What torch says of an op that gives other bits each time."""
+
+
+@contextmanager
+def repeatable(device: torch.device, wanted: bool) -> Iterator[None]:
+    """Where it is ``wanted``, ops give the same bits each time; :class:`ConfigError` names one of the model that cannot."""
+    if not wanted:
+        yield
+        return
+    try:
+        with Backend.of(device).repeatable():
+            yield
+    except RuntimeError as error:
+        found = REFUSED.search(str(error))
+        if found is None:
+            raise
+        where = "".join(f" ({place})" for place in re.findall(r"\(([^()]*:\d+, in [^()]*)\)$", str(error)))
+        raise ConfigError(
+            f"train.deterministic: {found[1]}{where}, an op of the model, gives other bits each time on devices of type {device.type}, and "
+            "torch has no other kernel for it; legal: false, or a model without it"
+        ) from error

@@ -1,0 +1,119 @@
+"""``train.deterministic``: what is in the environment, that it ends with the run, and what is said of ops that cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
+from shardwise.launch.repeatable import repeatable
+
+TINY = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=4"]
+CUDA = Backend("cuda")
+
+
+def test_the_environment_of_a_deterministic_run() -> None:
+    given = {"NCCL_ALGO": "Tree", "HOME": "/root"}
+    CUDA.prepare_repeatable(given)
+    assert given == {"NCCL_ALGO": "Tree", "HOME": "/root", "NCCL_PROTO": "Simple", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert CUDA.repeats(given) == {name: given[name] for name in ("CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO", "NCCL_PROTO")}
+    other = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    CUDA.prepare_repeatable(other)
+    assert other["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    nothing: dict[str, str] = {}
+    Backend("cpu").prepare_repeatable(nothing)
+    assert nothing == {} == Backend("cpu").repeats(given)
+
+
+def test_a_workspace_that_lets_cublas_choose_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"train.deterministic: CUBLAS_WORKSPACE_CONFIG=:0:0 .*legal: :4096:8 or :16:8"):
+        CUDA.prepare_repeatable({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_it_ends_with_the_run(before: bool) -> None:
+    memory: Any = torch.utils.deterministic
+    try:
+        torch.use_deterministic_algorithms(before, warn_only=before)
+        fill = memory.fill_uninitialized_memory
+        with suppress(KeyError), Backend("cpu").repeatable():
+            assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert not memory.fill_uninitialized_memory and not torch.backends.cudnn.benchmark
+            raise KeyError
+        assert torch.are_deterministic_algorithms_enabled() == torch.is_deterministic_algorithms_warn_only_enabled() == before
+        assert memory.fill_uninitialized_memory == fill
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_an_error_of_another_kind_stays_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="something else"), repeatable(torch.device("cpu"), True):
+        raise RuntimeError("something else")
+    with repeatable(torch.device("cpu"), False):
+        assert not torch.are_deterministic_algorithms_enabled()
+
+
+NET = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(3))
+
+    def forward(self, x, y):  # put_ is one of the few ops that torch refuses on a CPU too
+        return ((torch.zeros(7).put_(torch.tensor([0, 0]), self.table[:2]).sum() + (x @ self.table) - y) ** 2).mean()
+
+def points():
+    return [{"x": torch.randn(3), "y": torch.randn(())} for _ in range(32)]
+"""
+
+
+def test_an_op_that_gives_other_bits_each_time_is_named(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    given = [
+        f"model.factory={tmp_path / 'net.py'}:Net",
+        f"data.factory={tmp_path / 'net.py'}:points",
+        "data.batch_size=4",
+        "train.steps=2",
+    ]
+    done = shardwise(*given, f"train.run_dir={tmp_path / 'run'}", "train.devices=2", "train.deterministic=true")
+    assert done.returncode == 2
+    said = " ".join(done.stderr.split())
+    assert said.startswith("error: train.deterministic: put_ (") and "an op of the model" in said, said
+    assert said.endswith("legal: false, or a model without it") and "Traceback" not in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def shardwise(*given: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shardwise", "train", *given, "train.threads=1"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "80"}, check=False)
+
+
+def test_two_ranks_repeat_themselves_and_say_how(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 40)
+    curves = []
+    for name, key in (("first", "true"), ("second", "true"), ("other", "false")):
+        folder = tmp_path / name
+        command = [
+            sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={tmp_path / 'text.txt'}", "train.steps=4", "train.devices=2",
+            f"train.run_dir={folder}", f"train.deterministic={key}", "parallel.zero=3",
+        ]  # fmt: skip
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "80"}, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        about = json.loads((folder / "about.json").read_text())
+        assert about["deterministic"] == ({} if key == "true" else None)
+        curves.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    assert len(curves[0]) == 4 and curves[0] == curves[1] == curves[2]
