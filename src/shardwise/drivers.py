@@ -28,7 +28,10 @@ CUDA_BUILDS: Mapping[Version, Sequence[Version]] = {
 ROCM_BUILD = "rocm7.2"  # published for each of these versions of torch
 XPU_BUILD = "xpu"
 CPU_BUILD = "cpu"
-TURING, BLACKWELL = (7, 5), (10, 0)  # builds for CUDA 12.6 have kernels for what is older than BLACKWELL, later ones from TURING on
+TURING, BLACKWELL = (
+    (7, 5),
+    (10, 0),
+)  # builds for CUDA 12.6 have kernels for what is older than BLACKWELL, later ones from TURING on
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,9 @@ def nvidia(root: Path = Path("/")) -> Driver | None:
 def amd(root: Path = Path("/")) -> Driver | None:
     """By ROCm's tools: a processor with graphics has /dev/kfd too, and ROCm does not run on most of those."""
     cards = parse_amd(said("rocm-smi", "--showproductname")) or parse_amd(said("amd-smi", "static", "--asic"))
-    return Driver("AMD", cards, "HIP_VISIBLE_DEVICES", _text(root / "sys/module/amdgpu/version").strip() or None) if cards else None
+    return (
+        Driver("AMD", cards, "HIP_VISIBLE_DEVICES", _text(root / "sys/module/amdgpu/version").strip() or None) if cards else None
+    )
 
 
 def intel(root: Path = Path("/")) -> Driver | None:

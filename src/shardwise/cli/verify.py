@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.backend import Backend
 from shardwise.config import Config
 from shardwise.core.errors import ConfigError, check_choice
+from shardwise.launch.devices import check_kernels, check_torch
 from shardwise.launch.local import clear_logs, launch_local, run_folder
 from shardwise.launch.subject import check_plan, load_anywhere
 from shardwise.launch.verifying import verify_config
@@ -58,10 +59,13 @@ def _device(name: str, ranks_as: str) -> tuple[torch.device, list[str]]:
     legal = ["cpu", *([here.type] if here.asynchronous and here.widest_float is torch.float64 else [])]
     if name not in legal:
         lacks = f": {name} computes in no more than float32" if name == here.type else ""
-        raise ConfigError(f"--device {name}: legal on this machine: {', '.join(legal)}{lacks}")
+        raise ConfigError("; ".join([f"--device {name}: legal on this machine: {', '.join(legal)}{lacks}", *warnings]))
     if name != "cpu" and ranks_as != "threads":
         raise ConfigError(f"--device {name} --ranks-as {ranks_as}: legal: ranks as threads, which share one device")
-    return here.device(0) if name != "cpu" else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu"), warnings
+    check_kernels(1)
+    return here.device(0), warnings
 
 
 def _processes(config: Config) -> dict[str, Any]:

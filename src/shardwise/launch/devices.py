@@ -72,15 +72,19 @@ def _update(driver: drivers.Driver, needs: tuple[int, int] | None = None) -> str
     return f"update the driver ({driver.version})" + (f" to one for CUDA {drivers.in_words(needs)}" if needs is not None else "")
 
 
-def check_ranks(ranks: int, local: int, backend: Backend | None = None) -> None:
-    """:class:`ConfigError` where ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on its devices."""
-    backend = backend or Backend.here()
-    if not backend.asynchronous:
-        return
+def check_kernels(local: int) -> None:
+    """:class:`ConfigError` where this torch has no kernels for one of the first ``local`` devices here."""
+    backend = Backend.here()
     lacking = backend.without_kernels(local)
     if lacking:
         raise ConfigError(_without_kernels(backend, *lacking[0]))
-    if ranks == 1:
+
+
+def check_ranks(ranks: int, local: int) -> None:
+    """:class:`ConfigError` where ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on its devices."""
+    backend = Backend.here()
+    check_kernels(local)
+    if ranks == 1 or not backend.asynchronous:
         return
     if backend.transport is None:
         raise ConfigError(
@@ -154,7 +158,9 @@ def mixed(cards: Sequence[Card]) -> str | None:
     each = [f"{name} ({total}) on ranks {_ranks([rank for rank, one in enumerate(kinds) if one == (name, total)])}"
             for name, total in dict.fromkeys(kinds)]  # fmt: skip
     least = size(min(one.total for one in cards))
-    return f"devices: {', '.join(each)}: the slowest sets the pace of every step, and the plan is made for the least memory, {least}"
+    return (
+        f"devices: {', '.join(each)}: the slowest sets the pace of every step, and the plan is made for the least memory, {least}"
+    )
 
 
 def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> None:
@@ -191,7 +197,9 @@ def family() -> set[int]:
     """This process, who started it, and all that it has started: the run's own on this host."""
     try:
         parent = psutil.Process().parent()
-        return {os.getpid()} | ({parent.pid, *(one.pid for one in parent.children(recursive=True))} if parent is not None else set())
+        return {os.getpid()} | (
+            {parent.pid, *(one.pid for one in parent.children(recursive=True))} if parent is not None else set()
+        )
     except psutil.Error:
         return {os.getpid()}
 
