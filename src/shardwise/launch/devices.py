@@ -42,14 +42,18 @@ def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
     if driver is None:
         return []
     if built.maker == driver.maker:
-        raise ConfigError(_unusable(built, driver))
+        raise ConfigError(_unusable(built, driver, environment.get(driver.hides)))
     what = "CPUs" if not built.asynchronous else f"devices of {built.maker}"
     build = driver.build(torch.__version__)
-    mend = f"to use it, run `{drivers.install(torch.__version__, build)}`" if build is not None else _update(driver)
-    return [f"{driver} is here, but torch {torch.__version__} is a build for {what}, so CPUs compute; {mend}"]
+    mend = (
+        f"to use it, run `{drivers.install(torch.__version__, build)}`"
+        if build is not None
+        else f"{_update(driver)}, which is too old for it"
+    )
+    return [f"this machine has {driver}, but torch {torch.__version__} is a build for {what}, so CPUs compute; {mend}"]
 
 
-def _unusable(built: Backend, driver: drivers.Driver) -> str:
+def _unusable(built: Backend, driver: drivers.Driver, chosen: str | None) -> str:
     """A sentence on why torch has no device though it is built for the cards that the driver shows, and what mends it."""
     version, needs, build = torch.__version__, built.toolkit, driver.build(torch.__version__)
     instead = f"or set {driver.hidden} to train on CPUs"
@@ -60,7 +64,6 @@ def _unusable(built: Backend, driver: drivers.Driver) -> str:
             f"{drivers.in_words(driver.runs)}; {', '.join(mends)}, {instead}"
         )
     said = built.objection() or "torch finds no device"
-    chosen = os.environ.get(driver.hides)
     visible = "" if chosen is None else f" ({driver.hides}={chosen})"
     return (
         f"torch {version} is built for {driver}, but cannot use it{visible}: {said}; mend the driver ({driver.version}) or {driver.hides}, "

@@ -1,0 +1,394 @@
+"""Devices that cannot be trained on are refused, or warned of, before anything starts.  Drivers are scripts on the PATH, torch's facts are set."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from shardwise import drivers
+from shardwise.backend import Backend, runs_on
+from shardwise.cli import train as train_command
+from shardwise.cli.main import app
+from shardwise.config import Hardware, load_config
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.launch import devices
+from shardwise.launch.devices import Card, cards_of, check_apart, check_free, check_ranks, check_torch, mixed, occupied
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.threads import run_ranks
+
+ROOT = Path(__file__).parents[2]
+GIB = 1 << 30
+
+INDEX = "--index-url https://download.pytorch.org/whl"
+Smi = Callable[..., None]
+
+
+def tool(folder: Path, name: str, body: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+    """Puts on the PATH an nvidia-smi that knows these cards, a driver that runs so much of CUDA, and these processes."""
+
+    def put(cards: str = "NVIDIA H200, 570.86.15, 9.0", runs: str = "12.8", processes: str = "", body: str | None = None) -> None:
+        answers = f"""case "$*" in
+        *compute_cap*) printf '{cards}\\n' ;;
+        *query-compute-apps*) printf '{processes}\\n' ;;
+        "") echo '| NVIDIA-SMI 570.86.15    Driver Version: 570.86.15    CUDA Version: {runs}  |' ;;
+        *) exit 2 ;; esac"""
+        tool(tmp_path / "bin", "nvidia-smi", answers if body is None else body)
+
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return put
+
+
+def torch_is(monkeypatch: pytest.MonkeyPatch, built: str, here: str = "cpu", toolkit: str | None = None, cards: int = 0) -> None:
+    """What torch is built for, and what it can use."""
+    monkeypatch.setattr(Backend, "built", staticmethod(lambda: Backend(built)))
+    monkeypatch.setattr(Backend, "here", staticmethod(lambda: Backend(here)))
+    monkeypatch.setattr(Backend, "count", property(lambda self: cards if self.asynchronous else 1))
+    monkeypatch.setattr(torch.version, "cuda", toolkit)
+    monkeypatch.setattr(torch.version, "hip", None)
+
+
+# ---- a torch for CPUs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("card", "runs", "build"),
+    [("NVIDIA H200, 570.86.15, 9.0", "12.8", "cu126"), ("NVIDIA B200, 580.65.06, 10.0", "13.0", "cu130"), ("Tesla V100, 580.65.06, 7.0", "13.0", "cu126"),
+     ("Tesla V100, 470.57.02, 7.0", "11.4", None), ("NVIDIA A100, 535.54.03, 8.0", "12.2", "cu126")],
+)  # fmt: skip
+def test_a_torch_for_cpus_is_warned_of(
+    card: str, runs: str, build: str | None, smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi(f"{card}\\n{card}", runs)
+    torch_is(monkeypatch, "cpu")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    (warning,) = check_torch({})
+    name = card.partition(",")[0]
+    assert warning.startswith(f"this machine has 2 x {name}, but torch 2.13.0+cpu is a build for CPUs, so CPUs compute; ")
+    if build is None:
+        assert warning.endswith("update the driver (470.57.02), which is too old for it")
+    else:
+        assert f"`pip install torch==2.13.0+{build} {INDEX}/{build}`" in warning
+
+
+def test_nobody_warns_where_cards_are_hidden_used_or_absent(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_is(monkeypatch, "cpu")
+    smi(body="exit 9")
+    assert check_torch({}) == [] or Path("/proc/driver/nvidia").exists()
+    smi()
+    assert check_torch({"CUDA_VISIBLE_DEVICES": ""}) == check_torch({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert check_torch({"CUDA_VISIBLE_DEVICES": "1,0"})
+    monkeypatch.setattr(drivers, "found", lambda *_: pytest.fail("a tool is asked though torch has a device"))
+    torch_is(monkeypatch, "cuda", "cuda", "12.8", cards=1)
+    assert check_torch({}) == []
+
+
+def test_a_run_says_it_once_and_goes_on(smi: Smi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    started: list[bool] = []
+    smi()
+    torch_is(monkeypatch, "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def begin(*_: Any, **__: Any) -> None:
+        started.append(True)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(train_command, "_train_local", begin)
+    done = CliRunner().invoke(app, ["train", f"train.run_dir={tmp_path / 'run'}", "train.devices=1", "data.sequence_length=16"])
+    assert started == [True] and done.stdout.replace("\n", " ").count("this machine has NVIDIA H200, but torch") == 1, done.output
+
+
+def test_a_driver_that_hangs_says_nothing(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(body="exec sleep 20")
+    monkeypatch.setattr(drivers, "PATIENCE", 0.2)
+    assert drivers.said("nvidia-smi") == "" == drivers.said("no-such-tool")
+
+
+def test_cards_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernel's module; but a container sees that of its host, and has no card where it has no device files."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
+    card.mkdir(parents=True)
+    (card / "information").write_text("Model: \t\t NVIDIA L4\nIRQ:   100\n")
+    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu\n")
+    assert drivers.found({}, tmp_path) is None
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    found = drivers.found({}, tmp_path)
+    assert found == drivers.Driver("NVIDIA", ("NVIDIA L4",), "CUDA_VISIBLE_DEVICES", "550.54.14")
+    assert found.build("2.13.0") == "cu130" and found.build("2.11.0") == "cu130"
+
+
+def test_cards_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}/bin")
+    (tmp_path / "sys/class/drm/renderD128").mkdir(parents=True)
+    card = tmp_path / "sys/pci/0000:03:00.0"
+    card.mkdir(parents=True)
+    (card / "vendor").write_text("0x8086\n")
+    (tmp_path / "sys/class/drm/renderD128/device").symlink_to(card)
+    intel = drivers.intel(tmp_path)
+    assert intel is not None and intel.build("2.13.0") == "xpu" and intel.hidden == 'ONEAPI_DEVICE_SELECTOR="*:cpu"'
+    assert drivers.hides("*:cpu") and not drivers.hides("level_zero:gpu") and not drivers.hides(None)
+    tool(tmp_path / "bin", "rocm-smi", "echo 'GPU[0]\t\t: Card Series: \t\tAMD Instinct MI300X'")
+    amd = drivers.found({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
+    assert amd is not None and (amd.maker, amd.cards, amd.build("2.13.0")) == ("AMD", ("AMD Instinct MI300X",), "rocm7.2")
+    assert drivers.parse_amd("        MARKET_NAME: AMD Instinct MI250X\n") == ("AMD Instinct MI250X",)
+
+
+# ---- a torch for another CUDA ------------------------------------------------------------------------------------------------
+
+
+def test_a_driver_older_than_torch_s_cuda_is_refused(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(runs="12.4")
+    torch_is(monkeypatch, "cuda", toolkit="13.0")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(ConfigError) as caught:
+        check_torch({})
+    assert str(caught.value) == (
+        "torch 2.11.0+cu130 needs CUDA 13.0, but the driver (570.86.15) of NVIDIA H200 supports up to CUDA 12.4; update the driver "
+        f'(570.86.15) to one for CUDA 13.0, or run `pip install torch==2.11.0+cu126 {INDEX}/cu126`, or set CUDA_VISIBLE_DEVICES="" to '
+        "train on CPUs"
+    )
+    assert check_torch({"CUDA_VISIBLE_DEVICES": ""}) == []  # the user says so
+
+
+def test_any_other_reason_is_told_in_torch_s_words(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi(runs="13.0")
+    torch_is(monkeypatch, "cuda", toolkit="12.6")
+    monkeypatch.setattr(Backend, "objection", lambda self: "CUDA unknown error")
+    with pytest.raises(ConfigError, match=r"built for NVIDIA H200, but cannot use it: CUDA unknown error; mend the driver"):
+        check_torch({})
+
+
+def test_nothing_is_made_before_it_is_refused(smi: Smi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    smi(runs="12.4")
+    torch_is(monkeypatch, "cuda", toolkit="13.0")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    for command in (["train", f"train.run_dir={tmp_path / 'run'}"], ["verify", "--device", "cuda"]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2 and "needs CUDA 13.0" in done.stderr and not (tmp_path / "run").exists()
+
+
+def test_verify_on_a_device_that_torch_is_not_built_for(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi()
+    torch_is(monkeypatch, "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    done = CliRunner().invoke(app, ["verify", "--device", "cuda"])
+    assert done.exit_code == 2 and "legal on this machine: cpu; this machine has NVIDIA H200, but torch" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "kernels", "runs"),
+    [((8, 6), "sm_80", True), ((9, 0), "sm_80", False), ((8, 0), "sm_86", False), ((12, 0), "sm_90 compute_90", True),
+     ((10, 0), "sm_90a", False), ((9, 0), "sm_90a", True), ((10, 3), "sm_100f", True), ((7, 0), "sm_75 sm_80", False), ((9, 0), "gfx942", True)],
+)  # fmt: skip
+def test_which_kernels_run_on_which_card(capability: tuple[int, int], kernels: str, runs: bool) -> None:
+    assert runs_on(capability, kernels.split()) is runs
+
+
+def test_a_card_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_is(monkeypatch, "cuda", "cuda", "13.0", cards=2)
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_75", "sm_90"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(9, 0), (7, 0)][index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla V100")
+    check_ranks(1, 1)  # the first alone
+    with pytest.raises(
+        ConfigError,
+        match=r"no kernels for Tesla V100, whose compute capability is 7.0: it has those of sm_75 sm_90; run `pip .*cu126`",
+    ):
+        check_ranks(2, 2)
+
+
+# ---- ranks and cards ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_is(monkeypatch, "cuda", "cuda", "12.8", cards=2)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", list)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
+    check_ranks(2, 2)
+    check_ranks(16, 2)
+    with pytest.raises(
+        ConfigError, match=r"4 ranks on this host and 2 devices .* at most 2 here, and more on other hosts; .*gloo"
+    ):
+        check_ranks(4, 4)
+    with pytest.raises(
+        ConfigError, match=r"train.devices = 4 .*at most 2, the GPUs of this machine. More ranks take more hosts .*gloo"
+    ):
+        load_config(None, ["train.devices=4"], hardware=Hardware(cores=8, gpus=2))
+
+
+def test_ranks_that_a_launcher_gave_one_card() -> None:
+    card = Card("NVIDIA L4", 22 * GIB, 22 * GIB, "ab-1")
+    check_apart([card, Card("NVIDIA L4", 22 * GIB, 22 * GIB, "ab-2")])
+    check_apart([Card("MPS", 1, 1), Card("MPS", 1, 1)])  # nobody says which they are
+    with pytest.raises(
+        ConfigError, match=r"3 ranks have 1 cards, for ranks 0-2 have the same NVIDIA L4 \(ab-1\); legal: one rank a card"
+    ):
+        check_apart([card, card, card])
+
+
+@pytest.mark.usefixtures("two_cards")
+def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
+    check_ranks(1, 1)
+    with pytest.raises(
+        ConfigError, match=r'built without "nccl", by which 2 ranks .*\(those for Linux have\), or use one rank; .*"gloo"'
+    ):
+        check_ranks(2, 2)
+    done = CliRunner().invoke(app, ["train", "train.devices=2"])
+    assert done.exit_code == 2 and "built without" in done.stderr
+    torch_is(monkeypatch, "npu", "npu", cards=2)
+    monkeypatch.setattr(Backend, "transport", None)
+    with pytest.raises(ConfigError, match="nothing by which 2 ranks on devices of type npu communicate; legal: 1"):
+        check_ranks(2, 2)
+
+
+def test_mixed_cards_are_noted() -> None:
+    small, large = Card("NVIDIA A100", 40 * GIB, 40 * GIB), Card("NVIDIA H100", 80 * GIB, 80 * GIB)
+    assert mixed([]) is mixed([small, small]) is None
+    assert mixed([small, large, large, small]) == (
+        "devices: NVIDIA A100 (40.0 GiB) on ranks 0, 3, NVIDIA H100 (80.0 GiB) on ranks 1-2: the slowest sets the pace of every step, and the "
+        "plan is made for the least memory, 40.0 GiB"
+    )
+
+
+def test_ranks_tell_each_other_of_their_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = itertools.count()
+    monkeypatch.setattr(devices, "Backend", SimpleNamespace(of=lambda device: SimpleNamespace(asynchronous=True)))
+    monkeypatch.setattr(Card, "of", staticmethod(lambda device: Card("NVIDIA É" * 9, 80 * GIB, 7, f"GPU-{next(numbers)}")))
+    found = run_ranks(Mesh.of(dp=3), cards_of, timeout=20)
+    assert found[0] == found[1] == found[2] and len({one.uuid for one in found[0]}) == 3
+    assert {(one.name, one.total, one.free) for one in found[0]} == {("NVIDIA É" * 9, 80 * GIB, 7)}
+
+
+# ---- a card that others fill -------------------------------------------------------------------------------------------------
+
+PROCESSES = (
+    "4242, /usr/bin/python3, 70000, GPU-AB-1\\n17, own, 3000, GPU-AB-1\\n9, [Not Found], [N/A], GPU-AB-1\\n5, other, 9, GPU-AB-2"
+)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Of a forecast what is asked of it."""
+
+    worst: Any
+    budget: int
+
+    def nearest(self) -> int:
+        return self.budget
+
+    def advice(self, fit: int) -> str:
+        return f"what fits into {fit / GIB:.0f} GiB"
+
+
+def test_who_holds_a_card_is_named(smi: Smi) -> None:
+    smi(processes=PROCESSES)
+    assert occupied(3 * GIB, 80 * GIB, "NVIDIA H100", uuid="ab-1", own={17}) == (
+        "3.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, process 9 ([Not Found]) holds some"
+    )
+    assert "the driver does not say who" in occupied(3 * GIB, 80 * GIB, "NVIDIA H100", uuid="cd")
+    assert os.getpid() in devices.family()
+
+
+def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
+    smi(processes=PROCESSES)
+    full = [Card("NVIDIA H100", 80 * GIB, 80 * GIB, "ab-0"), Card("NVIDIA H100", 80 * GIB, 10 * GIB, "ab-1")]
+
+    def needs(gib: int) -> Any:
+        return Predicted(SimpleNamespace(peak_bytes=gib * GIB), 76 * GIB)
+
+    def rank(comm: Communicator) -> str:
+        check_free(comm, full, needs(9))  # it fits beside them
+        check_free(comm, full[:1] * 2, needs(90))  # too much for any card: not for others to mend
+        with pytest.raises(ConfigError) as caught:
+            check_free(comm, full, needs(20))
+        return str(caught.value)
+
+    first, second = run_ranks(Mesh.of(dp=2), rank, timeout=20)
+    assert first == second and first.startswith(
+        "memory: rank 1 needs 20.0 GiB, but only 10.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, "
+    )
+    assert first.endswith("or change the plan: what fits into 10 GiB")
+
+
+# ---- scripts/install.sh ------------------------------------------------------------------------------------------------------
+
+
+def installed(tmp_path: Path, visible: str | None = None, lacks: str = "nothing") -> list[str]:
+    """The packages of torch that the script asks pip for, in this order; pip has none of those with ``lacks`` in their names."""
+    for name in ("scripts/install.sh", "src/shardwise/drivers.py", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    asked = tmp_path / "asked"
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    body = f"""case "$*" in
+    *metadata*) exit 1 ;;
+    *torch==*) echo "$*" >>{asked}; case "$*" in *{lacks}*) exit 1 ;; esac ;; esac"""
+    tool(tmp_path / ".venv/bin", "python", body)
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
+    environment |= {"PYTHON": sys.executable} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    done = subprocess.run([tmp_path / "scripts/install.sh", "run"], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return [line.partition("constraints.txt ")[2] for line in asked.read_text().splitlines()]
+
+
+def wheel(build: str) -> str:
+    return f"--extra-index-url https://download.pytorch.org/whl/{build} torch==2.13.0+{build}"
+
+
+def test_install_takes_the_build_that_the_driver_runs(smi: Smi, tmp_path: Path) -> None:
+    smi(runs="13.1")
+    assert installed(tmp_path) == [wheel("cu130")]
+
+
+def test_install_falls_back_to_what_pip_finds(smi: Smi, tmp_path: Path) -> None:
+    smi(runs="12.9")
+    assert installed(tmp_path, lacks="+cu129") == [wheel("cu129"), "torch==2.13.0"]
+
+
+def test_install_on_rocm(smi: Smi, tmp_path: Path) -> None:
+    smi(body="exit 9")
+    if Path("/proc/driver/nvidia").exists():
+        pytest.skip("this machine has a GPU of NVIDIA's, which comes first")
+    tool(tmp_path / "bin", "rocm-smi", "echo 'GPU[0]\t\t: Card series: \t\tAMD Instinct MI300X'")
+    assert installed(tmp_path) == [wheel("rocm7.2")]
+
+
+def test_install_without_a_gpu_or_with_a_hidden_one(smi: Smi, tmp_path: Path) -> None:
+    smi()
+    assert installed(tmp_path, visible="") == ["torch==2.13.0+cpu"]
+
+
+def test_install_asks_torch_s_index_for_cpus_last(smi: Smi, tmp_path: Path) -> None:
+    smi()
+    found = installed(tmp_path, visible="", lacks="+cpu")
+    assert found == ["torch==2.13.0+cpu", "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu", "torch==2.13.0"]
