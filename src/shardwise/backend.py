@@ -179,9 +179,11 @@ class Backend:
         return " ".join(torch.cuda.get_arch_list()) if self.type == CUDA else ""
 
     def uuid(self, device: torch.device) -> str:
-        """What tells a device from all others of its maker, whatever a process calls it; "" where torch does not say."""
-        ask = getattr(self._module, "get_device_properties", None)
-        return "" if ask is None else str(getattr(ask(device), "uuid", ""))
+        """What tells a card of NVIDIA's from all others, whatever a process calls it; of others "": AMD's can have one in common."""
+        if self.type != CUDA or self.rocm:
+            return ""
+        found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        return found if found.strip("0-") else ""
 
     # ---- queues ----------------------------------------------------------------------------------------------------------
 

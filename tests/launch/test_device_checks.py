@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -25,9 +26,11 @@ from shardwise.cli.main import app
 from shardwise.config import Hardware, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.launch import devices
+from shardwise.launch import devices, training
 from shardwise.launch.devices import Card, cards_of, check_apart, check_free, check_ranks, check_torch, mixed, occupied
+from shardwise.launch.run import Side
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +76,8 @@ def torch_is(monkeypatch: pytest.MonkeyPatch, built: str, here: str = "cpu", too
 
 @pytest.mark.parametrize(
     ("card", "runs", "build"),
-    [("NVIDIA H200, 570.86.15, 9.0", "12.8", "cu126"), ("NVIDIA B200, 580.65.06, 10.0", "13.0", "cu130"), ("Tesla V100, 580.65.06, 7.0", "13.0", "cu126"),
+    [("NVIDIA H200, 570.86.15, 9.0", "12.8", "cu126"), ("NVIDIA B200, 580.65.06, 10.0", "13.0", "cu130"),
+     ("Tesla V100, 580.65.06, 7.0", "13.0", "cu126"),
      ("Tesla V100, 470.57.02, 7.0", "11.4", None), ("NVIDIA A100, 535.54.03, 8.0", "12.2", "cu126")],
 )  # fmt: skip
 def test_a_torch_for_cpus_is_warned_of(
@@ -340,6 +344,25 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
     assert first.endswith("or change the plan: what fits into 10 GiB")
 
 
+def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One rank of a CPU, which takes these for the cards of all."""
+    config = load_config(
+        None, [f"train.run_dir={tmp_path}", "train.devices=1", "train.steps=1", "model.width=16", "model.layers=1", "model.heads=1",
+               "data.sequence_length=16", "data.batch_size=2", "train.eval_every=0"], hardware=Hardware(cores=1),
+    )  # fmt: skip
+    side = Side(Progress(record_path(tmp_path, 0)))
+    monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, 1000)])
+    with pytest.raises(
+        ConfigError, match="memory: rank 0 needs .* but only 1000 B of the 1.0 GiB of NVIDIA L4 are free: others hold"
+    ):
+        training.train(config, side)
+    assert not (tmp_path / "plan.toml").exists()
+    monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, GIB), Card("NVIDIA H100", 2 * GIB, 2 * GIB)])
+    training.train(config, side)
+    notes = json.loads((tmp_path / "about.json").read_text())["notes"]
+    assert any(note.startswith("devices: NVIDIA L4 (1.0 GiB) on ranks 0, NVIDIA H100 (2.0 GiB) on ranks 1: ") for note in notes)
+
+
 # ---- scripts/install.sh ------------------------------------------------------------------------------------------------------
 
 
@@ -392,3 +415,23 @@ def test_install_asks_torch_s_index_for_cpus_last(smi: Smi, tmp_path: Path) -> N
     smi()
     found = installed(tmp_path, visible="", lacks="+cpu")
     assert found == ["torch==2.13.0+cpu", "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu", "torch==2.13.0"]
+
+
+def test_the_readme_s_commands_are_those_that_are_given() -> None:
+    told = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(
+        f"`{drivers.install('2.13.0', build)}`" in told for build in ("cu130", "cu126", drivers.ROCM_BUILD, drivers.XPU_BUILD)
+    )
+    assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
+def test_what_torch_says_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Backend("cuda").objection() and not Backend("cpu").objection()
+    given = SimpleNamespace(uuid="d1a2-00")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: given)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert Backend("cuda").uuid(torch.device("cuda:0")) == "d1a2-00"
+    given.uuid = "0000-00"
+    assert Backend("cuda").uuid(torch.device("cuda:0")) == Backend("xpu").uuid(torch.device("xpu:0")) == ""
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert Backend("cuda").toolkit == (12, 8) and Backend("xpu").toolkit is None

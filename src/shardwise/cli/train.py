@@ -47,7 +47,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     config = load_config(path, overrides)
     backend = Backend.here()
     build_plan(config).check_device(backend.kind)
-    check_ranks(config.train.devices, int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() else config.train.devices)
+    check_ranks(config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
