@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,11 +344,21 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
     assert first.endswith("or change the plan: what fits into 10 GiB")
 
 
+@pytest.fixture
+def precision() -> Iterator[None]:
+    """Training sets that of the process."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.usefixtures("precision")
 def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One rank of a CPU, which takes these for the cards of all."""
+    (tmp_path / "text.txt").write_bytes(bytes(range(1, 256)) * 8)
     config = load_config(
         None, [f"train.run_dir={tmp_path}", "train.devices=1", "train.steps=1", "model.width=16", "model.layers=1", "model.heads=1",
-               "data.sequence_length=16", "data.batch_size=2", "train.eval_every=0"], hardware=Hardware(cores=1),
+               "data.sequence_length=16", "data.batch_size=2", f"data.source={tmp_path / 'text.txt'}"], hardware=Hardware(cores=1),
     )  # fmt: skip
     side = Side(Progress(record_path(tmp_path, 0)))
     monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, 1000)])
@@ -360,7 +370,7 @@ def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, GIB), Card("NVIDIA H100", 2 * GIB, 2 * GIB)])
     training.train(config, side)
     notes = json.loads((tmp_path / "about.json").read_text())["notes"]
-    assert any(note.startswith("devices: NVIDIA L4 (1.0 GiB) on ranks 0, NVIDIA H100 (2.0 GiB) on ranks 1: ") for note in notes)
+    assert any(note.startswith("devices: NVIDIA L4 (1.0 GiB) on rank 0, NVIDIA H100 (2.0 GiB) on rank 1: ") for note in notes)
 
 
 # ---- scripts/install.sh ------------------------------------------------------------------------------------------------------

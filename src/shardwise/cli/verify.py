@@ -33,7 +33,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, 
     console = make_console(stderr=json)
     if not json:
         for warning in warnings:
-            console.print(f"note: {warning}", markup=False)
+            console.print(f"note: {warning}", markup=False, soft_wrap=True)
         on = f" on {Backend.of(where).name(where)}" if where.type != "cpu" else ""
         ranks = f"{config.train.devices} ranks ({ranks_as}){on}, {config.parallel.microbatches} microbatches"
         console.print(Text(f"verifying {ranks}, recompute {config.parallel.recompute}"))

@@ -147,7 +147,7 @@ def check_apart(cards: Sequence[Card]) -> None:
         ranks = [rank for rank, one in enumerate(cards) if one.uuid == uuid]
         if len(ranks) > 1:
             raise ConfigError(
-                f"devices: {len(cards)} ranks have {len({one.uuid or rank for rank, one in enumerate(cards)})} cards, for ranks "
+                f"devices: {len(cards)} ranks have {len({one.uuid or rank for rank, one in enumerate(cards)})} cards, for "
                 f"{_ranks(ranks)} have the same {cards[ranks[0]].name} ({uuid}); legal: one rank a card, so fewer ranks, more cards for each "
                 'host or more hosts, or, in a script of your own, connect(backend="gloo"), by which ranks share a card'
             )
@@ -158,7 +158,7 @@ def mixed(cards: Sequence[Card]) -> str | None:
     kinds = [(one.name, size(one.total)) for one in cards]
     if len(set(kinds)) < 2:
         return None
-    each = [f"{name} ({total}) on ranks {_ranks([rank for rank, one in enumerate(kinds) if one == (name, total)])}"
+    each = [f"{name} ({total}) on {_ranks([rank for rank, one in enumerate(kinds) if one == (name, total)])}"
             for name, total in dict.fromkeys(kinds)]  # fmt: skip
     least = size(min(one.total for one in cards))
     return (
@@ -217,6 +217,7 @@ def _tell(comm: Communicator, text: str, what: str) -> list[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``0-3, 6``: in ascending order."""
+    """``ranks 0-3, 6``, or ``rank 6``: of ascending numbers."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda one: one[1] - one[0])]
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
