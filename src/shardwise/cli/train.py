@@ -61,7 +61,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
         notices += found.notices
         if first and not json:
             for notice in notices:
-                console.print(f"note: {notice}", markup=False, soft_wrap=True)  # commands in it can be copied
+                console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)  # with a command to copy
         ranks = config.train.devices
         display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step)
         with nullcontext() if json or not first else display:
