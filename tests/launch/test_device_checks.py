@@ -24,8 +24,10 @@ from shardwise.backend import Backend, runs_on
 from shardwise.cli import train as train_command
 from shardwise.cli.main import app
 from shardwise.config import Hardware, load_config
+from shardwise.core.devices import model_of
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
+from shardwise.estimate.devices import Device
 from shardwise.launch import devices, training
 from shardwise.launch.devices import Card, cards_of, check_apart, check_free, check_ranks, check_torch, mixed, occupied
 from shardwise.launch.run import Side
@@ -294,6 +296,19 @@ def test_ranks_tell_each_other_of_their_cards(monkeypatch: pytest.MonkeyPatch) -
     assert {(one.name, one.total, one.free) for one in found[0]} == {("NVIDIA É" * 9, 80 * GIB, 7)}
 
 
+def test_the_slowest_card_is_planned_for() -> None:
+    names = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Unknown 1"]
+    fast, slow, unknown = (Card(name, GIB, GIB) for name in names)
+    assert training._slowest([fast, slow, fast]) == model_of(names[1]) != training._slowest([fast]) == model_of(names[0])
+    assert training._slowest([fast, unknown]) is training._slowest([]) is None
+
+
+def test_a_card_is_as_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "here", lambda device: Device("L4" * 99, "gpu", 100, 90))
+    assert Card.of(torch.device("cpu")) == (card := Card("L4" * 40, 100, 90)) and card.shared
+    assert not Card("L4", 100, 96).shared
+
+
 # ---- a card that others fill -------------------------------------------------------------------------------------------------
 
 PROCESSES = (
@@ -302,17 +317,28 @@ PROCESSES = (
 
 
 @dataclass(frozen=True)
+class Train:
+    memory_gib: float | None = 70
+
+
+@dataclass(frozen=True)
+class Given:
+    train: Train = Train()
+
+
+@dataclass(frozen=True)
 class Predicted:
     """Of a forecast what is asked of it."""
 
     worst: Any
-    budget: int
+    beside: Any
+    config: Given = Given()
 
-    def nearest(self) -> int:
-        return self.budget
+    def nearest(self) -> Any:
+        return self.config.train.memory_gib
 
-    def advice(self, fit: int) -> str:
-        return f"what fits into {fit / GIB:.0f} GiB"
+    def advice(self, fit: Any) -> str:
+        return f"what fits, and memory_gib of {fit}"
 
 
 def test_who_holds_a_card_is_named(smi: Smi) -> None:
@@ -329,7 +355,7 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
     full = [Card("NVIDIA H100", 80 * GIB, 80 * GIB, "ab-0"), Card("NVIDIA H100", 80 * GIB, 10 * GIB, "ab-1")]
 
     def needs(gib: int) -> Any:
-        return Predicted(SimpleNamespace(peak_bytes=gib * GIB), 76 * GIB)
+        return Predicted(SimpleNamespace(peak_bytes=(gib - 1) * GIB), {"context": GIB})
 
     def rank(comm: Communicator) -> str:
         check_free(comm, full, needs(9))  # it fits beside them
@@ -340,9 +366,9 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
 
     first, second = run_ranks(Mesh.of(dp=2), rank, timeout=20)
     assert first == second and first.startswith(
-        "memory: rank 1 needs 20.0 GiB, but only 10.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, "
+        "memory: rank 1 needs 20.0 GiB, 1.0 GiB of it beside tensors, but only 10.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, "
     )
-    assert first.endswith("or change the plan: what fits into 10 GiB")
+    assert first.endswith("or change the plan: what fits, and memory_gib of None")
 
 
 @pytest.fixture
@@ -364,7 +390,7 @@ def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, t
     side = Side(Progress(record_path(tmp_path, 0)))
     monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, 1000)])
     with pytest.raises(
-        ConfigError, match="memory: rank 0 needs .* but only 1000 B of the 1.0 GiB of NVIDIA L4 are free: others hold"
+        ConfigError, match="memory: rank 0 needs .*, but only 1000 B of the 1.0 GiB of NVIDIA L4 are free: others hold"
     ):
         training.train(config, side)
     assert not (tmp_path / "plan.toml").exists()

@@ -15,7 +15,7 @@ import torch
 from shardwise import drivers
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
-from shardwise.estimate.devices import GPU_MARGIN
+from shardwise.estimate.devices import here
 from shardwise.report.tables import plural, size
 from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.connect import check_possible
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TEXT = 512  # bytes of what a rank tells the others of its device
 SHOWN = 3  # processes that are named
 NAME = 80  # characters of a device's name
+LITTLE = 0.05  # of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
 
 # ---- before ranks start ------------------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -
 
 @dataclass(frozen=True)
 class Card:
-    """The device of a rank; ``free`` is what the rank could have of its ``total`` bytes, with what it has taken already."""
+    """The device of a rank; ``free`` is what the rank could have of its ``total`` bytes, with what it has taken already, for whatever purpose."""
 
     name: str
     total: int
@@ -121,14 +122,13 @@ class Card:
     @staticmethod
     def of(device: torch.device) -> Card:
         """As its driver and torch describe it now."""
-        backend = Backend.of(device)
-        free, total = backend.free_and_total(device)
-        return Card(backend.name(device)[:NAME], total, min(free + backend.reserved(device), total), backend.uuid(device))
+        found = here(device)
+        return Card(found.name[:NAME], found.memory, found.budget, Backend.of(device).uuid(device))
 
     @property
     def shared(self) -> bool:
-        """Whether others hold more of it than a context of the driver's takes."""
-        return self.total - self.free > GPU_MARGIN * self.total
+        """Whether others hold a part of it."""
+        return self.total - self.free > LITTLE * self.total
 
 
 def cards_of(comm: Communicator) -> list[Card]:
@@ -168,18 +168,22 @@ def mixed(cards: Sequence[Card]) -> str | None:
 
 def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> None:
     """:class:`ConfigError`, on all ranks, where what others hold of a card leaves too little for what is predicted."""
-    needed = found.worst.peak_bytes
+    beside = sum(found.beside.values())
+    needed = found.worst.peak_bytes + beside
     short = [rank for rank, one in enumerate(cards) if one.shared and one.free < needed]
     if not short:
         return
     mine = cards[comm.rank]
     held = occupied(mine.free, mine.total, mine.name, uuid=mine.uuid, own=family()) if comm.rank in short else ""
     first = _tell(comm, held, "who holds the memory of the devices")[short[0]]
-    least = replace(found, budget=min(cards[rank].free for rank in short))
     others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
+    bounded = replace(
+        found, config=replace(found.config, train=replace(found.config.train, memory_gib=None))
+    )  # by what is free alone
     raise ConfigError(
-        f"memory: rank {short[0]} needs {size(needed)}, but only {first}{others}; end what holds it, let CUDA_VISIBLE_DEVICES or the like "
-        f"choose other cards, or change the plan: {least.advice(least.nearest())}"
+        f"memory: rank {short[0]} needs {size(needed)}{f', {size(beside)} of it beside tensors' if beside else ''}, but only {first}{others}; "
+        "end what holds it, let CUDA_VISIBLE_DEVICES or the like choose other cards, or change the plan: "
+        f"{bounded.advice(bounded.nearest())}"
     )
 
 
