@@ -16,7 +16,7 @@ fi
 [ -n "$python" ] || { echo "shardwise needs Python 3.11 or newer on the PATH (or set PYTHON=/path/to/python3)" >&2; exit 1; }
 
 stamp=.venv/.installed-$kind
-want=$(cat pyproject.toml constraints.txt scripts/install.sh | cksum)
+want=$(cat pyproject.toml constraints.txt scripts/install.sh src/shardwise/drivers.py | cksum)
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then exit 0; fi
 if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c '' 2>/dev/null; then "$python" -m venv --clear .venv; fi
 pip="env PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet --quiet --constraint constraints.txt"
@@ -24,10 +24,12 @@ pip="env PIP_DISABLE_PIP_VERSION_CHECK=1 .venv/bin/python -m pip install --quiet
 torch=$(sed -n 's/^torch==//p' constraints.txt)
 echo "installing into .venv (torch $torch, about a minute)"
 if ! .venv/bin/python -c "import importlib.metadata as m, sys; sys.exit(m.version('torch').split('+')[0] != '$torch')" 2>/dev/null; then
-    if command -v nvidia-smi >/dev/null && nvidia-smi >/dev/null 2>&1; then
-        $pip "torch==$torch"
+    build=$("$python" -I src/shardwise/drivers.py "$torch")
+    index=https://download.pytorch.org/whl/$build
+    if [ "$build" != cpu ]; then # beside pip's own sources, which have what torch needs; of torch itself the + takes this build alone
+        $pip --extra-index-url "$index" "torch==$torch+$build" || { echo "no torch $torch+$build: taking what pip finds" >&2; $pip "torch==$torch"; }
     elif ! $pip "torch==$torch+cpu" 2>/dev/null; then # not among pip's own sources: ask torch's index of CPU builds
-        $pip --index-url https://download.pytorch.org/whl/cpu "torch==$torch+cpu" 2>/dev/null || $pip "torch==$torch"
+        $pip --index-url "$index" "torch==$torch+cpu" 2>/dev/null || $pip "torch==$torch"
     fi
 fi
 case $kind in

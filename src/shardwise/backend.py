@@ -8,8 +8,9 @@ table of distributed backends) is used as it is.
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,6 +141,60 @@ class Backend:
         """Whether torch's optimizers without a fused kernel keep their counters of steps on the device, where a step can be skipped without
         asking the host."""
         return self.type != "mps"
+
+    # ---- what this torch can do with it ----------------------------------------------------------------------------------
+
+    @property
+    def maker(self) -> str:
+        """Whose devices are of this type: "NVIDIA", "AMD", "Intel" or "Apple"; the type itself of an extension's."""
+        if self.rocm:
+            return "AMD"
+        return {CUDA: "NVIDIA", "xpu": "Intel", "mps": "Apple"}.get(self.type, self.type)
+
+    @property
+    def toolkit(self) -> tuple[int, int] | None:
+        """The CUDA that this torch is built with, such as (12, 8); None for all others, ROCm's too."""
+        if self.type != CUDA or self.rocm or torch.version.cuda is None:
+            return None
+        major, minor = torch.version.cuda.split(".")[:2]
+        return int(major), int(minor)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether this torch has the :attr:`transport` between devices of this type."""
+        return self.transport is not None and dist.is_available() and dist.is_backend_available(self.transport)
+
+    def objection(self) -> str:
+        """Why torch cannot use a device of this type, in torch's words; "" where it says nothing."""
+        try:
+            getattr(self._module, "init", lambda: None)()
+        except Exception as error:  # noqa: BLE001 - whatever it raises is the answer
+            return str(error).strip().partition("\n")[0].rstrip(".")
+        return ""
+
+    def without_kernels(self, first: int) -> list[tuple[str, tuple[int, int]]]:
+        """Names and compute capabilities of those of the ``first`` devices that no kernel of this torch runs on: "no kernel image".
+
+        Known of CUDA's alone.  The driver is asked, but nothing is allocated on a device.
+        """
+        if self.type != CUDA or self.rocm:
+            return []
+        kernels = torch.cuda.get_arch_list()
+        capabilities = [torch.cuda.get_device_capability(index) for index in range(min(first, self.count))]
+        lacking = [index for index, capability in enumerate(capabilities) if kernels and not runs_on(capability, kernels)]
+        return [(torch.cuda.get_device_name(index), capabilities[index]) for index in lacking]
+
+    @property
+    def kernels(self) -> str:
+        """What this torch has kernels for, in its own words: "sm_80 sm_90"."""
+        return " ".join(torch.cuda.get_arch_list()) if self.type == CUDA else ""
+
+    def uuid(self, device: torch.device) -> str:
+        """What tells a card of NVIDIA's from all others, whatever a process calls it; of others "": AMD's can have one in common."""
+        if self.type != CUDA or self.rocm:
+            return ""
+        found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+        return found if found.strip("0-") else ""
 
     # ---- queues ----------------------------------------------------------------------------------------------------------
 
@@ -330,6 +385,22 @@ class Backend:
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
+
+
+def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """Whether one of ``kernels``, such as "sm_80" and "compute_90", runs on a card of a compute capability.
+
+    Machine code (sm) runs on cards of its own major version that are not older; what is to be compiled (compute) on all that are not older;
+    what is of one architecture (sm_90a) on that alone.
+    """
+    for name in kernels:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if match is None:
+            return True  # a name that is unknown here: torch knows better
+        made, exact = (int(match[2]), int(match[3])), match[4] == "a"
+        if made == capability or (not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])):
+            return True
+    return False
 
 
 def into_float32(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:

@@ -92,6 +92,7 @@ def test_mps_is_one_device_without_peers(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # ---- one place ---------------------------------------------------------------------------------------------------------------
 
+TOOLS = {"nvidia-smi", "rocm-smi", "amd-smi", "xpu-smi"}
 MAKERS = {"cuda", "nccl", "rccl", "xpu", "xccl", "mps", "hip"}
 
 
@@ -108,7 +109,7 @@ def told_apart(text: str) -> list[str]:
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
-            if node.value.lower().partition(":")[0] in MAKERS or "torch.cuda" in node.value:
+            if node.value.lower().partition(":")[0] in MAKERS | TOOLS or "torch.cuda" in node.value:
                 found.append(f"{node.lineno}: {node.value!r}")
         elif isinstance(node, ast.Attribute) and node.attr in (MAKERS | {"is_cuda", "is_xpu", "is_mps"}):
             found.append(f"{node.lineno}: .{node.attr}")
@@ -119,10 +120,12 @@ def told_apart(text: str) -> list[str]:
 
 
 def test_only_one_place_tells_makers_apart() -> None:
-    """A new kind of device is one more case in ``backend.py``."""
+    """A new kind of device is one more case in ``backend.py``; and in ``drivers.py``, which asks makers' own tools before there is a torch
+    for the device."""
     files = sorted(SOURCE.rglob("*.py"))
     found = {str(file.relative_to(SOURCE)): told_apart(file.read_text(encoding="utf-8")) for file in files}
-    assert len(files) > 100 and found.pop("backend.py")
+    assert len(files) > 100 and found.pop("backend.py") and found.pop("drivers.py")
+    assert "import torch" not in (SOURCE / "drivers.py").read_text(encoding="utf-8")
     assert {file: lines for file, lines in found.items() if lines} == {}
 
 
@@ -130,7 +133,7 @@ def test_only_one_place_tells_makers_apart() -> None:
     "line",
     [
         'x.to("cuda")', 'd = torch.device("cuda:0")', "torch.cuda.synchronize()", "if x.is_cuda: pass", 'init_process_group("nccl")',
-        "from torch.cuda import Event", "import torch.backends.mps", 'd.type == "mps"',
+        "from torch.cuda import Event", "import torch.backends.mps", 'd.type == "mps"', 'run(["nvidia-smi", "-L"])',
     ],
 )  # fmt: skip
 def test_who_tells_them_apart_is_found(line: str) -> None:

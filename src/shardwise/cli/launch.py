@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardwise.config import Hardware
+from shardwise.config import MORE_RANKS, Hardware
 from shardwise.core.errors import ConfigError
+from shardwise.launch.devices import check_kernels, check_torch
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.monitor import log_path
 from shardwise.launch.rank import run_script
@@ -30,10 +31,13 @@ def run(
         return
     if under_torchrun():
         raise ConfigError(f"torchrun has started this process already; legal: torchrun {script} itself")
+    for warning in check_torch():
+        print(f"note: {warning}", file=sys.stderr)
     hardware = Hardware.here()
     ranks = ranks or hardware.devices
     if 0 < hardware.gpus < ranks:
-        raise ConfigError(f"--ranks {ranks}: legal: at most {hardware.gpus}, the GPUs of this machine")
+        raise ConfigError(f"--ranks {ranks}: legal: at most {hardware.gpus}, the GPUs of this machine. {MORE_RANKS}")
+    check_kernels(ranks)
     own = [a for a in arguments if a.partition("=")[0] in ("--ranks", "--threads", "--run-dir", "--hang-timeout", "--json")]
     if own:
         print(f"note: {' '.join(own)} goes to {script.name}; options of launch come before the script", file=sys.stderr)

@@ -19,6 +19,7 @@ from shardwise.backend import Backend
 from shardwise.checkpoint.reader import Checkpoint, latest
 from shardwise.config import Config, build_data, build_plan, load_config
 from shardwise.data.progress import shown
+from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
 from shardwise.launch.folder import CHECKPOINTS, PLAN, Found, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
@@ -42,15 +43,17 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     start = time.monotonic()
     adopt(os.environ)
     Backend.built().prepare(os.environ)  # this process may be a rank: before it asks for devices
+    warnings = check_torch()
     config = load_config(path, overrides)
     if config.train.deterministic:
         Backend.built().prepare_repeatable(os.environ)
     backend = Backend.here()
     build_plan(config).check_device(backend.kind)
+    check_ranks(config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices)
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
-    notices = [*config.notices, *_prepare_data(config, console if first else None)]
+    notices = [*warnings, *config.notices, *_prepare_data(config, console if first else None)]
     with console.status("capturing the model") if first and not json else nullcontext():
         check_plan(
             config, torch.device(backend.type)
@@ -60,7 +63,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
         notices += found.notices
         if first and not json:
             for notice in notices:
-                console.print(f"note: {notice}", markup=False)
+                console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)  # with a command to copy
         ranks = config.train.devices
         display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step)
         with nullcontext() if json or not first else display:

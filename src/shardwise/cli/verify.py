@@ -16,6 +16,7 @@ from rich.text import Text
 from shardwise.backend import Backend
 from shardwise.config import Config
 from shardwise.core.errors import ConfigError, check_choice
+from shardwise.launch.devices import check_kernels, check_torch
 from shardwise.launch.local import clear_logs, launch_local, run_folder
 from shardwise.launch.subject import check_plan, load_anywhere
 from shardwise.launch.verifying import verify_config
@@ -27,10 +28,12 @@ WORST = 5  # tensors shown where the plan is the same; all of the report's where
 def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, device: str) -> None:
     """Verify, print the report, and exit with 1 where the plan is not the same as one device."""
     check_choice("--ranks-as", ranks_as, ("threads", "processes"))
-    where = _device(device, ranks_as)
+    where, warnings = _device(device, ranks_as)
     config = load_anywhere(path, overrides)
     console = make_console(stderr=json)
     if not json:
+        for warning in warnings:
+            console.print(f"note: {warning}", markup=False, soft_wrap=True)
         on = f" on {Backend.of(where).name(where)}" if where.type != "cpu" else ""
         ranks = f"{config.train.devices} ranks ({ranks_as}){on}, {config.parallel.microbatches} microbatches"
         console.print(Text(f"verifying {ranks}, recompute {config.parallel.recompute}"))
@@ -43,16 +46,26 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, 
         raise typer.Exit(1)
 
 
-def _device(name: str, ranks_as: str) -> torch.device:
-    """The one device that ``--device`` says, which ranks as threads share; :class:`ConfigError` where this machine lacks it."""
+def _device(name: str, ranks_as: str) -> tuple[torch.device, list[str]]:
+    """The one device that ``--device`` says, which ranks as threads share, and what to warn of; :class:`ConfigError` where this machine
+    lacks it."""
     here = Backend.here()
+    try:
+        warnings = check_torch()
+    except ConfigError:
+        if name != "cpu":
+            raise
+        warnings = []  # verify computes on CPUs unless asked otherwise
     legal = ["cpu", *([here.type] if here.asynchronous and here.widest_float is torch.float64 else [])]
     if name not in legal:
         lacks = f": {name} computes in no more than float32" if name == here.type else ""
-        raise ConfigError(f"--device {name}: legal on this machine: {', '.join(legal)}{lacks}")
+        raise ConfigError("; ".join([f"--device {name}: legal on this machine: {', '.join(legal)}{lacks}", *warnings]))
     if name != "cpu" and ranks_as != "threads":
         raise ConfigError(f"--device {name} --ranks-as {ranks_as}: legal: ranks as threads, which share one device")
-    return here.device(0) if name != "cpu" else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu"), warnings
+    check_kernels(1)
+    return here.device(0), warnings
 
 
 def _processes(config: Config) -> dict[str, Any]:

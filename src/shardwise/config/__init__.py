@@ -2,7 +2,7 @@
 
 from .build import Data, build_data, build_dataset, build_loss_scale, build_model, build_optimizer, build_plan
 from .config import Config, load_config
-from .hardware import Hardware
+from .hardware import MORE_RANKS, Hardware
 from .sections import CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "Config",
     "Data",
     "DataConfig",
+    "MORE_RANKS",
     "Hardware",
     "ModelConfig",
     "OptimizerConfig",

@@ -17,7 +17,7 @@ from shardwise.parallel.tensor import ROLES, sides
 from .data import complete_data
 from .draft import Draft
 from .files import file_exists, there
-from .hardware import Hardware
+from .hardware import MORE_RANKS, Hardware
 from .sections import rules
 
 WITH_BETAS = APPLIES["betas"]
@@ -222,7 +222,7 @@ def _there(draft: Draft, hardware: Hardware, devices: int, key: str | None) -> b
         return False
     if not hardware.world and 0 < hardware.gpus < devices:
         if each <= hardware.gpus:
-            draft.refuse(str(key), f"at most {hardware.gpus // each}, the GPUs of this machine{over}")
+            draft.refuse(str(key), f"at most {hardware.gpus // each}, the GPUs of this machine{over}", MORE_RANKS)
         else:
             _shared(draft, hardware.gpus, "the GPUs of this machine", most=True)
         return False

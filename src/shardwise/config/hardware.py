@@ -5,6 +5,11 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+MORE_RANKS = (
+    'More ranks take more hosts (torchrun or srun), or a script whose ranks share a GPU (torchrun and connect(backend="gloo"))'
+)
+"""What somebody who wants more ranks than this machine has GPUs can do."""
+
 
 @dataclass(frozen=True)
 class Hardware:

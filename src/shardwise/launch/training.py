@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shardwise.backend import Backend
 from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
-from shardwise.core.devices import MODELS, Model, model_of
+from shardwise.core.devices import Model, model_of
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
@@ -28,6 +29,7 @@ from shardwise.runtime.initial_values import Values
 from shardwise.trace.initial import record
 from shardwise.trainer import Trainer
 
+from .devices import Card, cards_of, check_free, mixed
 from .folder import PLAN, plan_of
 from .forecast import OPEN, WAYS, Forecast, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
@@ -91,6 +93,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
 def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     """The model with weights that depend on the seed alone, the data, and a trainer over both."""
     progress = side.progress
+    cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
     initial = _initial(config, constructor)
@@ -107,10 +110,10 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     with uncollected():
         compiled = Compiled(
             module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size, per_host=per_host,
-            model=_slowest(comm),
+            model=_slowest(cards),
         )  # fmt: skip
     progress.phase("predicting the memory")
-    forecast = _forecast(config, compiled, comm)
+    forecast = _forecast(config, compiled, comm, cards)
     if unordered(config):
         progress.phase("measuring the units of the pipeline")
         settle(forecast, comm, data.train)
@@ -124,20 +127,16 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     return Run(config, trainer, data, matmul, side, forecast)
 
 
-def _slowest(comm: Communicator) -> Model | None:
+def _slowest(cards: Sequence[Card]) -> Model | None:
     """The model of the ranks' GPUs, where they differ the slowest, by which all ranks find the same plan; None if one is not known."""
-    backend = Backend.of(comm.device)
-    if not backend.asynchronous:
+    found = [model_of(one.name) for one in cards]
+    known = [model for model in found if model is not None]
+    if len(known) < len(found) or not known:
         return None
-    told = torch.zeros(comm.mesh.size, dtype=torch.float64)
-    own = model_of(backend.name(comm.device))
-    told[comm.rank] = -1 if own is None else MODELS.index(own)
-    host_sum(comm, told, "the models of all devices")
-    found = [MODELS[int(index)] for index in set(told.tolist()) if index >= 0]
-    return None if bool((told < 0).any()) else min(found, key=lambda model: model.peak.flops("bf16") or model.peak.fp32 * 1e12)
+    return min(known, key=lambda model: model.peak.flops("bf16") or model.peak.fp32 * 1e12)
 
 
-def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecast:
+def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Sequence[Card]) -> Forecast:
     """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
@@ -151,6 +150,8 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator) -> Forecas
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []
+    found.compiled.general.notes += [note] if (note := mixed(cards)) is not None else []
+    check_free(comm, cards, found)
     found.check()
     found.check_host(int(told[1].min()))
     return found

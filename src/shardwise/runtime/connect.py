@@ -110,17 +110,22 @@ def _chosen(mesh: Mesh, device: torch.device, backend: str, met: bool) -> str:
     if backend not in legal:
         found = f'backend: "{backend}" is' if backend else "backend: torch has none, so it is"
         raise ConfigError(f"{found} not possible between devices of type {device.type}; legal: {', '.join(legal[1:])}")
-    if backend == SHARED:
-        return backend
+    if backend != SHARED:
+        check_possible(own, backend, mesh.size, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return backend
+
+
+def check_possible(own: Backend, backend: str, ranks: int, local: int) -> None:
+    """:class:`ConfigError` where this torch, or this host, cannot let ``ranks`` ranks, ``local`` of them here, communicate by ``backend``."""
     through = f'; connect(backend="{HOSTS}") would copy through the host\'s memory' if backend != HOSTS else ""
     if not dist.is_available() or not dist.is_backend_available(backend):
         raise ConfigError(
-            f'backend: torch {torch.__version__} is built without "{backend}", by which {mesh.size} ranks on devices of type {device.type} '
-            f"communicate; install a build of torch that has it, or use one rank{through}"
+            f'backend: torch {torch.__version__} is built without "{backend}", by which {ranks} ranks on devices of type {own.type} '
+            f"communicate; install a build of torch that has it (those for Linux have), or use one rank{through}"
         )
-    ranks, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), own.count
-    if backend != HOSTS and ranks > devices > 1:  # one device may be what a launcher lets each rank see
+    devices = own.count
+    if backend != HOSTS and local > devices > 1:  # one device may be what a launcher lets each rank see
         raise ConfigError(
-            f"backend: {ranks} ranks on this host and {devices} devices of type {device.type}; legal: one rank a device{through}"
+            f"backend: {local} ranks on this host and {devices} devices of type {own.type}; legal: one rank a device, so at most {devices} "
+            f"here, and more on other hosts{through}"
         )
-    return backend

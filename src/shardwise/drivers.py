@@ -1,0 +1,241 @@
+"""What the makers' own tools and the kernel say of a machine's GPUs, without torch; and which build of torch is made for them.
+
+``python -I src/shardwise/drivers.py 2.13.0`` prints that build, such as ``cu130`` or ``cpu``: so scripts/install.sh asks before there is a
+torch.  Hence only the standard library is imported.  A tool that is missing, fails or takes too long says nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PATIENCE = 5.0  # seconds for an answer of a tool; a driver that hangs must not hold up a run
+INDEX = "https://download.pytorch.org/whl/"
+CSV = "--format=csv,noheader"
+Version = tuple[int, int]
+
+# What torch publishes on its index for CUDA on Linux, by its own version; of later versions the last row is taken to hold.
+CUDA_BUILDS: Mapping[Version, Sequence[Version]] = {
+    (2, 11): ((12, 6), (12, 8), (12, 9), (13, 0)),
+    (2, 12): ((12, 6), (13, 0), (13, 2)),
+    (2, 13): ((12, 6), (12, 9), (13, 0), (13, 2)),
+}
+ROCM_BUILD = "rocm7.2"  # published for each of these versions of torch
+XPU_BUILD = "xpu"
+CPU_BUILD = "cpu"
+TURING, BLACKWELL = (
+    (7, 5),
+    (10, 0),
+)  # builds for CUDA 12.6 have kernels for what is older than BLACKWELL, later ones from TURING on
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that holds ``memory`` bytes of the card ``uuid``."""
+
+    pid: int
+    name: str
+    memory: int
+    uuid: str
+
+
+@dataclass(frozen=True)
+class Driver:
+    """The GPUs of one maker.  ``runs`` is the newest CUDA that the driver can run, ``capabilities`` are the cards', where they are known."""
+
+    maker: str
+    cards: tuple[str, ...]
+    hides: str  # the environment variable that says which cards a process sees
+    version: str | None = None
+    runs: Version | None = None
+    capabilities: tuple[Version, ...] = ()
+
+    def __str__(self) -> str:
+        """``2 x NVIDIA H100 80GB HBM3``, of several kinds with ``and``."""
+        counts = {name: self.cards.count(name) for name in self.cards}
+        return " and ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+
+    @property
+    def hidden(self) -> str:
+        """What hides the cards, for those who want to train on CPUs."""
+        return f'{self.hides}="{"*:cpu" if self.maker == "Intel" else ""}"'
+
+    def build(self, torch: str) -> str | None:
+        """The build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a newer driver is needed."""
+        if self.maker == "NVIDIA":
+            return _cuda_build(torch, self.runs, self.capabilities)
+        return ROCM_BUILD if self.maker == "AMD" else XPU_BUILD
+
+
+def install(torch: str, build: str) -> str:
+    """The command that installs a build of ``torch``; without the +, pip would keep another build of the same version."""
+    return f"pip install torch=={torch.partition('+')[0]}+{build} --index-url {INDEX}{build}"
+
+
+def found(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Driver | None:
+    """The GPUs that this machine has and ``environment`` does not hide; of several makers NVIDIA's, AMD's, Intel's, in this order."""
+    makers = (
+        (nvidia, ("CUDA_VISIBLE_DEVICES",)),
+        (amd, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
+        (intel, ("ONEAPI_DEVICE_SELECTOR",)),
+    )
+    for look, variables in makers:
+        if not any(hides(environment.get(name)) for name in variables) and (driver := look(root)) is not None:
+            return driver
+    return None
+
+
+def hides(value: str | None) -> bool:
+    """Whether a variable such as CUDA_VISIBLE_DEVICES hides all devices: nothing is visible from the first number on that is none.
+
+    Intel's variable says which kind of devices it leaves.
+    """
+    first = "none set" if value is None else value.strip().partition(",")[0].strip()
+    return first in ("", "-1", "NoDevFiles") or first.endswith(":cpu")
+
+
+def nvidia(root: Path = Path("/")) -> Driver | None:
+    """By nvidia-smi; without it by the kernel's module, where the machine lets this process have a card."""
+    asked = ("name,driver_version,compute_cap", "name,driver_version")  # drivers before 510 do not know what a capability is
+    listed = next((rows for query in asked if (rows := parse_cards(said("nvidia-smi", f"--query-gpu={query}", CSV)))), [])
+    if listed:
+        runs = parse_cuda(said("nvidia-smi"))
+        capabilities = tuple(capability for _, _, capability in listed if capability is not None)
+        return Driver("NVIDIA", tuple(name for name, _, _ in listed), "CUDA_VISIBLE_DEVICES", listed[0][1], runs, capabilities)
+    if not any((root / "dev").glob("nvidia[0-9]*")):  # a container sees the host's /proc, also when it may not use the cards
+        return None
+    told = (_text(file) for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")))
+    cards = tuple(match[1].strip() for text in told if (match := re.search(r"^Model:(.*)$", text, re.MULTILINE)))
+    version = re.search(r"Kernel Module\D*?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
+    return Driver("NVIDIA", cards, "CUDA_VISIBLE_DEVICES", version and version[1]) if cards else None
+
+
+def amd(root: Path = Path("/")) -> Driver | None:
+    """By ROCm's tools: a processor with graphics has /dev/kfd too, and ROCm does not run on most of those."""
+    cards = parse_amd(said("rocm-smi", "--showproductname")) or parse_amd(said("amd-smi", "static", "--asic"))
+    return (
+        Driver("AMD", cards, "HIP_VISIBLE_DEVICES", _text(root / "sys/module/amdgpu/version").strip() or None) if cards else None
+    )
+
+
+def intel(root: Path = Path("/")) -> Driver | None:
+    """By the kernel, which shows cards and what is part of the processor; that has an address of its own, and is no reason to say anything."""
+    nodes = sorted((root / "sys/class/drm").glob("renderD*/device"))
+    cards = [node for node in nodes if _text(node / "vendor").strip() == "0x8086" and node.resolve().name != "0000:00:02.0"]
+    return Driver("Intel", ("Intel GPU",) * len(cards), "ONEAPI_DEVICE_SELECTOR") if cards else None
+
+
+def holders(uuid: str, own: Collection[int] = ()) -> list[Holder]:
+    """Who else than ``own`` processes holds memory of a card of NVIDIA's, most first; none where the driver does not say."""
+    query = "--query-compute-apps=pid,process_name,used_memory,gpu_uuid"
+    listed = parse_holders(said("nvidia-smi", query, f"{CSV},nounits"))
+    there = [one for one in listed if one.uuid == _bare(uuid) and one.pid not in own]
+    return sorted(there, key=lambda one: -one.memory)
+
+
+# ---- what tools print --------------------------------------------------------------------------------------------------------
+
+
+def parse_cards(text: str) -> list[tuple[str, str, Version | None]]:
+    """Name, version of the driver and capability, of lines such as ``NVIDIA H200, 570.86.15, 9.0``, or without the last."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [(row[0], row[1], _version(row[2]) if len(row) > 2 else None) for row in rows if len(row) > 1]
+
+
+def parse_cuda(text: str) -> Version | None:
+    """The newest CUDA that the driver runs, from the head of what nvidia-smi prints; newer ones call it that of the UMD."""
+    match = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", text)
+    return match and _version(match[1])
+
+
+def parse_amd(text: str) -> tuple[str, ...]:
+    """Names in what rocm-smi (``GPU[0] : Card Series: AMD Instinct MI300X``) or amd-smi (``MARKET_NAME: …``) prints."""
+    return tuple(match.strip() for match in re.findall(r"(?:Card [Ss]eries|MARKET_NAME):\s*(.+)", text))
+
+
+def parse_holders(text: str) -> list[Holder]:
+    """Of lines such as ``4242, /usr/bin/python3, 70210, GPU-…``, in MiB; in a container names and numbers can be hidden."""
+    made = []
+    for line in text.splitlines():
+        first, _, rest = line.partition(",")
+        cells = [cell.strip() for cell in rest.rsplit(",", 2)]
+        if first.strip().isdigit() and len(cells) == 3:
+            name, memory, uuid = cells
+            made.append(Holder(int(first), name.rpartition("/")[2], int(memory) << 20 if memory.isdigit() else 0, _bare(uuid)))
+    return made
+
+
+def said(tool: str, *arguments: str) -> str:
+    """What a tool prints, "" where it says nothing."""
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, errors="replace", timeout=PATIENCE)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+# ---- builds ------------------------------------------------------------------------------------------------------------------
+
+
+def _cuda_build(torch: str, runs: Version | None, capabilities: Sequence[Version]) -> str | None:
+    """The newest that the driver knows and all cards have kernels in.
+
+    A driver also runs a newer CUDA of its own major version; of such the oldest is taken.  Where the driver does not say what it runs, it
+    is taken to be able to run all.
+    """
+    published = CUDA_BUILDS.get(_version(torch) or (0, 0), CUDA_BUILDS[max(CUDA_BUILDS)])
+    legal = [one for one in published if all(has_kernels(one, capability) for capability in capabilities)]
+    if runs is not None:
+        known = [one for one in legal if one <= runs]
+        same = [one for one in legal if one[0] == runs[0]]
+        legal = known[-1:] or same[:1]
+    elif legal:
+        legal = [one for one in legal if one <= (13, 0)][-1:] or legal  # what PyPI has
+    return f"cu{legal[-1][0]}{legal[-1][1]}" if legal else None
+
+
+def has_kernels(build: Version, capability: Version) -> bool:
+    """Whether torch's builds for a version of CUDA have kernels for cards of a compute capability."""
+    return capability < BLACKWELL if build <= (12, 6) else capability >= TURING
+
+
+def in_words(version: Version | None) -> str:
+    """``12.8``."""
+    return "an unknown version" if version is None else f"{version[0]}.{version[1]}"
+
+
+def _version(text: str) -> Version | None:
+    match = re.match(r"\s*(\d+)\.(\d+)", text)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _bare(uuid: str) -> str:
+    return re.sub(r"^(GPU|MIG)-", "", uuid.strip()).lower()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def main(arguments: Sequence[str], tell: Callable[[str], object] = print) -> None:
+    """Print the build of a version of torch to install here."""
+    driver = found()
+    build = None if driver is None else driver.build(arguments[0])
+    if driver is not None and build is None:
+        print(f"{driver}: the driver is too old for torch {arguments[0]}; update it, and install again", file=sys.stderr)
+    elif driver is not None and build == XPU_BUILD:  # large, and few who have such a card want it
+        print(f"{driver}: for it, run .venv/bin/{install(arguments[0], XPU_BUILD)}", file=sys.stderr)
+        build = None
+    tell(build or CPU_BUILD)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

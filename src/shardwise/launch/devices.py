@@ -1,0 +1,227 @@
+"""Whether the devices can be trained on, asked before anything starts: of torch and the drivers, and between ranks once they are connected."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from shardwise import drivers
+from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
+from shardwise.estimate.devices import here
+from shardwise.report.tables import plural, size
+from shardwise.runtime.communicator import Communicator, host_sum
+from shardwise.runtime.connect import check_possible
+
+if TYPE_CHECKING:
+    from .forecast import Forecast
+
+TEXT = 512  # bytes of what a rank tells the others of its device
+SHOWN = 3  # processes that are named
+NAME = 80  # characters of a device's name
+LITTLE = 0.05  # of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
+
+# ---- before ranks start ------------------------------------------------------------------------------------------------------
+
+
+def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """What to warn of: a GPU that this torch is not built for.  :class:`ConfigError` where it is built for it, and cannot use it.
+
+    Where torch has a device, or ``environment`` hides all of them, no tool is asked.
+    """
+    built = Backend.built()
+    if Backend.here().asynchronous:
+        return []
+    driver = drivers.found(environment)
+    if driver is None:
+        return []
+    if built.maker == driver.maker:
+        raise ConfigError(_unusable(built, driver, environment.get(driver.hides)))
+    what = "CPUs" if not built.asynchronous else f"devices of {built.maker}"
+    build = driver.build(torch.__version__)
+    mend = (
+        f"to use it, run `{drivers.install(torch.__version__, build)}`"
+        if build is not None
+        else f"{_update(driver)}, which is too old for it"
+    )
+    return [f"this machine has {driver}, but torch {torch.__version__} is a build for {what}, so CPUs compute; {mend}"]
+
+
+def _unusable(built: Backend, driver: drivers.Driver, chosen: str | None) -> str:
+    """A sentence on why torch has no device though it is built for the cards that the driver shows, and what mends it."""
+    version, needs, build = torch.__version__, built.toolkit, driver.build(torch.__version__)
+    instead = f"or set {driver.hidden} to train on CPUs"
+    if needs is not None and driver.runs is not None and driver.runs[0] < needs[0]:
+        mends = [_update(driver, needs), *([f"or run `{drivers.install(version, build)}`"] if build is not None else [])]
+        return (
+            f"torch {version} needs CUDA {drivers.in_words(needs)}, but the driver ({driver.version}) of {driver} supports up to CUDA "
+            f"{drivers.in_words(driver.runs)}; {', '.join(mends)}, {instead}"
+        )
+    said = built.objection() or "torch finds no device"
+    visible = "" if chosen is None else f" ({driver.hides}={chosen})"
+    return (
+        f"torch {version} is built for {driver}, but cannot use it{visible}: {said}; mend the driver ({driver.version}) or {driver.hides}, "
+        f"{instead}"
+    )
+
+
+def _update(driver: drivers.Driver, needs: tuple[int, int] | None = None) -> str:
+    return f"update the driver ({driver.version})" + (f" to one for CUDA {drivers.in_words(needs)}" if needs is not None else "")
+
+
+def check_kernels(local: int) -> None:
+    """:class:`ConfigError` where this torch has no kernels for one of the first ``local`` devices here."""
+    backend = Backend.here()
+    lacking = backend.without_kernels(local)
+    if lacking:
+        raise ConfigError(_without_kernels(backend, *lacking[0]))
+
+
+def check_ranks(ranks: int, local: int) -> None:
+    """:class:`ConfigError` where ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on its devices."""
+    backend = Backend.here()
+    check_kernels(local)
+    if ranks == 1 or not backend.asynchronous:
+        return
+    if backend.transport is None:
+        raise ConfigError(
+            f"train.devices: torch has nothing by which {ranks} ranks on devices of type {backend.type} communicate; legal: 1"
+        )
+    check_possible(backend, backend.transport, ranks, local)
+
+
+def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -> str:
+    card = drivers.Driver(backend.maker, (name,), "CUDA_VISIBLE_DEVICES", capabilities=(capability,))
+    build = card.build(torch.__version__)
+    mend = f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
+    return (
+        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is {drivers.in_words(capability)}: it has those of "
+        f"{backend.kernels}; {mend} hide the card with {card.hides}"
+    )
+
+
+# ---- between ranks -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Card:
+    """The device of a rank; ``free`` is what the rank could have of its ``total`` bytes, with what it has taken already, for whatever purpose."""
+
+    name: str
+    total: int
+    free: int
+    uuid: str = ""
+
+    @staticmethod
+    def of(device: torch.device) -> Card:
+        """As its driver and torch describe it now."""
+        found = here(device)
+        return Card(found.name[:NAME], found.memory, found.budget, Backend.of(device).uuid(device))
+
+    @property
+    def shared(self) -> bool:
+        """Whether others hold a part of it."""
+        return self.total - self.free > LITTLE * self.total
+
+
+def cards_of(comm: Communicator) -> list[Card]:
+    """Those of all ranks, which call this together; none where CPUs compute.  :class:`ConfigError` where two ranks have the same."""
+    if not Backend.of(comm.device).asynchronous:
+        return []
+    cards = [Card(**json.loads(one)) for one in _tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")]
+    check_apart(cards)
+    return cards
+
+
+def check_apart(cards: Sequence[Card]) -> None:
+    """:class:`ConfigError` where ranks have one card in common, as when a launcher lets all of them see the same."""
+    uuids = {one.uuid for one in cards if one.uuid}
+    for uuid in sorted(uuids):
+        ranks = [rank for rank, one in enumerate(cards) if one.uuid == uuid]
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"devices: {len(cards)} ranks have {len({one.uuid or rank for rank, one in enumerate(cards)})} cards, for "
+                f"{_ranks(ranks)} have the same {cards[ranks[0]].name} ({uuid}); legal: one rank a card, so fewer ranks, more cards for each "
+                'host or more hosts, or, in a script of your own, connect(backend="gloo"), by which ranks share a card'
+            )
+
+
+def mixed(cards: Sequence[Card]) -> str | None:
+    """A note where ranks have cards of several kinds: which rank has which."""
+    kinds = [(one.name, size(one.total)) for one in cards]
+    if len(set(kinds)) < 2:
+        return None
+    each = [f"{name} ({total}) on {_ranks([rank for rank, one in enumerate(kinds) if one == (name, total)])}"
+            for name, total in dict.fromkeys(kinds)]  # fmt: skip
+    least = size(min(one.total for one in cards))
+    return (
+        f"devices: {', '.join(each)}: the slowest sets the pace of every step, and the plan is made for the least memory, {least}"
+    )
+
+
+def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> None:
+    """:class:`ConfigError`, on all ranks, where what others hold of a card leaves too little for what is predicted."""
+    beside = sum(found.beside.values())
+    needed = found.worst.peak_bytes + beside
+    short = [rank for rank, one in enumerate(cards) if one.shared and one.free < needed]
+    if not short:
+        return
+    mine = cards[comm.rank]
+    held = occupied(mine.free, mine.total, mine.name, uuid=mine.uuid, own=family()) if comm.rank in short else ""
+    first = _tell(comm, held, "who holds the memory of the devices")[short[0]]
+    others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
+    bounded = replace(
+        found, config=replace(found.config, train=replace(found.config.train, memory_gib=None))
+    )  # by what is free alone
+    raise ConfigError(
+        f"memory: rank {short[0]} needs {size(needed)}{f', {size(beside)} of it beside tensors' if beside else ''}, but only {first}{others}; "
+        "end what holds it, let CUDA_VISIBLE_DEVICES or the like choose other cards, or change the plan: "
+        f"{bounded.advice(bounded.nearest())}"
+    )
+
+
+def occupied(free: int, total: int, device: str, *, uuid: str = "", own: Collection[int] = ()) -> str:
+    """``3.1 GiB of the 79.1 GiB of NVIDIA H100 are free: process 4242 (python3) holds 70.0 GiB``, as far as the driver says.
+
+    ``own`` are processes that are not named, since they are this run's.
+    """
+    words = f"{size(free)} of the {size(total)} of {device} are free"
+    holders = drivers.holders(uuid, own) if uuid else []
+    named = [f"process {one.pid} ({one.name}) holds {size(one.memory) if one.memory else 'some'}" for one in holders[:SHOWN]]
+    if len(holders) > SHOWN:
+        named.append(f"{len(holders) - SHOWN} more hold the rest")
+    return f"{words}: {', '.join(named)}" if named else f"{words}: others hold the rest, and the driver does not say who"
+
+
+def family() -> set[int]:
+    """This process, who started it, and all that it has started: the run's own on this host."""
+    try:
+        parent = psutil.Process().parent()
+        return {os.getpid()} | (
+            {parent.pid, *(one.pid for one in parent.children(recursive=True))} if parent is not None else set()
+        )
+    except psutil.Error:
+        return {os.getpid()}
+
+
+def _tell(comm: Communicator, text: str, what: str) -> list[str]:
+    """The short texts of all ranks, on all ranks."""
+    told = torch.zeros(comm.mesh.size, TEXT)
+    mine = text.encode()[:TEXT]
+    told[comm.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.float32)
+    host_sum(comm, told, what)
+    return [bytes(int(code) for code in row if code).decode(errors="ignore") for row in told.tolist()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``ranks 0-3, 6``, or ``rank 6``: of ascending numbers."""
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda one: one[1] - one[0])]
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
