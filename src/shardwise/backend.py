@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.core.errors import ConfigError
+from shardwise.wide import WideProduct, into_float32, multiplies_wide
 
 if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
@@ -35,9 +36,6 @@ NCCL = "nccl"  # also RCCL
 XCCL = "xccl"
 RECORDED = "2000"  # collectives that a process remembers: those of some steps
 _HOST = (CPU, "meta")
-
-WideProduct = Callable[[Tensor, Tensor, Tensor, bool], None]
-"""Called as (goal, left, right, add): writes ``left @ right``, matrices or batches of them, to ``goal``, or adds it."""
 
 # What a process on such a device should have in its environment before torch starts the device; a user's own value stays.
 #   expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost to fragmentation.
@@ -158,11 +156,6 @@ class Backend:
             return None
         major, minor = torch.version.cuda.split(".")[:2]
         return int(major), int(minor)
-
-    @property
-    def communicates(self) -> bool:
-        """Whether this torch has the :attr:`transport` between devices of this type."""
-        return self.transport is not None and dist.is_available() and dist.is_backend_available(self.transport)
 
     def objection(self) -> str:
         """Why torch cannot use a device of this type, in torch's words; "" where it says nothing."""
@@ -401,31 +394,3 @@ def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
         if made == capability or (not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])):
             return True
     return False
-
-
-def into_float32(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
-    """A :data:`WideProduct` by torch's own kernels."""
-    wide: Any = {"out_dtype": torch.float32, "out": goal}
-    if goal.dim() == 2:
-        torch.addmm(goal, left, right, **wide) if add else torch.mm(left, right, **wide)
-    else:
-        torch.baddbmm(goal, left, right, **wide) if add else torch.bmm(left, right, **wide)
-
-
-def multiplies_wide(product: WideProduct, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of each form runs there, and gives a sum that has too many digits for ``dtype``."""
-    size, large = 16, 2048.0  # 2049 has twelve digits: fp16 holds eleven, bf16 eight
-    left = torch.ones(size, size, dtype=dtype, device=device)
-    right = torch.zeros(size, size, dtype=dtype, device=device)
-    right[0], right[1] = large, 1.0
-    for batch in ((), (2,)):
-        goal = torch.full((*batch, size, size), 0.25, device=device)
-        columns, rows = (one.expand(*batch, size, size).mT.contiguous().mT for one in (left, right))
-        try:
-            for add, expected in ((True, large + 1.25), (False, large + 1)):
-                product(goal, columns, rows, add)
-                if not bool((goal == expected).all()):
-                    return False
-        except (RuntimeError, TypeError):  # no such kernel, or no such argument
-            return False
-    return True

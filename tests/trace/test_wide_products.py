@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import OptimizerChoice, Plan
-from shardwise.backend import Backend, WideProduct, multiplies_wide
+from shardwise.backend import Backend
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.trace.multiply import Factors, Kernels, accumulate
 from shardwise.trace.profile import profile
 from shardwise.trace.tracker import StorageTracker
+from shardwise.wide import WideProduct, multiplies_wide
 
 NARROW = (torch.bfloat16, torch.float16)
 CPU = torch.device("cpu")

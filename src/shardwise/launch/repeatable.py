@@ -28,8 +28,7 @@ def repeatable(device: torch.device, wanted: bool) -> Iterator[None]:
         found = REFUSED.search(str(error))
         if found is None:
             raise
-        where = "".join(f" ({place})" for place in re.findall(r"\(([^()]*:\d+, in [^()]*)\)$", str(error)))
         raise ConfigError(
-            f"train.deterministic: {found[1]}{where}, an op of the model, gives other bits each time on devices of type {device.type}, and "
+            f"train.deterministic: {found[1]}, an op of the model, gives other bits each time on devices of type {device.type}, and "
             "torch has no other kernel for it; legal: false, or a model without it"
         ) from error

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.backend import Backend, Kind, WideProduct
+from shardwise.backend import Backend, Kind
+from shardwise.wide import WideProduct
 
 aten = torch.ops.aten
 
