@@ -45,6 +45,7 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "selective": lambda: Plan(precision="bf16", recompute="selective"),
     "zero3": lambda: data_parallel(Plan(microbatches=2, precision="bf16"), 2, 3),
     "tp": lambda: tensor_parallel(Plan(precision="bf16"), 2, "1d-sp"),
+    "2d": lambda: tensor_parallel(Plan(precision="bf16"), 4, "2d"),
     "pp": lambda: pipeline(Plan(microbatches=2, precision="bf16"), 2, "1f1b"),
 }
 """A few, each with something of its own in a step."""
