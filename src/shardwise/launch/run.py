@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -25,24 +23,21 @@ from shardwise.backend import Backend
 from shardwise.checkpoints import Checkpoints
 from shardwise.config import Config
 from shardwise.config.build import Data
-from shardwise.core.plan import Plan
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady
 from shardwise.report.tensorboard import TensorBoard
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.progress import LEAVING, Progress
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
-from shardwise.trace.trace import Trace
 from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
 
+from .about import utilisation, write_about
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, keep_lines, read_lines
 from .forecast import Forecast
 from .matmul import MatmulChoice
 from .measuring import MEMORY, StepMemory, write_memory
-from .peak import mfu, model_flops, peak_flops
 from .repeatable import repeatable
 from .results import (
     Metrics,
@@ -111,7 +106,7 @@ class Run:
         with loader, self._checkpoints() as checkpoints:
             self.side.progress.phase("looking for a checkpoint")
             first = checkpoints.restore(loader) or 0
-            self.describe(checkpoints, first)
+            write_about(self, checkpoints, first)
             trainer.comm.barrier(what="what rank 0 writes down before the first step")
             same = repeatable(trainer.comm.device, self.config.train.deterministic)
             with self._metrics(first), self._told(checkpoints), same:
@@ -336,7 +331,7 @@ class Run:
         tokens = tokens_per_row(self.trainer.compiled.example)
         self.metrics = MetricsWriter(
             (self.folder / "metrics.jsonl").open("a", encoding="utf-8"), self.trainer.engine.optimizer, tokens,
-            self.trainer.comm.device, self.side.on_step, history, warn=self.side.tell, utilisation=self._utilisation(),
+            self.trainer.comm.device, self.side.on_step, history, warn=self.side.tell, utilisation=utilisation(self),
             board=TensorBoard(self.folder / "tensorboard") if self.config.train.tensorboard else None,
         )  # fmt: skip
         pending = False
@@ -348,57 +343,6 @@ class Run:
             raise
         finally:
             self.metrics.close(flush=not pending)
-
-    def _utilisation(self) -> Callable[[int, float], float] | None:
-        """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
-        trainer, rows = self.trainer, self.config.data.batch_size
-        peak = peak_flops(trainer.comm.device, trainer.plan.precision)
-        flops = None if peak is None else model_flops(_whole(trainer.compiled), rows, trainer.plan.microbatches)
-        if peak is None or flops is None:
-            return None
-        return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)
-
-    def describe(self, checkpoints: Checkpoints, first: int) -> None:
-        """What is known before the first step, for people and for the parent."""
-        trainer, folder = self.trainer, self.folder
-        phases = self._phases()
-        log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
-        ceiling = checkpoints.prepare()
-        log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
-        if trainer.comm.rank != 0:
-            return
-        general = trainer.compiled.general
-        programs = trainer.compiled.programs(general, trainer.plan.microbatches, steady(trainer.plan))
-        notes = [*trainer.notes, *([self.forecast.note] if self.forecast.note else [])]
-        (folder / "program.txt").write_text("\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8")
-        about = {
-            "ranks": trainer.plan.mesh.size,
-            "device": str(trainer.comm.device.type),
-            "communicator": type(trainer.comm).__name__,
-            "threads": self.config.train.threads,
-            "parameters": sum(parameter.numel() for parameter in self.module.parameters()),
-            "units": len(general.units),
-            "float32_matmul": None if self.matmul is None else vars(self.matmul),
-            "deterministic": Backend.of(trainer.comm.device).repeats(os.environ) if self.config.train.deterministic else None,
-            "start_seconds": age(),
-            "first_step": first,
-            "checkpoint_every": self.config.checkpoint.every,
-            "staging_bytes": ceiling,
-            "phases": phases,
-            "notes": notes,
-        }
-        write_json(folder / "about.json", about)
-        write_memory(folder / MEMORY, self.forecast)
-        for line in (*notes, *([str(self.matmul)] if self.matmul else [])):
-            log.info(line)
-        log.info("%d parameters in %d units, from step %d", about["parameters"], about["units"], first)
-
-    def _phases(self) -> str:
-        """``starting 2.1 s, connecting 0.1 s, …``: what the start took."""
-        marks = [*self.side.progress.timeline, ("", time.time())]
-        began = time.time() - age()
-        marks[0] = (marks[0][0], began)  # "starting": the interpreter and its imports
-        return ", ".join(f"{text} {after - at:.1f} s" for (text, at), (_, after) in zip(marks, marks[1:], strict=False))
 
     def save_weights(self) -> None:
         """All ranks give their part of the weights, tensor by tensor; rank 0 writes them."""
@@ -424,15 +368,3 @@ class Run:
         }
         write_json(folder / "result.json", result)
         log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))
-
-
-def _whole(compiled: Compiled) -> Trace:
-    """A trace of the whole model, as one rank would compute it."""
-    if not compiled.general.tensor:
-        return compiled.general
-    return compiled.under(Plan(precision=compiled.plan.precision, dropout=compiled.plan.dropout)).general
-
-
-def age() -> float:
-    """Seconds since this process began."""
-    return time.time() - float(psutil.Process().create_time())

@@ -1,0 +1,91 @@
+"""What a run says of itself before its first step: in its log, to the parent, and in ``about.json``."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from shardwise.backend import Backend
+from shardwise.checkpoints import Checkpoints
+from shardwise.core.plan import Plan
+from shardwise.lower.versions import steady
+from shardwise.runtime.compiled import Compiled
+from shardwise.trace.trace import Trace
+
+from .measuring import MEMORY, write_memory
+from .peak import mfu, model_flops, peak_flops
+from .results import write_json
+
+if TYPE_CHECKING:
+    from .run import Run
+
+log = logging.getLogger("shardwise")
+
+
+def write_about(run: Run, checkpoints: Checkpoints, first: int) -> None:
+    """All ranks call it before step ``first``; rank 0 writes ``about.json``, ``program.txt`` and ``memory.json`` into the run's folder."""
+    trainer = run.trainer
+    phases = _phases(run.side.progress.timeline)
+    log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
+    ceiling = checkpoints.prepare()
+    log.info("saving takes at most %.1f MiB beside the training's memory", ceiling / 2**20)
+    if trainer.comm.rank != 0:
+        return
+    programs = trainer.compiled.programs(trainer.compiled.general, trainer.plan.microbatches, steady(trainer.plan))
+    (run.folder / "program.txt").write_text("\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8")
+    about = _about(run) | {"start_seconds": age(), "first_step": first, "staging_bytes": ceiling, "phases": phases}
+    write_json(run.folder / "about.json", about)
+    write_memory(run.folder / MEMORY, run.forecast)
+    for line in (*about["notes"], *([str(run.matmul)] if run.matmul else [])):
+        log.info(line)
+    log.info("%d parameters in %d units, from step %d", about["parameters"], about["units"], first)
+
+
+def _about(run: Run) -> dict[str, Any]:
+    config, trainer = run.config, run.trainer
+    return {
+        "ranks": trainer.plan.mesh.size,
+        "device": str(trainer.comm.device.type),
+        "communicator": type(trainer.comm).__name__,
+        "threads": config.train.threads,
+        "parameters": sum(parameter.numel() for parameter in run.module.parameters()),
+        "units": len(trainer.compiled.general.units),
+        "float32_matmul": None if run.matmul is None else vars(run.matmul),
+        "deterministic": Backend.of(trainer.comm.device).repeats(os.environ) if config.train.deterministic else None,
+        "checkpoint_every": config.checkpoint.every,
+        "notes": [*trainer.notes, *([run.forecast.note] if run.forecast.note else [])],
+    }
+
+
+def utilisation(run: Run) -> Callable[[int, float], float] | None:
+    """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
+    trainer, rows = run.trainer, run.config.data.batch_size
+    peak = peak_flops(trainer.comm.device, trainer.plan.precision)
+    flops = None if peak is None else model_flops(_whole(trainer.compiled), rows, trainer.plan.microbatches)
+    if peak is None or flops is None:
+        return None
+    return lambda taken, seconds: mfu(flops * taken / rows, seconds, trainer.plan.mesh.size, peak)
+
+
+def _whole(compiled: Compiled) -> Trace:
+    """A trace of the whole model, as one rank would compute it."""
+    if not compiled.general.tensor:
+        return compiled.general
+    return compiled.under(Plan(precision=compiled.plan.precision, dropout=compiled.plan.dropout)).general
+
+
+def _phases(timeline: Sequence[tuple[str, float]]) -> str:
+    """``starting 2.1 s, connecting 0.1 s, …``: what the start took, the interpreter and its imports as "starting"."""
+    began = time.time() - age()
+    marks = [(timeline[0][0], began), *timeline[1:], ("", time.time())]
+    return ", ".join(f"{text} {after - at:.1f} s" for (text, at), (_, after) in zip(marks, marks[1:], strict=False))
+
+
+def age() -> float:
+    """Seconds since this process began."""
+    return time.time() - float(psutil.Process().create_time())
