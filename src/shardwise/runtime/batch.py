@@ -14,6 +14,7 @@ from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime import collect
+from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
@@ -254,9 +255,17 @@ class Batch:
                 found |= {name: g for name, g in whole.items() if not bool(self.unreached.get(name, 0))}
         return found
 
-    def update(self, one: Instruction) -> None:
-        """The optimizer's step of a bucket."""
-        bucket, coefficient = self.memory.buckets[one.bucket], self.coefficient
+    def update(self, one: Instruction, together: tuple[int, ...]) -> None:
+        """The optimizer's step of a bucket, or of those that are updated ``together`` with it; of none, where another has seen to it."""
+        bucket = self.memory.buckets[one.bucket]
+        if len(together) > 1:
+            self.memory.joined(together).step(self.given.lr, self.coefficient, self.skip)
+        elif together:
+            self._update_alone(bucket)
+        bucket.publish()
+
+    def _update_alone(self, bucket: BucketMemory) -> None:
+        coefficient = self.coefficient
         assert bucket.taken is not None
         if bucket.taken.data_ptr() != bucket.final_gradient.data_ptr():  # the host takes the step
             bucket.taken.copy_(bucket.final_gradient)
@@ -265,7 +274,6 @@ class Batch:
             optimizer.step(
                 self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
             )
-        bucket.publish()
 
     def result(self, alone: bool) -> StepResult:
         """What all ranks know of the batch by now; ``alone``: each stage had decided for itself."""

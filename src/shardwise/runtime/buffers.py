@@ -312,6 +312,7 @@ class RankMemory:
         # 1 after a non-finite norm, until the host has looked.
         self.halted = torch.zeros((), dtype=torch.float32, device=comm.device)
         self._device, self._constants = comm.device, dict[int, tuple[Tensor, Tensor]]()
+        self._joined: dict[tuple[int, ...], FlatOptimizer] = {}
 
     def resident(self, constant: Tensor) -> Tensor:
         """A constant of a graph, which the host has, on this rank's device: copied there once."""
@@ -323,6 +324,12 @@ class RankMemory:
                 Backend.of(self._device).to_device(constant, self._device),
             )  # with the original, so that its id stays its own
         return self._constants[id(constant)][1]
+
+    def joined(self, buckets: tuple[int, ...]) -> FlatOptimizer:
+        """The optimizer of several buckets."""
+        if buckets not in self._joined:
+            self._joined[buckets] = FlatOptimizer.joined([u.optimizer for b in buckets for u in self.buckets[b].updates])
+        return self._joined[buckets]
 
     def reserve(self, program: Program) -> None:
         """Have what a program takes: its pools and, before the first that trains, gradients and optimizer state."""

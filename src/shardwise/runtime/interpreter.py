@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from shardwise.runtime.computing import Computing
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
+from shardwise.runtime.together import kind, steps
 from shardwise.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -52,6 +53,15 @@ class Interpreter:
     strict: bool = False
     offload: bool = False  # of activations
     recorder: Recorder | None = None
+    _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(
+        default_factory=dict
+    )  # with the program, whose id it is by
+
+    def updated(self, program: Program) -> Mapping[int, tuple[int, ...]]:
+        """The buckets that are updated at each STEP of a program, by its position."""
+        if id(program) not in self._updated:
+            self._updated[id(program)] = program, steps(program, lambda bucket: kind(self.memory.buckets[bucket]))
+        return self._updated[id(program)][1]
 
     @cached_property
     def place(self) -> dict[str, tuple[int, int]]:
@@ -100,6 +110,7 @@ class _Run:
         norms = [one for one in instructions if one.op is Op.DECIDE or of_norm(one)]
         self.alone = bool(norms) and norms[-1].op is Op.REDUCE
         self.repeated = repeated(instructions)
+        self.updated = owner.updated(self.program)
 
     def run(self) -> Iterator[StepResult]:
         owner, computing = self.owner, self.computing
@@ -226,7 +237,7 @@ class _Run:
             self.batches.rescale()
 
     def update(self, one: Instruction) -> None:
-        self.batches[one.version].update(one)
+        self.batches[one.version].update(one, self.updated[self.computing.position])
         self.gradients.spent(one.bucket)
         self.gathered.updated(one.bucket)
 

@@ -89,15 +89,26 @@ class FlatOptimizer:
     skipped; a zero element with a zero gradient (padding) stays zero, and so does its state.
     """
 
-    def __init__(self, choice: OptimizerChoice, segments: Iterable[Segment | tuple[Tensor, Tensor, bool]]):
+    def __init__(
+        self,
+        choice: OptimizerChoice,
+        segments: Iterable[Segment | tuple[Tensor, Tensor, bool]],
+        states: Iterable[Mapping[str, Tensor]] | None = None,
+    ):
         self.choice = choice
         self.segments = tuple(s for s in (Segment(*segment) for segment in segments) if s.param.numel())
         # Aliases: the caller's tensors keep their own `.grad`.
         self._params = [segment.param.detach() for segment in self.segments]
         for param, segment in zip(self._params, self.segments, strict=True):
             param.grad = segment.grad
-        self._fused = bool(self._params) and choice.name in FUSED[Backend.of(self._params[0].device).kind]
-        self._optimizer = self._make() if self.segments else None
+        self.fused = bool(self._params) and choice.name in FUSED[Backend.of(self._params[0].device).kind]
+        self._optimizer = self._make(states) if self.segments else None
+
+    @staticmethod
+    def joined(parts: Sequence[FlatOptimizer]) -> FlatOptimizer:
+        """One that takes the steps of all ``parts``, with the state that they have: the same numbers in fewer kernels, where these are fused."""
+        each = [one for part in parts for one in part.states()]
+        return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
 
     @torch.no_grad()
     def step(self, lr: float, grad_scale: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -113,7 +124,7 @@ class FlatOptimizer:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         optimizer: Any = self._optimizer
-        if self._fused:
+        if self.fused:
             optimizer.grad_scale, optimizer.found_inf = self._divisor(grad_scale, skip), skip
             optimizer.step()
             optimizer.grad_scale = optimizer.found_inf = None
@@ -153,8 +164,8 @@ class FlatOptimizer:
         """Each segment with its live state by torch's names: 1-d tensors like its parameters, and 0-d counters."""
         return [(segment, self._state(index)) for index, segment in enumerate(self.segments)]
 
-    def _make(self) -> torch.optim.Optimizer:
-        if self._fused:
+    def _make(self, states: Iterable[Mapping[str, Tensor]] | None) -> torch.optim.Optimizer:
+        if self.fused:
             options = {"fused": True}
         else:
             # Over one long tensor "foreach" only adds temporaries.
@@ -166,15 +177,16 @@ class FlatOptimizer:
         for param, segment in zip(self._params, self.segments, strict=True):
             (decayed if segment.decays else undecayed).append(param)
         optimizer = torch_optimizer(self.choice, decayed, undecayed, **options)
-        for param in self._params:
-            optimizer.state[param] = self._initial_state(param)
+        given = [self._initial_state(param) for param in self._params] if states is None else states
+        for param, state in zip(self._params, given, strict=True):
+            optimizer.state[param] = dict(state)
         return optimizer
 
     def _initial_state(self, param: Tensor) -> dict[str, Tensor]:
         """What torch.optim makes in its first step, with the scalars where its kernels want them."""
-        on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self._fused)
+        on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self.fused)
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
-        wide = scalar_type == torch.float64 and not self._fused
+        wide = scalar_type == torch.float64 and not self.fused
         scalar = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device)
         match self.choice.name:
             case "adamw" | "adam" | "radam" | "nadam":

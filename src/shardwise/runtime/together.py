@@ -1,0 +1,40 @@
+"""STEPs that directly follow each other are taken together: a bucket has two groups of parameters, and each costs a kernel for its counter of
+steps, one for the update, and one that takes the counter back where the step is skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from shardwise.core.instruction import Op
+from shardwise.core.program import Program
+from shardwise.runtime.buffers import BucketMemory
+
+
+def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int, tuple[int, ...]]:
+    """The buckets that are updated at each STEP of a program, by its position: at the first of a row those of all, at the others none.
+
+    ``like`` says what buckets must have in common to be updated together; one of which it is None is updated alone.
+    """
+    found: dict[int, list[int]] = {}
+    first = -1  # of the row that the instruction before ends
+    for position, one in enumerate(program.instructions):
+        if one.op is not Op.STEP:
+            first = -1
+            continue
+        head = program.instructions[first] if first >= 0 else None
+        kind = like(one.bucket)
+        if head is not None and kind is not None and kind == like(head.bucket) and head.version == one.version and not one.waits:
+            found[first].append(one.bucket)
+            found[position] = []
+        else:
+            first = position
+            found[position] = [one.bucket]
+    return {position: tuple(buckets) for position, buckets in found.items()}
+
+
+def kind(memory: BucketMemory) -> Hashable | None:
+    """What the updates of buckets must have in common to be one: a fused kernel on this device, and a dtype."""
+    if not memory.learns or memory.host or memory.apart:
+        return None
+    (update,) = memory.updates
+    return memory.bucket.wide if update.optimizer.fused else None
