@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from shardwise.backend import Backend
+from shardwise.config import load_config
 from shardwise.core.errors import ConfigError
+from shardwise.launch.folder import _changes
 from shardwise.launch.repeatable import repeatable
 
 TINY = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=4"]
@@ -117,3 +119,11 @@ def test_two_ranks_repeat_themselves_and_say_how(tmp_path: Path) -> None:
         assert about["deterministic"] == ({} if key == "true" else None)
         curves.append([json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()])
     assert len(curves[0]) == 4 and curves[0] == curves[1] == curves[2]
+
+
+def test_a_run_of_before_there_was_the_key_was_not_deterministic() -> None:
+    """Nor has it changed in what else it could not say; what is asked for now is told."""
+    lacking = ("deterministic", "trace_steps", "tf32")
+    before = "\n".join(line for line in load_config().resolved().splitlines() if not line.startswith(lacking))
+    assert dict(_changes(before, load_config())) == {}
+    assert dict(_changes(before, load_config(None, ["train.deterministic=true"]))) == {"train.deterministic": "false → true"}

@@ -6,12 +6,13 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.reader import Checkpoint, checkpoints, latest
 from shardwise.config import Config
+from shardwise.config.sections import SECTIONS
 from shardwise.config.toml import shown
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
@@ -99,12 +100,18 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
-    """Keys whose values differ between the checkpoint's configuration and this one, with both values."""
+    """Keys whose values differ between the checkpoint's configuration and this one, with both values.
+
+    A key that there was not when the checkpoint was written had what is its default now.
+    """
     old = tomllib.loads(before) if isinstance(before, str) else {}
     new = tomllib.loads(config.resolved())
     for section in new:
+        default = {
+            one.name: list(one.default) if isinstance(one.default, tuple) else one.default for one in fields(SECTIONS[section])
+        }
         for key in sorted({**old.get(section, {}), **new[section]}):
-            values = [tables.get(section, {}).get(key) for tables in (old, new)]
+            values = [tables.get(section, {}).get(key, default.get(key)) for tables in (old, new)]
             if old and values[0] != values[1]:
                 yield f"{section}.{key}", " → ".join("none" if value is None else shown(value) for value in values)
 
