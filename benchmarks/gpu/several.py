@@ -17,6 +17,7 @@ from typing import Any
 
 from alternate import Contender, Step, alternate
 from shardwise.backend import Backend
+from shardwise.estimate.devices import Reserve
 from task import Task, ours, plain, tensor_parallel
 from zero import SAME, off
 
@@ -236,6 +237,11 @@ def communicators(part: Part) -> None:
         first = max((rank[0] for rank in taken if rank), default=0)
         words = f"the first {first / 2**20:.0f} MiB, each further one {statistics.median(later) / 2**20:.1f} MiB"
         part.check(what, len(taken) == ranks and all(rank for rank in taken), words)
+        if part.options.gpu:
+            assumed = Reserve().pair if ranks == 2 else Reserve().group
+            most = max(later)
+            words = f"assumed {assumed / 2**20:.0f} MiB, at most {most / 2**20:.0f} MiB"
+            part.check("a communicator takes no more than `shardwise memory` assumes", most <= assumed, words)
 
 
 PARTS = {"pipeline": pipeline, "zero": zero, "tensor": tensor, "killed": killed, "communicators": communicators}
