@@ -1,0 +1,193 @@
+"""Programs compute what one device computes: run by all ranks on toy units in exact integers (``toy_programs.py``)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from covering import covering
+from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import Instruction, Op
+from shardwise.core.plan import Plan
+from shardwise.core.program import Program
+from shardwise.lower.step import lower
+from shardwise.models import GPT, Llama
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.schedule import SCHEDULES
+from shardwise.trace.trace import Trace, trace
+from toy_programs import Toy, differences
+
+LAYERS, DRAWN = 6, 2000
+PP, DP = (1, 2, 3), ((1, 1), (2, 1), (3, 1), (4, 2), (2, 2))
+"""Ranks of the pipeline; ranks of data parallelism, and groups of them."""
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    """Of a model with tied embeddings, and of one without."""
+    batch = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
+    return {
+        "gpt": trace(GPT(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8), batch),
+        "llama": trace(Llama(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8), batch),
+    }
+
+
+def synchronous() -> Iterator[tuple[Any, ...]]:
+    """Some of the legal combinations of what a synchronous plan can say: all would be 30,000."""
+    schedules = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
+    how = (("none", "selective", "full"), ("use", "forward", "step"), ("microbatch", "step"), ("auto", "bf16"), (0, 1, 2))
+    draw = random.Random(0).choice
+    for _ in range(DRAWN):
+        case = (
+            draw(("gpt", "llama")),
+            draw(schedules),
+            draw(PP),
+            draw(DP),
+            draw(range(4)),
+            draw((1, 2, 3, 5)),
+            tuple(map(draw, how)),
+        )
+        if case[1] == "1f1b" or case[2] > 1:  # one rank has no schedule
+            with suppress(ConfigError):
+                planned(*case[1:])
+                yield case
+
+
+def planned(schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches: int, way: tuple[Any, ...]) -> Plan:
+    recompute, gathered, reduced, reduce, prefetch = way
+    precision: Any = "bf16" if reduce == "bf16" else "fp32"
+    plan = Plan(
+        microbatches=microbatches,
+        recompute=recompute,
+        gathered=gathered,
+        reduced=reduced,
+        reduce=reduce,
+        precision=precision,
+        prefetch=prefetch,
+    )
+    plan = data_parallel(plan, dp[0], zero, dp[1])
+    return pipeline(plan, pp, schedule) if pp > 1 else plan
+
+
+def columns(case: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*case[:-1], *case[-1])
+
+
+CASES = list(synchronous())
+
+
+def wrong(
+    one: Trace, plan: Plan, change: Callable[[tuple[Program, ...]], tuple[Program, ...]] = lambda programs: programs
+) -> list[str]:
+    """What a plan's programs compute otherwise than one device."""
+    return differences(Toy(one, plan.mesh.axis_size("dp")), plan, change(lower(one, plan)))
+
+
+@pytest.mark.parametrize("case", list(covering(CASES, columns)), ids=str)
+def test_programs_compute_what_one_device_computes(traces: dict[str, Trace], case: tuple[Any, ...]) -> None:
+    name, *rest = case
+    assert wrong(traces[name], planned(*rest)) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", sorted({case[1] for case in CASES}))
+def test_all_programs_compute_what_one_device_computes(traces: dict[str, Trace], schedule: str) -> None:
+    for name, *rest in (case for case in CASES if case[1] == schedule):
+        assert wrong(traces[name], planned(*rest)) == [], (name, rest)
+
+
+# ---- the oracle finds what is wrong ------------------------------------------------------------------------------------
+
+Change = Callable[[Instruction], Instruction | None]
+"""What becomes of an instruction; None: it is dropped."""
+
+
+def of(op: Op, change: Change, **like: Any) -> Change:
+    return lambda one: change(one) if one.op is op and all(getattr(one, k) == v for k, v in like.items()) else one
+
+
+def drop(_: Instruction) -> None:
+    return None
+
+
+FAULTS: dict[str, Change] = {
+    "a gradient is not summed": of(Op.REDUCE, drop, bucket=2),
+    "nor the norm": of(Op.REDUCE, lambda one: None if one.writes[0].kind == "norm" else one),
+    "nor the loss": of(Op.REDUCE, lambda one: None if one.writes[0].kind == "loss" else one),
+    "a sum over the pipeline": of(Op.REDUCE, lambda one: replace(one, axes=("pp",)), bucket=2),
+    "a shard of a sum that all need": of(Op.REDUCE, lambda one: replace(one, scatters=not one.scatters), bucket=2),
+    "a gradient that begins with the one before": of(Op.BACKWARD, lambda one: replace(one, first=())),
+    "a gradient that begins anew": of(Op.BACKWARD, lambda one: replace(one, first=tuple(b.index for b in one.writes if b.kind == "grad"))),
+    "a slot added as if it were the first": of(Op.ADD, lambda one: replace(one, first=(one.bucket,))),
+    "a slot that is not added": of(Op.ADD, drop),
+    "parameters that are not gathered": of(Op.GATHER, drop, bucket=3),
+    "an update that does not happen": of(Op.STEP, drop, bucket=1),
+    "an update that happens twice": of(Op.DECIDE, lambda one: one),  # by `twice`
+    "activations of another microbatch": of(Op.FORWARD, lambda one: replace(one, microbatch=0)),
+    "a message without what it is for": of(Op.SEND, lambda one: replace(one, tensors=())),
+    "a unit that is not run again": of(Op.RECOMPUTE, drop),
+    "a slot that is freed too late": lambda one: replace(one, frees=tuple(b for b in one.frees if b.kind != "slot")),
+    "a slot that is freed too early": of(Op.GATHER, lambda one: replace(one, frees=one.writes)),
+    "targets that are not counted": of(Op.COUNT, drop),
+    "a backward that does not leave what the other half needs": of(Op.BACKWARD_INPUT, lambda one: replace(one, writes=tuple(b for b in one.writes if b.kind != "putoff"))),
+    "a half that is not run": of(Op.BACKWARD_WEIGHT, drop),
+}  # fmt: skip
+
+
+def changed(programs: tuple[Program, ...], change: Change) -> tuple[Program, ...]:
+    """With other instructions; what waits for a dropped one waits for nothing."""
+    found = []
+    for program in programs:
+        new = [change(one) for one in program.instructions]
+        at = {old: i for i, old in enumerate(k for k, one in enumerate(new) if one is not None)}
+        kept = tuple(replace(one, waits=tuple(at[w] for w in one.waits if w in at)) for one in new if one is not None)
+        found.append(replace(program, instructions=kept))
+    return tuple(found)
+
+
+def twice(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """The last STEP once more; it waits for nothing."""
+    found = []
+    for program in programs:
+        at = max(i for i, one in enumerate(program.instructions) if one.op is Op.STEP)
+        found.append(
+            replace(program, instructions=(*program.instructions[:at], program.instructions[at], *program.instructions[at:]))
+        )
+    return tuple(found)
+
+
+FAULTY = [
+    planned("zb-h1", 2, (2, 1), 3, 3, ("full", "use", "microbatch", "auto", 1)),
+    planned("1f1b", 2, (2, 1), 1, 2, ("none", "use", "step", "auto", 1)),
+    planned("1f1b", 1, (2, 1), 2, 3, ("none", "use", "microbatch", "auto", 1)),
+    planned("gpipe", 2, (4, 2), 0, 2, ("none", "use", "step", "auto", 1)),
+]  # fmt: skip
+"""A few plans that have all instructions."""
+
+
+@pytest.mark.parametrize("plan", FAULTY, ids=lambda plan: plan.schedule)
+def test_without_a_fault_they_are_right(traces: dict[str, Trace], plan: Plan) -> None:
+    assert wrong(traces["gpt"], plan) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_program_is_found(traces: dict[str, Trace], fault: str) -> None:
+    """In the first plan that has what the fault changes."""
+    change = twice if fault == "an update that happens twice" else lambda programs: changed(programs, FAULTS[fault])
+    for plan in FAULTY:
+        programs = lower(traces["gpt"], plan)
+        if change(programs) == programs:
+            continue
+        try:
+            if wrong(traces["gpt"], plan, change):
+                return
+        except (AssertionError, KeyError, TypeError, ValueError):
+            return
+    pytest.fail(f"nobody has noticed: {fault}")
