@@ -301,9 +301,15 @@ class Backend:
         """Whether torch may compute products of float32 matrices with TF32, as it is set now."""
         return self.type == CUDA and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
-    def allow_tf32(self) -> None:
-        """Let torch multiply float32 matrices with TF32 (10 bits of mantissa) where the device can, in this process from now on."""
+    @contextmanager
+    def allow_tf32(self) -> Iterator[None]:
+        """Meanwhile torch may multiply float32 matrices with TF32 (10 bits of mantissa) where the device can."""
+        before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
+        try:
+            yield
+        finally:
+            torch.set_float32_matmul_precision(before)
 
     def numa_options(self, ranks: int) -> NumaOptions | None:
         """How torchelastic shall bind so many ranks to the CPUs beside their devices; None: not at all.
@@ -343,18 +349,15 @@ class Backend:
     def repeatable(self) -> Iterator[None]:
         """Meanwhile torch computes with kernels that give the same bits each time, and raises where it has none."""
         memory: Any = torch.utils.deterministic
-        mode, fill, benchmark = (
-            torch.get_deterministic_debug_mode(),
-            memory.fill_uninitialized_memory,
-            torch.backends.cudnn.benchmark,
-        )
+        before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        fill, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(True)
         # It would fill all new memory with NaN: time for nothing, since every element that is read has been written.
         memory.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
         try:
             yield
         finally:
-            torch.set_deterministic_debug_mode(mode)
+            torch.use_deterministic_algorithms(before, warn_only=warned)  # which tells torch.compile too; the debug mode does not
             memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fill, benchmark
 
     def repeats(self, environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shardwise.checkpoint import checkpoints
 from shardwise.runtime.network import interface_towards, source_towards
@@ -225,12 +227,28 @@ def slurm(command: Sequence[str], step: Mapping[str, str], tasks: Sequence[Mappi
     return [([sys.executable, "-m", "shardwise", *command], variables) for variables in starts]
 
 
+TWO_NODES = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[01-02]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+NODES = [{"SLURM_NODEID": str(number), "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"} for number in range(2)]
+
+
 def test_slurm_tasks_on_two_nodes(text: str, local: Curve, tmp_path: Path) -> None:
     """Which share a file system."""
-    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[01-02]", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
-    nodes = [{"SLURM_NODEID": str(number), "SLURM_LOCALID": "0", "MASTER_ADDR": "127.0.0.1"} for number in range(2)]
-    done = run_all(tmp_path, slurm(train(text, tmp_path / "run"), step, nodes))
+    done = run_all(tmp_path, slurm(train(text, tmp_path / "run"), TWO_NODES, NODES))
     check(done, tmp_path / "run", local, "DistributedCommunicator")
+
+
+@pytest.mark.full  # half a minute, of runs like those above
+def test_a_deterministic_run_on_two_nodes_repeats(text: str, tmp_path: Path) -> None:
+    """Over gloo: losses, norms and weights, bit for bit."""
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        done = run_all(tmp_path, slurm([*train(text, folder), "train.deterministic=true"], TWO_NODES, NODES))
+        assert [one.returncode for one in done] == [0, 0], "\n".join(one.output for one in done)
+        about = json.loads((folder / "about.json").read_text())
+        assert (about["communicator"], about["deterministic"]) == ("DistributedCommunicator", {})
+    assert len(curve(folders[0])) == STEPS and curve(folders[0]) == curve(folders[1])
+    one, two = (load_file(folder / "weights.safetensors") for folder in folders)
+    assert one.keys() == two.keys() and all(torch.equal(value, two[name]) for name, value in one.items())
 
 
 def test_slurm_tasks_on_one_node(text: str, local: Curve, tmp_path: Path) -> None:

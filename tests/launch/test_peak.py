@@ -199,9 +199,10 @@ def test_tf32_counts_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
     device = torch.device("cuda", 1)
     torch.set_float32_matmul_precision("highest")
     assert peak_flops(device, "fp32") == 67e12
-    Backend.of(device).allow_tf32()
-    assert peak_flops(device, "fp32") == 494.5e12
-    assert peak_flops(device, "bf16") == 989e12
+    with Backend.of(device).allow_tf32():
+        assert peak_flops(device, "fp32") == 494.5e12
+        assert peak_flops(device, "bf16") == 989e12
+    assert peak_flops(device, "fp32") == 67e12
     assert peak_flops(torch.device("cuda", 0), "bf16") is None
 
 

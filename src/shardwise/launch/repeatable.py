@@ -11,8 +11,8 @@ import torch
 from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 
-REFUSED = re.compile(r"(\S+) does not have a deterministic implementation")
-"""What torch says of an op that gives other bits each time."""
+REFUSED = re.compile(r"(?:^|: )([^:\n]+) does not have a deterministic implementation")
+"""What torch says of an op that gives other bits each time; its name may be several words, such as "median CUDA with indices output"."""
 
 
 @contextmanager

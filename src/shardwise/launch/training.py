@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,22 +72,22 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     progress.take(role(plan, comm.rank))
     progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
-    if config.train.tf32 and Backend.of(comm.device).asynchronous:
-        Backend.of(comm.device).allow_tf32()
-    try:
-        run = _build(config, plan, comm, side)
-        done = run.train()
-        progress.phase("waiting for the last step of all ranks")
-        comm.barrier(what="the end of training")
-        if done:
-            run.save_weights()
-    except BaseException:
-        progress.leave()
-        comm.abort()
-        raise
-    comm.close()
-    if comm.rank == 0 and done:
-        run.finish()
+    backend = Backend.of(comm.device)
+    with backend.allow_tf32() if config.train.tf32 and backend.asynchronous else nullcontext():
+        try:
+            run = _build(config, plan, comm, side)
+            done = run.train()
+            progress.phase("waiting for the last step of all ranks")
+            comm.barrier(what="the end of training")
+            if done:
+                run.save_weights()
+        except BaseException:
+            progress.leave()
+            comm.abort()
+            raise
+        comm.close()
+        if comm.rank == 0 and done:
+            run.finish()
     return done
 
 
