@@ -39,6 +39,8 @@ class Unseen:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.one, name)
+        if name == "host":
+            return Unseen(value, self.trackers)
         if name not in ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "wait"):
             return value
 
