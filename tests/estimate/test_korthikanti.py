@@ -18,7 +18,7 @@ import torch
 from figure1 import rows, table
 from layer import Layer, Layers
 
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.profile import UnitMemory, profile
 from shardwise.trace.trace import trace
 from shardwise.trace.tracker import StorageTracker

@@ -25,7 +25,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
 from shardwise.trace import ops
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Trace, trace
 from shardwise.trace.traffic import Traffic, UnitTraffic, traffic

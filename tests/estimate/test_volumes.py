@@ -22,7 +22,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.traffic import Moment, step_traffic
 from shardwise.models import GPT, Llama
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.trace import Trace, trace
 from shardwise.trace.traffic import Traffic
 

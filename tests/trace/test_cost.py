@@ -20,7 +20,7 @@ from shardwise.models import GPT, Llama
 from shardwise.models.llama import rotary_table
 from shardwise.runtime.threads import run_ranks
 from shardwise.trace import walk as module_under_test
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.cost import UnitCost, cost
 from shardwise.trace.trace import Trace, trace
 

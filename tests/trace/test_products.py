@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness import Subject, parity
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.multiply import Factors, accumulate, convolved
 from shardwise.trace.ops import Env
 from shardwise.trace.products import Multiplier, Operand, watch

@@ -13,7 +13,7 @@ import zoo
 from shardwise.core.errors import ConfigError
 from shardwise.models import GPT
 from shardwise.trace import profile as module_under_test
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.profile import UnitMemory, profile
 from shardwise.trace.trace import trace
 

@@ -9,8 +9,8 @@ from torch import fx
 
 from harness import Subject, parity, sharded_run
 from shardwise.trace import ops, rules
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.rules.table import pointwise
-from shardwise.trace.sharding import Propagation
 from shardwise.trace.trace import Trace
 
 STATIC = {
@@ -108,8 +108,8 @@ def test_fused_attention_is_kept_where_its_masks_may_differ() -> None:
     assert "aten.scaled_dot_product_attention.default" not in targets
 
 
-def softmax_of_own_rows(p: Propagation, node: fx.Node) -> object:
-    return pointwise(p, node)
+def softmax_of_own_rows(context: ShardingContext, node: fx.Node) -> object:
+    return pointwise(context, node)
 
 
 def test_a_planted_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,12 +22,14 @@ from shardwise import Values, record
 from shardwise.core.errors import ConfigError
 from shardwise.core.rates import Link, Machine, Rates, rates
 from shardwise.models import GPT, Llama
-from shardwise.trace import sharding
-from shardwise.trace.assign import Assignment, Tensors, Walk
+from shardwise.trace import shard
+from shardwise.trace.assignment import Assignment, Tensors
+from shardwise.trace.batch_walk import Walk
 from shardwise.trace.capture import Captured, capture
 from shardwise.trace.choices import Choices, Chosen
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.eliminate import Elimination
-from shardwise.trace.forms import Form
+from shardwise.trace.emit import Emitter
 from shardwise.trace.functional import Normal, functionalise
 from shardwise.trace.limited import BYTES, SECONDS
 from shardwise.trace.normalise import normalise
@@ -35,10 +37,8 @@ from shardwise.trace.ops import ROWS, Env
 from shardwise.trace.price import Prices, Seconds
 from shardwise.trace.problem import Flow, Solved, Solver, seconds
 from shardwise.trace.rules import find
-from shardwise.trace.schema import is_tensor
-from shardwise.trace.sharding import Propagation, picks
-from shardwise.trace.sizes import Sizes
-from shardwise.trace.solve import NOT_EXACT, best_within, least, solve, within
+from shardwise.trace.shard import Choice, choose
+from shardwise.trace.solve import NOT_EXACT, best_within, least, predicted, solve, within
 from shardwise.trace.traffic import traffic
 
 aten = torch.ops.aten
@@ -95,18 +95,10 @@ class Drawn:
         return total
 
 
-def prepared(normal: Normal, tensor: Tensors) -> tuple[Propagation, dict[fx.Node, Form | None]]:
-    """Ready for assignments: forms, and what the rows do."""
-    p = Propagation(normal, find, None, (), "exact", torch.device("cpu"), tensor)
-    nodes = list(normal.graph.nodes)
-    p.sizes = Sizes(p.graph, p.env)
-    for node in nodes:
-        size = node.meta["val"].shape[0] if node.op == "placeholder" and node.name in normal.captured.fields else None
-        if isinstance(size, torch.SymInt):
-            p.sizes.symbol = size.node.expr
-    forms = {n: p.form(n) for n in nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
-    p.assignments = {ROWS: Walk(p, forms).run()}
-    return p, forms
+def prepared(normal: Normal, tensor: Tensors) -> tuple[ShardingContext, Assignment]:
+    """Ready for assignments: a context, and what the rows do."""
+    context = ShardingContext(normal, find, tensor)
+    return context, Walk(context).run()
 
 
 def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
@@ -125,7 +117,7 @@ def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
     return Chosen(one.rows, strategies, {n: some(every, counts[n]) for n, every in one.states.items()})
 
 
-def every_plan(p: Propagation, forms: Mapping[fx.Node, Form | None], chosen: Mapping[str, Chosen]) -> Any:
+def every_plan(context: ShardingContext, chosen: Mapping[str, Chosen]) -> Any:
     """All assignments that there are, made without the solver."""
     axes = list(chosen)
     own = [
@@ -139,8 +131,8 @@ def every_plan(p: Propagation, forms: Mapping[fx.Node, Form | None], chosen: Map
         found = {}
         for axis in axes:
             one = found[axis] = Assignment()
-            for node in p.normal.graph.nodes:
-                form = forms.get(node)
+            for node in context.normal.graph.nodes:
+                form = context.forms.get(node)
                 if node.op == "placeholder":
                     one.states[node] = (taken.get((axis, node), "I"),)
                 elif form is not None:
@@ -154,16 +146,17 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
     """Of one axis, and of two; tables over all readers of a value, and chains of tables."""
     draw = random.Random(seed)
     axes = {"tp": 2} if seed % 4 else {"tp_i": 2, "tp_j": 2}
-    p, forms = prepared(Drawn(seed).normal, Tensors(axes, "2d" if len(axes) > 1 else "1d"))
+    context, batch = prepared(Drawn(seed).normal, Tensors(axes, "2d" if len(axes) > 1 else "1d"))
     link = Link(draw.choice([0.0, 1.0]), draw.choice([1.0, 10.0, 100.0]))
-    prices = Prices(p, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu")
-    chosen = {axis: thinned(draw, Choices(p, forms, axis, prices), 120 if len(axes) == 1 else 12) for axis in axes}
-    solver = Solver(p, forms, prices, chosen, direct=1 if seed % 2 else 1 << 18)
-    found, flow = solver.least(), Flow(p, forms)
+    prices = Prices(context, batch, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu")
+    chosen = {axis: thinned(draw, Choices(context, axis, prices), 120 if len(axes) == 1 else 12) for axis in axes}
+    solver = Solver(context, prices, chosen, direct=1 if seed % 2 else 1 << 18)
+    found, flow = solver.least(), Flow(context)
     fitting = [
         one
-        for one in every_plan(p, forms, chosen)
-        if len(axes) == 1 or all(solver.together(n, forms.get(n), tuple(at(one[a], n) for a in axes)) for n in solver.variables)
+        for one in every_plan(context, chosen)
+        if len(axes) == 1
+        or all(solver.together(n, context.forms.get(n), tuple(at(one[a], n) for a in axes)) for n in solver.variables)
     ]
     truth = min((total for one in fitting if (total := priced(prices, flow, one)) is not None), default=None)
     assert truth is not None
@@ -174,11 +167,11 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
 def test_within_a_limit_of_memory_no_plan_is_faster(seed: int) -> None:
     """Also where bytes of a move cost, and its seconds do not; and however few sums the solver keeps, its bound is true."""
     draw = random.Random(seed)
-    p, forms = prepared(Drawn(seed).normal, Tensors({"tp": 2}))
-    prices = Prices(p, Rates(10.0, 30.0, Link(0.0, draw.choice([30.0, 1e12]))), ROWS_OF, "cpu")
-    chosen = {"tp": thinned(draw, Choices(p, forms, "tp", prices), 120)}
-    flow, solver = Flow(p, forms), Solver(p, forms, prices, chosen, limited=True, direct=1 if seed % 2 else 1 << 18)
-    every = [seconds(prices, flow, one) for one in every_plan(p, forms, chosen)]
+    context, batch = prepared(Drawn(seed).normal, Tensors({"tp": 2}))
+    prices = Prices(context, batch, Rates(10.0, 30.0, Link(0.0, draw.choice([30.0, 1e12]))), ROWS_OF, "cpu")
+    chosen = {"tp": thinned(draw, Choices(context, "tp", prices), 120)}
+    flow, solver = Flow(context), Solver(context, prices, chosen, limited=True, direct=1 if seed % 2 else 1 << 18)
+    every = [seconds(prices, flow, one) for one in every_plan(context, chosen)]
     fewest = min(one.nbytes for one in every)
     assert solver.least(BYTES).seconds.nbytes == fewest
     fast = min(one.total for one in every) * (1 + 1e-9)
@@ -257,21 +250,19 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
     rows, sharded = 6, 0
     for recipe, axes, plan, link in plans:
         own = Rates(1e9, 1e9, link or SPREAD[0])
-        p = Propagation(
-            normal, find, None, (), "exact", torch.device("cpu"), Tensors(axes, recipe, None, plan, pins, Machine(own, rows))
-        )  # fmt: skip
-        p.run()
-        forms = {n: p.form(n) for n in normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
-        predicted = seconds(Prices(p, own, rows, "cpu"), Flow(p, forms), p.assignments)
+        context = ShardingContext(normal, find, Tensors(axes, recipe, None, plan, pins, Machine(own, rows)))
+        context, assignments, _ = choose(context)
+        emitter = emitted(Choice(context, assignments))
+        foretold = seconds(Prices(context, assignments[ROWS], own, rows, "cpu"), Flow(context), assignments)
         names = tuple(axes)
         env = Env(parts=1, rows=rows, tensor={axis: (n, 0) for axis, n in axes.items()})
-        real = traffic(p.graph, env, [True])
+        real = traffic(emitter.graph, env, [True])
         for backward, found in ((False, real.forward), (True, real.backward)):
             ours = Counter(
-                (t.kind, tuple(names[i] for i in t.groups), t.nbytes) for t in predicted.talks if t.backward == backward
+                (t.kind, tuple(names[i] for i in t.groups), t.nbytes) for t in foretold.talks if t.backward == backward
             )
             assert ours == Counter(tuple(t) for t in found), (recipe, axes, plan, link, backward)
-        sharded += bool(p.sharded.layouts)
+        sharded += bool(emitter.layouts)
     return sharded
 
 
@@ -289,11 +280,17 @@ def whole_model(name: str, layers: int) -> Normal:
     return normal_of(Values.of_recorded(record(build), 0).structure(), example, "bf16")
 
 
-def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine) -> tuple[Propagation, Seconds]:
-    p = Propagation(normal, find, None, (), "exact", torch.device("cuda"), Tensors(axes, recipe, None, plan, (), machine))
-    p.run()
-    forms = {n: p.form(n) for n in normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)}
-    return p, seconds(Prices(p, machine.rates, machine.rows, "gpu"), Flow(p, forms), p.assignments)
+def emitted(choice: Choice) -> Emitter:
+    emitter = Emitter(choice.context, choice.assignments)
+    emitter.run()
+    return emitter
+
+
+def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine) -> tuple[Choice, Seconds]:
+    tensor = Tensors(axes, recipe, None, plan, (), machine)
+    found = choose(ShardingContext(normal, find, tensor, device=torch.device("cuda")))
+    prices = Prices(found.context, found.assignments[ROWS], machine.rates, machine.rows, "gpu")
+    return found, seconds(prices, Flow(found.context), found.assignments)
 
 
 def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: Machine) -> int:
@@ -309,8 +306,7 @@ def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, k
     machine = Machine(rates(kind, "bf16"), rows)
     for tp in (2, 4):
         found, auto = by(normal, {"tp": tp}, "1d", "auto", machine)
-        assert found.sharded.predicted is not None
-        assert auto.total == found.sharded.predicted().total
+        assert auto.total == predicted(found.context, found.assignments).total
         for recipe in ("1d", "1d-sp"):
             assert auto.total <= by(normal, {"tp": tp}, recipe, "recipe", machine)[1].total
         products = [n for n in normal.graph.nodes if n.target is aten.linear.default]
@@ -332,15 +328,15 @@ def test_two_axes_keep_a_limit_of_memory() -> None:
     fast = by(normal, axes, "2d", "auto", Machine(own, 8))[1]
     fewest = fewest_bytes(normal, axes, "2d", Machine(own, 8))
     for limit in (fewest, (fewest + fast.nbytes) // 2):
-        p, found = by(normal, axes, "2d", "auto", Machine(own, 8, limit))
-        assert found.nbytes <= limit < fast.nbytes and found.total >= fast.total and not p.sharded.notes
+        choice, found = by(normal, axes, "2d", "auto", Machine(own, 8, limit))
+        assert found.nbytes <= limit < fast.nbytes and found.total >= fast.total and not choice.context.notes
 
 
 def test_where_links_are_slow_everything_is_whole() -> None:
     model = zoo.make("own gpt")
     slow = Machine(Rates(1e12, 1e12, Link(1.0, 1e3)), 7)
     found, auto = by(normal_of(model.module, model.batch), {"tp": 2}, "1d", "auto", slow)
-    assert auto.communicating == 0 and not found.sharded.layouts
+    assert auto.communicating == 0 and not emitted(found).layouts
 
 
 # ---- whole models ---------------------------------------------------------------------------------------------------------------
@@ -356,7 +352,7 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Solved, float]]:
         found.append((one, time.process_time() - start))
         return one
 
-    monkeypatch.setattr(sharding, "solve", timed)
+    monkeypatch.setattr(shard, "solve", timed)
     return found
 
 
@@ -372,10 +368,10 @@ def test_whole_models_within_limits_of_memory(monkeypatch: pytest.MonkeyPatch, n
     last = math.inf
     for part in (0.0, 0.02, 0.3, 0.6):
         limit = int(fewest + part * (fast.nbytes - fewest))
-        p, took = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows, limit))
+        choice, took = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows, limit))
         assert took.nbytes <= limit and fast.total <= took.total <= last
         one, cpu = found[-1]
-        assert one.gap == 0 and took.total == pytest.approx(one.bound, rel=1e-9) and not p.sharded.notes
+        assert one.gap == 0 and took.total == pytest.approx(one.bound, rel=1e-9) and not choice.context.notes
         assert cpu < 10
         last = took.total
     assert found[2][0].seconds.total > fast.total
@@ -386,11 +382,11 @@ def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPa
     normal, slow = whole_model("gpt", 3), Rates(100e12, 2e12, Link(1e-6, 10e9))
     fast = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8))[1]
     limit = (fewest_bytes(normal, {"tp": 4}, "1d", Machine(slow, 8)) + fast.nbytes) // 2
-    p, best = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
-    assert not p.sharded.notes
+    choice, best = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
+    assert not choice.context.notes
     monkeypatch.setattr(Solver.within, "__defaults__", ((1,),))
-    p, rough = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
-    (note,) = p.sharded.notes
+    choice, rough = by(normal, {"tp": 4}, "1d", "auto", Machine(slow, 8, limit))
+    (note,) = choice.context.notes
     said = re.fullmatch(
         rf"tensor_plan: a microbatch takes at most (\S+)% longer than the fastest plan of {limit} bytes would", note
     )
@@ -413,8 +409,8 @@ def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_s
     monkeypatch.setattr(
         Elimination, "__init__", lambda self, sizes, factors, limit=256: wide(self, sizes, factors, min(limit, 256))
     )
-    p, took = by(normal, axes, recipe, "auto", Machine(slow, 8, limit))
-    assert NOT_EXACT in p.sharded.notes
+    choice, took = by(normal, axes, recipe, "auto", Machine(slow, 8, limit))
+    assert NOT_EXACT in choice.context.notes
     assert limit is None or took.nbytes <= limit
     assert limit is not None or took.total <= ruled.total
 

@@ -8,7 +8,7 @@ from test_solve import prepared
 from torch import nn
 
 import zoo
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.capture import capture
 from shardwise.trace.cost import cost
 from shardwise.trace.functional import functionalise
@@ -20,8 +20,8 @@ from shardwise.trace.work import Work, Works
 def test_a_product_costs_what_it_multiplies() -> None:
     """y[6, 5] = x[6, 3] w[3, 5] + b in fp32; then the gradients of w and b alone, for x is a field, and of the sum."""
     normal = functionalise(capture(nn.Linear(3, 5), {"input": torch.zeros(4, 3)}, loss=lambda y, _: y.sum()))
-    p, _ = prepared(normal, Tensors({"tp": 2}))
-    works = Works(p, 6, "cpu")
+    context, _ = prepared(normal, Tensors({"tp": 2}))
+    works = Works(context, 6, "cpu")
     (product,) = [works.work(n) for n in normal.graph.nodes if n.target is torch.ops.aten.linear.default]
     y, x, w, b = 30 * 4, 18 * 4, 15 * 4, 5 * 4
     assert product.forward == (2 * 6 * 3 * 5, y + x + w + b)
@@ -33,10 +33,10 @@ def test_ops_cost_what_their_units_do(name: str) -> None:
     one = zoo.make(name)
     normal = functionalise(capture(one.module, one.batch, loss=one.loss))
     normalise(normal)
-    p, forms = prepared(normal, Tensors({"tp": 2}))
-    works = Works(p, 6, "cpu")
+    context, _ = prepared(normal, Tensors({"tp": 2}))
+    works = Works(context, 6, "cpu")
     total = Work((0, 0))
-    for node in forms:
+    for node in context.forms:
         total = total.plus(works.work(node))
     units = cost(trace(one.module, one.batch, loss=one.loss), 6, device="cpu")
     assert total.forward[0] == sum(c.forward_flops for c in units) > 0

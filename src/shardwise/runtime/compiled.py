@@ -30,7 +30,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.communicator import Axes
 from shardwise.runtime.initial_values import Values
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.capture import LossFunction
 from shardwise.trace.kernels import check_kernels
 from shardwise.trace.ops import Env

@@ -8,17 +8,12 @@ A transformer that begins with a product instead of a table (ViT's patches) has 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import fx
 
-from shardwise.trace.forms import Form
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.schema import is_tensor, op_name
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 _LOSSES = frozenset(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"))
 
@@ -34,8 +29,8 @@ class Reach:
 class Ahead:
     """Looks at the ops after a product, before states are chosen for them."""
 
-    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None]) -> None:
-        self.p, self.forms = p, forms
+    def __init__(self, context: ShardingContext) -> None:
+        self.context, self.forms = context, context.forms
 
     def is_stream(self, product: fx.Node) -> bool:
         """Whether products that read the result add to it, and more is summed if it is cut by columns than if it is whole.
@@ -54,7 +49,7 @@ class Ahead:
         return any(op_name(node) in _LOSSES for node in self.reach(product).ops)
 
     def size(self, node: fx.Node) -> int:
-        return sum(map(math.prod, self.p.shapes(node)))
+        return sum(map(math.prod, self.context.shapes(node)))
 
     def multiplies(self, node: fx.Node) -> list[fx.Node]:
         """The operands that an op sums over together with others; of one of several results there is no form."""
@@ -63,7 +58,7 @@ class Ahead:
 
     def weighted(self, node: fx.Node) -> bool:
         """Whether an op multiplies by a weight."""
-        return any(map(self.p.learned, self.multiplies(node)))
+        return any(map(self.context.learned, self.multiplies(node)))
 
     def reach(self, product: fx.Node) -> Reach:
         found, todo = Reach({product: None}), [product]
@@ -81,7 +76,7 @@ class Ahead:
     def added(self, reach: Reach) -> dict[fx.Node, None]:
         """The products whose results join what is reached, and that come after products that read it."""
         after = set(reach.products)
-        for node in self.p.normal.graph.nodes:
+        for node in self.context.normal.graph.nodes:
             if any(n in after for n in node.all_input_nodes):
                 after.add(node)
         found: dict[fx.Node, None] = {}

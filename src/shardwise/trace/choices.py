@@ -6,21 +6,18 @@ take them.  What follows from batch fields alone has no gradient and is computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
-from shardwise.trace import ops
-from shardwise.trace.assign import Assignment, place_of
+from shardwise.trace.assignment import Assignment, place_of
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.price import Prices
 from shardwise.trace.schema import is_tensor
-
-if TYPE_CHECKING:
-    from shardwise.trace.price import Prices
-    from shardwise.trace.sharding import Propagation
 
 Places = dict[Place, None]
 """A set in the order of insertion."""
@@ -38,24 +35,26 @@ class Chosen:
 class Choices(Chosen):
     """Of axis ``axis``: all that there is to choose."""
 
-    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, prices: Prices) -> None:
-        self.p, self.forms, self.prices, self.axis, self.parts = p, forms, prices, axis, prices.ranks_of[axis]
-        super().__init__(p.assignments[ops.ROWS], {}, {})
-        self.learned = learned(p)
-        self.cuts = Cuts(p, forms, self.parts)
+    def __init__(self, context: ShardingContext, axis: str, prices: Prices) -> None:
+        self.context, self.forms, self.prices, self.axis, self.parts = context, context.forms, prices, axis, prices.ranks_of[axis]
+        super().__init__(prices.batch, {}, {})
+        self.learned = learned(context)
+        self.cuts = Cuts(context, self.parts)
         self.places: dict[tuple[fx.Node, int], Places] = {}
         self.known: dict[Any, tuple[Strategy, ...]] = {}
         self.parameters = {
-            n: self.seeds(n) for n in p.normal.graph.nodes if n.op == "placeholder" and n.name in p.captured.parameters
+            n: self.seeds(n)
+            for n in context.normal.graph.nodes
+            if n.op == "placeholder" and n.name in context.captured.parameters
         }
         while True:
             before = sum(map(len, self.parameters.values()))
             self.walk()
             if sum(map(len, self.parameters.values())) == before:
                 break
-        fixed = p.tensor.layouts is not None
+        fixed = context.tensor.layouts is not None
         self.states = {
-            node: (self.resting(node),) if fixed else ("I", *["R"] * p.carrying[node], *places) if node.users else ("I",)
+            node: (self.resting(node),) if fixed else ("I", *["R"] * context.carrying[node], *places) if node.users else ("I",)
             for node, places in self.parameters.items()  # nobody reads a tied one under its other names
         }
 
@@ -80,21 +79,21 @@ class Choices(Chosen):
 
     def seeds(self, node: fx.Node) -> Places:
         """Even cuts of each dim; or where it lies already."""
-        if self.p.tensor.layouts is None:
+        if self.context.tensor.layouts is None:
             return dict.fromkeys(self.even(node))
         state = self.resting(node)
         return {state: None} if isinstance(state, Place) else {}
 
     def resting(self, node: fx.Node) -> State:
         """The state of a parameter whose layout has been chosen before."""
-        name = self.p.captured.parameters[node.name]
-        layout = (self.p.tensor.layouts or {}).get(name)
-        state = place_of(layout, self.axis, self.p.tensor.axes)
-        return "R" if state == "I" and self.axis in self.p.tensor.summed.get(name, ()) else state
+        name = self.context.captured.parameters[node.name]
+        layout = (self.context.tensor.layouts or {}).get(name)
+        state = place_of(layout, self.axis, self.context.tensor.axes)
+        return "R" if state == "I" and self.axis in self.context.tensor.summed.get(name, ()) else state
 
     def even(self, node: fx.Node) -> Iterator[Place]:
         """Each dim of a tensor in equal pieces, or in any where these do not divide it."""
-        for dim, size in enumerate(self.p.expressions(node)):
+        for dim, size in enumerate(self.context.expressions(node)):
             if isinstance(size, int) and size >= self.parts:
                 yield self.cuts.even(size, dim)
 
@@ -107,14 +106,14 @@ class Choices(Chosen):
     def wish(self, node: fx.Node, place: Place) -> None:
         """Let the parameter under ``node`` be sharded so that this may come out at ``place``."""
         parameter = self.under(node)
-        if parameter is None or self.p.tensor.layouts is not None:
+        if parameter is None or self.context.tensor.layouts is not None:
             return
-        size = self.p.shape(node)[place.dim]
+        size = self.context.shape(node)[place.dim]
         if place.parts:  # of a weight itself, cut part by part
             if node is parameter:
                 self.parameters[parameter].setdefault(place)
             return
-        for dim, whole in enumerate(self.p.shape(parameter)):
+        for dim, whole in enumerate(self.context.shape(parameter)):
             if node is not parameter or dim == place.dim:
                 for pre in {place.pre, place.pre * whole // size if size and whole % size == 0 else place.pre}:
                     if whole % (pre * place.post) == 0 and whole // (pre * place.post) >= self.parts:
@@ -130,7 +129,7 @@ class Choices(Chosen):
                 continue
             for dim, label in enumerate(labels):
                 if label is not None and label in form.results[0]:
-                    at, size = list(form.results[0]).index(label), self.p.shape(operand)[dim]
+                    at, size = list(form.results[0]).index(label), self.context.shape(operand)[dim]
                     for pre, post in self.cuts.made_of(product, at):
                         if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
                             self.wish(operand, self.cuts.even(size, dim, pre, post))
@@ -142,7 +141,7 @@ class Choices(Chosen):
 
     def walk(self) -> None:
         """From the first op to the last."""
-        for node in self.p.normal.graph.nodes:
+        for node in self.context.normal.graph.nodes:
             form = self.forms.get(node)
             if node in self.parameters:
                 self.places[node, 0] = self.parameters[node]
@@ -181,7 +180,7 @@ class Choices(Chosen):
     def legal(self, form: Form, candidates: tuple[tuple[Place, ...], ...]) -> Iterator[Strategy]:
         """All strategies that fit beside the rows."""
         yield form.whole("I")
-        if any(self.p.carrying[o] for o, _ in form.operands):
+        if any(self.context.carrying[o] for o, _ in form.operands):
             yield form.whole("R")
         for i, places in enumerate(candidates):
             for place in places:
@@ -196,17 +195,17 @@ class Choices(Chosen):
     def fits(self, form: Form, strategy: Strategy) -> bool:
         rows = self.rows.strategies[form.node]
         sides = [
-            *((self.p.shape(o), strategy.operands[i], rows.operands[i]) for i, (o, _) in enumerate(form.operands)),
-            *((shape, strategy.results[i], rows.results[i]) for i, shape in enumerate(self.p.shapes(form.node))),
+            *((self.context.shape(o), strategy.operands[i], rows.operands[i]) for i, (o, _) in enumerate(form.operands)),
+            *((shape, strategy.results[i], rows.results[i]) for i, shape in enumerate(self.context.shapes(form.node))),
         ]
         return all(self.prices.beside(shape, [("", own)], other) for shape, own, other in sides)
 
 
-def learned(p: Propagation) -> set[fx.Node]:
+def learned(context: ShardingContext) -> set[fx.Node]:
     """What follows from parameters, frozen or not."""
     found: set[fx.Node] = set()
-    for node in p.normal.graph.nodes:
-        mine = node.op == "placeholder" and node.name in p.captured.parameters
+    for node in context.normal.graph.nodes:
+        mine = node.op == "placeholder" and node.name in context.captured.parameters
         if mine or any(n in found for n in node.all_input_nodes):
             found.add(node)
     return found

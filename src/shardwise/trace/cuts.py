@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from torch import fx
 
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.forms import Form, Place
 from shardwise.trace.schema import given, op_name
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 FAR = 200
 """Ops after which it is no longer followed where a shard leads to."""
@@ -25,8 +23,8 @@ _SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split",
 class Cuts:
     """For ``parts`` pieces."""
 
-    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None], parts: int) -> None:
-        self.p, self.forms, self.parts = p, forms, parts
+    def __init__(self, context: ShardingContext, parts: int) -> None:
+        self.context, self.forms, self.parts = context, context.forms, parts
 
     def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Place:
         """A place; where pieces come out equal it says so, whatever they are made of."""
@@ -37,7 +35,7 @@ class Cuts:
 
         With the number of elements that have to be gathered even so.
         """
-        found = self.best(form.node, result, self.p.shape(form.operands[weight][0])[dim])
+        found = self.best(form.node, result, self.context.shape(form.operands[weight][0])[dim])
         return None if found is None else (found[0], found[1]._replace(dim=dim))
 
     def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Place] | None:
@@ -75,7 +73,7 @@ class Cuts:
         seen: set[tuple[fx.Node, int, int]] = set()
         while stack and len(seen) < FAR:
             value, d, scale = one = stack.pop()
-            sizes = self.p.expressions(value)
+            sizes = self.context.expressions(value)
             if one in seen or not isinstance(sizes[d], int):
                 continue
             seen.add(one)
@@ -84,10 +82,14 @@ class Cuts:
                 for i, result in enumerate(self.results(user)):
                     if result is None:
                         continue
-                    for pre, post in ((1, 1), *_factors(sizes, d, self.p.expressions(result))):
+                    for pre, post in ((1, 1), *_factors(sizes, d, self.context.expressions(result))):
                         after = form.shards(position, Place(d, 1, post)) if pre == 1 else None
                         at = None if after is None else after.results[i]
-                        if not isinstance(at, Place) or at.pre != 1 or self.p.shape(result)[at.dim] * post != sizes[d] * at.post:
+                        if (
+                            not isinstance(at, Place)
+                            or at.pre != 1
+                            or self.context.shape(result)[at.dim] * post != sizes[d] * at.post
+                        ):
                             continue
                         if (
                             scale * post % at.post == 0
@@ -99,7 +101,7 @@ class Cuts:
         found: dict[int, tuple[fx.Node, int]] = {}
         for user in value.users:
             results = self.results(user) if user in self.forms else []
-            if op_name(user) in _SPLITS and given(user, "dim", 0) % len(self.p.shape(value)) == dim:
+            if op_name(user) in _SPLITS and given(user, "dim", 0) % len(self.context.shape(value)) == dim:
                 whole = user.meta["val"]
                 ends = itertools.accumulate(part.shape[dim] for part in whole)
                 found |= {
@@ -109,15 +111,17 @@ class Cuts:
                 }
             elif (
                 op_name(user) == "slice"
-                and given(user, "dim", 0) % len(self.p.shape(value)) == dim
+                and given(user, "dim", 0) % len(self.context.shape(value)) == dim
                 and given(user, "step", 1) == 1
             ):
                 start = given(user, "start", 0)
                 if isinstance(start, int):
-                    found.setdefault(start, (user, self.p.shape(user)[dim]))
+                    found.setdefault(start, (user, self.context.shape(user)[dim]))
         parts = [found[start] for start in sorted(found)]
         sizes = [size for _, size in parts]
-        tiled = list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found) and sum(sizes) == self.p.shape(value)[dim]
+        tiled = (
+            list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found) and sum(sizes) == self.context.shape(value)[dim]
+        )
         return parts if tiled and len(set(sizes)) > 1 else []
 
     def of_part(self, node: fx.Node, size: int, dim: int) -> Place | None:
@@ -132,8 +136,8 @@ class Cuts:
         while stack and len(seen) < FAR:
             value = stack.pop()
             for user, position, form in self.uses(value):
-                others = [o for o, _ in form.operands if o not in seen and self.p.carrying[o]]
-                activations = any(not self.p.learned(o) for o in others)
+                others = [o for o, _ in form.operands if o not in seen and self.context.carrying[o]]
+                activations = any(not self.context.learned(o) for o in others)
                 if activations and (form.contracts(position) or op_name(user) == "scaled_dot_product_attention"):
                     return True
                 if not activations and not form.contracts(position):
@@ -149,7 +153,7 @@ class Cuts:
         stack = [(node, dim, 1)]  # the dim, or a part of so many equal ones, as it goes on
         while stack and len(seen) < FAR:
             value, d, parts = one = stack.pop()
-            sizes = self.p.expressions(value)
+            sizes = self.context.expressions(value)
             if one in seen or not isinstance(sizes[d], int):
                 continue
             seen.add(one)
@@ -157,7 +161,7 @@ class Cuts:
                 for i, result in enumerate(self.results(user)):
                     if result is None:
                         continue
-                    goal = self.p.expressions(result)
+                    goal = self.context.expressions(result)
                     found |= {(parts * pre, post): None for pre, post in _factors(sizes, d, goal)}
                     for number in (
                         1,
@@ -196,7 +200,7 @@ class Cuts:
                 continue
             seen.add(one)
             strategies = [(user, form.shards(position, at)) for user, position, form in self.uses(value)]
-            total += math.prod(self.p.shape(value)) * any(strategy is None for _, strategy in strategies)
+            total += math.prod(self.context.shape(value)) * any(strategy is None for _, strategy in strategies)
             for user, strategy in strategies:
                 after = strategy.results if strategy is not None else ()
                 stack += [

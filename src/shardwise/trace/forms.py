@@ -10,12 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 
 class Place(NamedTuple):
@@ -65,7 +62,8 @@ class Solved(NamedTuple):
 
 
 Shards = Callable[[int, Place], Strategy | None]
-Emit = Callable[["Propagation", Solved], fx.Node]
+Emit = Callable[[Any, Solved], fx.Node]
+"""Adds the local op; called with the :class:`~shardwise.trace.emit.Emitter`."""
 Exchange = Callable[[Strategy, Sequence[tuple[int, ...]], int], Iterable[tuple[bool, str, int]]]
 
 

@@ -17,7 +17,7 @@ from shardwise.trace import entropy, ops
 from shardwise.trace.capture import Uncapturable
 from shardwise.trace.functional import Normal
 from shardwise.trace.schema import given, op_name
-from shardwise.trace.sharding import Sharded
+from shardwise.trace.shard import Sharded
 
 aten = torch.ops.aten
 

@@ -20,15 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import fx
 
 from shardwise.trace import ops
 from shardwise.trace.forms import Place, State
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
+from shardwise.trace.local_graph import LocalGraph
 
 KINDS: Mapping[str, str] = {
     "gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce", "replicate": "all_reduce in backward",
@@ -55,7 +53,7 @@ Step = tuple[str, State, tuple[Any, ...]]
 class Moves:
     """Conversions of one local graph; a value makes each move once, whoever needs it."""
 
-    p: Propagation
+    local: LocalGraph
     done: dict[tuple[fx.Node, str, tuple[str, ...], State, tuple[Any, ...]], fx.Node] = field(default_factory=dict)
 
     def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
@@ -70,7 +68,9 @@ class Moves:
             order = sorted(steps.items(), key=lambda one: ORDER.index(one[1][0]))
             ways = [(self._together(states, steps, *one), one[1]) for one in order]
             shape = value.meta["layout"].shape
-            groups, first = next((w for w in ways if self.p.fits(shape, {**states, **dict.fromkeys(w[0], w[1][1])})), ways[0])
+            groups, first = next(
+                (w for w in ways if self.local.context.fits(shape, {**states, **dict.fromkeys(w[0], w[1][1])})), ways[0]
+            )
             value = self._move(value, groups, *first)
 
     @staticmethod
@@ -85,7 +85,7 @@ class Moves:
             state = states[group]
             if isinstance(goal, Place) and isinstance(state, Place) and goal != state and goal.dim == state.dim:
                 after = {**states, group: goal}
-                if self.p.same_cut(value, after, goal.dim):
+                if self.local.context.same_cut(value, after, goal.dim):
                     value = self._move(value, (group,), "same", goal, ())
                     states = value.meta["states"]
         return value
@@ -97,21 +97,21 @@ class Moves:
         return self.done[key]
 
     def _made(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
-        p, before = self.p, value.meta["states"]
+        local, before = self.local, value.meta["states"]
         states = {**before, **dict.fromkeys(groups, after)}
         where: tuple[Any, ...] = (groups,)
         if name in CUTTING:
             sharded = before if name == "gather" else states
-            minor = p.minors(value, sharded, groups)
+            minor = local.context.minors(value, sharded, groups)
             if minor:  # what is sharded within these shards is put together first
                 inner = {g: before[g] for g in minor}
                 joined = self.convert(value, {**before, **dict.fromkeys(minor, "I")})
                 return self.convert(self._move(joined, groups, name, after, rest), inner)
-            where = (p.cut(value, sharded, groups),)
-        new = p.graph.call_function(getattr(ops, name), (p.env, value, *where, *rest))
+            where = (local.cut(value, sharded, groups),)
+        new = local.graph.call_function(getattr(ops, name), (local.env, value, *where, *rest))
         if name in KINDS:
-            p.count(KINDS[name])
-        return p.annotate_move(new, value, states)
+            local.count(KINDS[name])
+        return local.annotate_move(new, value, states)
 
 
 CUTTING = ("gather", "shard", "shard_leaf", "scatter")

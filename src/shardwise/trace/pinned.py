@@ -13,21 +13,19 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
 from shardwise.core.pins import starred
 from shardwise.parallel.tensor import Role
-from shardwise.trace.assign import Assignment, place_of
+from shardwise.trace.assignment import Assignment, place_of
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.naming import named
 from shardwise.trace.pins import Pin, Pins, Places, check_table
 from shardwise.trace.sizes import ratio
 from shardwise.trace.tensor import TensorWalk
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 THROUGH, FROM_WEIGHT, TO_WEIGHT, FORWARD, BACKWARD = range(5)
 """In this order an op passes on what is known."""
@@ -45,9 +43,9 @@ class PinnedWalk(TensorWalk):
     """The walk for one axis: parameters are what pins make them, and ops take their operands as the facts say."""
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment], pins: Pins
+        self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment], pins: Pins
     ) -> None:  # fmt: skip
-        super().__init__(p, forms, axis, rows, before, Role())
+        super().__init__(context, axis, rows, before, Role())
         self.pins, self.facts, self.later = pins, dict[fx.Node, Fact](), dict[fx.Node, Fact]()
         self.following = Following(self)
 
@@ -59,18 +57,18 @@ class PinnedWalk(TensorWalk):
     def pin(self) -> None:
         """The facts that users state; what is cut along what a product sums over may wait for how its input comes."""
         places = Places(self)
-        if self.p.tensor.layouts is None:
-            if self.p.tensor.plan == "table":
-                check_table(self.p, self.pins, places)
+        if self.context.tensor.layouts is None:
+            if self.context.tensor.plan == "table":
+                check_table(self.context, self.pins, places)
             for node, pin in self.about(self.pins.parameters):
                 found = places.parameter(node, pin)
                 place, summed = (None, False) if found is None else found
                 (self.later if summed else self.facts)[node] = Fact(place, pin.text)
         else:
-            for node in self.p.normal.graph.nodes:
-                if node.op == "placeholder" and (name := self.p.captured.parameters.get(node.name)) is not None:
-                    layout = self.p.tensor.layouts.get(name)
-                    state = place_of(layout, self.axis, self.p.tensor.axes)
+            for node in self.context.normal.graph.nodes:
+                if node.op == "placeholder" and (name := self.context.captured.parameters.get(node.name)) is not None:
+                    layout = self.context.tensor.layouts.get(name)
+                    state = place_of(layout, self.axis, self.context.tensor.axes)
                     self.facts[node] = Fact(state if isinstance(state, Place) else None, name)
         for node, pin in self.about(self.pins.results):
             self.facts[node] = Fact(places.result(node, pin), pin.text)
@@ -81,7 +79,7 @@ class PinnedWalk(TensorWalk):
         return [(node, by_axis[self.axis]) for node, by_axis in pins.items() if self.axis in by_axis]
 
     def birth(self, node: fx.Node) -> State:
-        if node.name not in self.p.captured.parameters:
+        if node.name not in self.context.captured.parameters:
             return "I"
         fact = self.facts.get(node)
         return "I" if fact is None or fact.place is None else fact.place
@@ -117,10 +115,14 @@ class Following:
                 self.facts[node] = fact
                 self.push(node)
         self.spread(BACKWARD)
-        self.walk.p.sharded.notes.update(self.conflicts)
-        decided = self.walk.p.sharded.decided
-        for node in self.walk.p.normal.graph.nodes:
-            if node.op == "placeholder" and node.users and (name := self.walk.p.captured.parameters.get(node.name)) is not None:
+        self.walk.context.notes.update(self.conflicts)
+        decided = self.walk.context.decided
+        for node in self.walk.context.normal.graph.nodes:
+            if (
+                node.op == "placeholder"
+                and node.users
+                and (name := self.walk.context.captured.parameters.get(node.name)) is not None
+            ):
                 decided.setdefault(name, {})[self.walk.axis] = self.why(self.facts.get(node))
 
     @staticmethod
@@ -156,7 +158,7 @@ class Following:
             return THROUGH
         if side == "results":
             return BACKWARD
-        if self.walk.p.learned(node):
+        if self.walk.context.learned(node):
             return FROM_WEIGHT
         return TO_WEIGHT if form.sums(label) else FORWARD
 
@@ -199,7 +201,7 @@ class Following:
             return
         result = self.walk.cuts.results(form.node)[index]
         assert result is not None
-        sizes, goal = self.walk.p.expressions(operand), self.walk.p.expressions(result)
+        sizes, goal = self.walk.context.expressions(operand), self.walk.context.expressions(result)
         outer, inner = place.pre * math.prod(goal[: place.dim]), place.post * math.prod(goal[place.dim + 1 :])
         for dim, size in enumerate(sizes):
             pres = dict.fromkeys((place.pre, ratio(outer, math.prod(sizes[:dim]))))
@@ -213,7 +215,7 @@ class Following:
 
     def propose(self, node: fx.Node, place: Place, source: fx.Node, form: Form) -> None:
         """An op wants a tensor sharded at ``place``."""
-        size, by = self.walk.p.expressions(node)[place.dim], self.facts[source]
+        size, by = self.walk.context.expressions(node)[place.dim], self.facts[source]
         if isinstance(size, int):
             if size < self.walk.parts:
                 return
@@ -231,7 +233,7 @@ class Following:
             has = known or waits
             assert has is not None
             if has.place is not None and has.place != place and (has.place.dim, has.pin) != (place.dim, by.pin):
-                what = self.walk.p.captured.parameters.get(node.name, "") if node.op == "placeholder" else ""
+                what = self.walk.context.captured.parameters.get(node.name, "") if node.op == "placeholder" else ""
                 self.conflicts[
                     f"pins: {named(form.node)}: {by.pin} wants {starred(what) or 'a value'} in pieces of dim {place.dim}, and {has.pin} of dim "
                     f"{has.place.dim}, which stays"

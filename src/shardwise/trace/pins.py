@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError, did_you_mean
 from shardwise.core.pins import Cut, cuts, starred
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.forms import Form, Place
-
-if TYPE_CHECKING:
-    from shardwise.trace.pinned import PinnedWalk
-    from shardwise.trace.sharding import Propagation
+from shardwise.trace.tensor import TensorWalk
 
 
 @dataclass(frozen=True)
@@ -35,17 +32,17 @@ class Pins:
     results: Mapping[fx.Node, Mapping[str, Pin]]
 
 
-def read_pins(p: Propagation) -> Pins:
+def read_pins(context: ShardingContext) -> Pins:
     """The pins of ``p.tensor``; :class:`ConfigError` for a pattern that matches nothing, for two pins that disagree, and for parameters
     of several dims that a table leaves out.  Where the layouts of parameters are known, as in evaluation, only results are looked at."""
-    parameters, results = used_parameters(p), dict(returned(p.normal.graph))
-    aliases = {alias: own for alias, own in p.captured.names.items() if own in parameters}
+    parameters, results = used_parameters(context), dict(returned(context.normal.graph))
+    aliases = {alias: own for alias, own in context.captured.names.items() if own in parameters}
     found: tuple[dict[fx.Node, dict[str, Pin]], dict[fx.Node, dict[str, Pin]]] = ({}, {})
-    for pattern, text in p.tensor.pins:
-        wanted = cuts(pattern, text, tuple(p.tensor.axes))
+    for pattern, text in context.tensor.pins:
+        wanted = cuts(pattern, text, tuple(context.tensor.axes))
         matched = {parameters[own]: own for alias, own in aliases.items() if fnmatchcase(alias, pattern)}
         nodes = matched or {node: path for path, several in results.items() if fnmatchcase(path, pattern) for node in several}
-        if not nodes and p.tensor.layouts is None:
+        if not nodes and context.tensor.layouts is None:
             raise ConfigError(
                 f'pins: "{pattern}" matches no parameter that is read and no module with a result; legal: patterns of such names.'
                 + _near(pattern, (*aliases, *results))
@@ -69,10 +66,10 @@ def _near(pattern: str, names: Iterable[str]) -> str:
     return did_you_mean(pattern, dict.fromkeys(names))
 
 
-def used_parameters(p: Propagation) -> dict[str, fx.Node]:
+def used_parameters(context: ShardingContext) -> dict[str, fx.Node]:
     """The parameters that an op reads, by name."""
-    places = [n for n in p.normal.graph.nodes if n.op == "placeholder" and n.name in p.captured.parameters]
-    return {p.captured.parameters[n.name]: n for n in places if n.users}
+    places = [n for n in context.normal.graph.nodes if n.op == "placeholder" and n.name in context.captured.parameters]
+    return {context.captured.parameters[n.name]: n for n in places if n.users}
 
 
 def returned(graph: fx.Graph) -> Iterator[tuple[str, list[fx.Node]]]:
@@ -101,14 +98,14 @@ def _calls(node: fx.Node) -> dict[str, str]:
 class Places:
     """Where the pins of one walk cut."""
 
-    def __init__(self, walk: PinnedWalk) -> None:
-        self.walk, self.p = walk, walk.p
+    def __init__(self, walk: TensorWalk) -> None:
+        self.walk, self.context = walk, walk.context
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def parameter(self, node: fx.Node, pin: Pin) -> tuple[Place, bool] | None:
         """Where a parameter is cut, and whether that is along what a product sums over; None: it is whole."""
-        cut, shape = pin.cut, self.p.shape(node)
+        cut, shape = pin.cut, self.context.shape(node)
         if cut.side == "whole":
             return None
         if not cut.side and cut.parts is None:
@@ -130,15 +127,15 @@ class Places:
     def legal(self, node: fx.Node) -> list[str]:
         """What may be said of a parameter."""
         sides = [side for side in ("column", "row") if next(self.sides(node, side), None) is not None]
-        dims = [str(d) for d, size in enumerate(self.p.shape(node)) if size >= self.walk.parts]
+        dims = [str(d) for d, size in enumerate(self.context.shape(node)) if size >= self.walk.parts]
         return [f'"{word}"' for word in (*sides, *dims, "whole")]
 
     def sides(self, node: fx.Node, side: str) -> Iterator[Place]:
         """Where a parameter is cut along what its products keep of it, or along what they sum over."""
         for form, position, views in self.products(node):
             operand, labels = form.operands[position]
-            beside = {label for o, theirs in form.operands if not self.walk.p.learned(o) for label in theirs}
-            shape = self.p.shape(operand)
+            beside = {label for o, theirs in form.operands if not self.walk.context.learned(o) for label in theirs}
+            shape = self.context.shape(operand)
             for dim, label in enumerate(labels):
                 wanted = None
                 if side == "row" and form.sums(label) and shape[dim] >= self.walk.parts:
@@ -177,7 +174,7 @@ class Places:
         """A place within what other axes cut along the same dim, if any do."""
         others = [one.states[node][0] for one in self.walk.before.values()]
         if any(isinstance(s, Place) and s.dim == place.dim for s in others):
-            size, inner = self.p.shape(node)[place.dim], self.walk.within(node, place.dim)
+            size, inner = self.context.shape(node)[place.dim], self.walk.within(node, place.dim)
             if inner is None or size % (inner * self.walk.parts):
                 raise ConfigError(
                     f"pins: {pin.text}: dim {place.dim} of {pin.name} is {size}, which cannot be cut over "
@@ -188,7 +185,7 @@ class Places:
 
     def dim(self, node: fx.Node, pin: Pin) -> int:
         """The dim that a pin names; :class:`ConfigError` if there is none."""
-        rank = len(self.p.shape(node))
+        rank = len(self.context.shape(node))
         if not -rank <= pin.cut.dim < rank:
             raise ConfigError(
                 f"pins: {pin.text}: {pin.name} of {list(self.p.shape(node))} has no dim {pin.cut.dim}; legal: "
@@ -199,7 +196,7 @@ class Places:
     def explicit(self, node: fx.Node, pin: Pin) -> Place:
         """Each of the parts of a dim, which the pin names, cut."""
         dim, parts = self.dim(node, pin), pin.cut.parts or 1
-        size = self.p.shape(node)[dim]
+        size = self.context.shape(node)[dim]
         if size % parts or size // parts < self.walk.parts:
             raise ConfigError(
                 f"pins: {pin.text}: dim {dim} of {pin.name} is {size}, which has no {parts} equal parts with a piece for each of "
@@ -219,8 +216,8 @@ class Places:
                 f'pins: {pin.text} is of a parameter, and {pin.name} is a module; legal: a dim of its result, such as "1", or "whole".'
             )
         dim = self.dim(node, pin)
-        if isinstance(self.p.expressions(node)[dim], int):
-            found = self.walk.cuts.best(node, dim, self.p.shape(node)[dim])
+        if isinstance(self.context.expressions(node)[dim], int):
+            found = self.walk.cuts.best(node, dim, self.context.shape(node)[dim])
             place = self.explicit(node, pin) if pin.cut.parts else None if found is None else found[1]
         else:
             rows = self.walk.rows.states[node][0]
@@ -233,11 +230,11 @@ class Places:
         return place
 
 
-def check_table(p: Propagation, pins: Pins, places: Places) -> None:
+def check_table(context: ShardingContext, pins: Pins, places: Places) -> None:
     """:class:`ConfigError` that lists the parameters of several dims that no pin of a table is about."""
     left: dict[str, list[str]] = {}
-    for name, node in used_parameters(p).items():
-        if len(p.shape(node)) > 1 and node not in pins.parameters:
+    for name, node in used_parameters(context).items():
+        if len(context.shape(node)) > 1 and node not in pins.parameters:
             left.setdefault(starred(name), places.legal(node))
     if left:
         legal = "; ".join(f'"{name}" = {" or ".join(words)}' for name, words in left.items())

@@ -11,21 +11,20 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
 from shardwise.core.layout import shard_range
 from shardwise.core.rates import Rates
+from shardwise.trace.assignment import Assignment
 from shardwise.trace.capture import Uncapturable
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.forms import Form, Place, State, Strategy
 from shardwise.trace.moves import COLLECTIVES, CUTTING, ORDER, step_towards
 from shardwise.trace.ops import ROWS
 from shardwise.trace.sizes import factored
 from shardwise.trace.work import Works
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 States = tuple[State, ...]
 """Of a value, on each axis of tensor parallelism."""
@@ -78,17 +77,25 @@ class Seconds:
 
 
 class Prices:
-    """Over ``axes``, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
+    """Over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
 
     def __init__(
-        self, p: Propagation, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: float = 12,
+        self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: float = 12,
         live: int = 1,
     ) -> None:  # fmt: skip
-        self.p, self.rates, self.rows, self.kind, self.state, self.live = p, rates, rows, kind, beside, live
-        self.ranks_of = dict(p.tensor.axes if axes is None else axes)
+        self.context, self.batch, self.rates, self.rows, self.kind, self.state, self.live = (
+            context,
+            batch,
+            rates,
+            rows,
+            kind,
+            beside,
+            live,
+        )
+        self.ranks_of = dict(context.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
         self.values: dict[fx.Node, Value] = {}
-        self.works = Works(p, rows, kind)
+        self.works = Works(context, rows, kind)
         self.ops: dict[Any, float] = {}
         self.path = functools.cache(self._path)
         self.step = functools.cache(self._step)
@@ -99,9 +106,9 @@ class Prices:
         """Of a node with one tensor."""
         if node not in self.values:
             tensor = node.meta["val"]
-            where = self.p.assignments[ROWS].states[node][0]
+            where = self.batch.states[node][0]
             self.values[node] = Value(
-                self.works.sizes(tensor), self.p.shape(node), tensor.dtype.itemsize, self.p.carrying[node], where
+                self.works.sizes(tensor), self.context.shape(node), tensor.dtype.itemsize, self.context.carrying[node], where
             )
         return self.values[node]
 
@@ -120,7 +127,7 @@ class Prices:
 
     def extent(self, size: int, place: Place) -> int:
         """The size of the factor of a dim that is sharded at ``place``."""
-        pre = place.pre if isinstance(place.pre, int) else int(place.pre.subs(self.p.sizes.symbol, self.rows))
+        pre = place.pre if isinstance(place.pre, int) else int(place.pre.subs(self.context.symbol, self.rows))
         return size // (pre * place.post)
 
     @staticmethod
@@ -143,7 +150,7 @@ class Prices:
             found = [(g, s) for g, s in every if s.dim == dim]
             if len(found) > 1 or not isinstance(found[0][1].pre, int):
                 try:
-                    places = [(g, self.p.behind_rows({ROWS: rows}, s)) for g, s in found]
+                    places = [(g, self.context.behind_rows({ROWS: rows}, s)) for g, s in found]
                     factored(shape[dim], places, self.ranks_of if len(states) > 1 else {g: 0 for g, _ in states})
                 except Uncapturable:
                     return False
@@ -179,7 +186,9 @@ class Prices:
         if not alone or (own.dim, own.pre) != (goal.dim, goal.pre):
             return False
         size, parts = value.shape[own.dim], self.parts[axis]
-        ends = ([shard_range(self.extent(size, p), parts, i)[1] * p.post for i in range(parts)] for p in (own, goal))
+        ends = (
+            [shard_range(self.extent(size, context), parts, i)[1] * context.post for i in range(parts)] for context in (own, goal)
+        )
         return next(ends) == next(ends)
 
     def _move(self, value: Value, step: Step, found: list[Step]) -> States:
@@ -253,7 +262,7 @@ class Prices:
 
     def kept(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> int:
         """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
-        if not self.p.carrying[node] or not self.works.work(node).forward[1]:
+        if not self.context.carrying[node] or not self.works.work(node).forward[1]:
             return 0
         value = node.meta["val"]
         found = 0
@@ -325,7 +334,7 @@ class Prices:
                 along.setdefault(at.dim, []).append(i)
         for axes in along.values():
             for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
-                if not backward or self.p.carrying[node]:
+                if not backward or self.context.carrying[node]:
                     yield Talk(backward, kind, tuple(axes), nbytes)
 
 

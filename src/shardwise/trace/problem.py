@@ -10,22 +10,20 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
 
-from shardwise.trace.assign import Assignment
+from shardwise.trace.assignment import Assignment
 from shardwise.trace.choices import Chosen
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.eliminate import LIMIT, Factor, TooWide, least
 from shardwise.trace.forms import Form, State, Strategy
 from shardwise.trace.limited import BYTES, EXACT, MOST, SECONDS, Costs, Weights, fewest
 from shardwise.trace.price import Prices, Seconds, States, Step, Talk, Value
 from shardwise.trace.schema import is_tensor
 from shardwise.trace.sizes import Unfit
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 DIRECT = 1 << 18
 """Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each reader."""
@@ -54,9 +52,9 @@ class Reader(NamedTuple):
 class Flow:
     """Who makes and who reads the tensors of a captured graph."""
 
-    def __init__(self, p: Propagation, forms: Mapping[fx.Node, Form | None]) -> None:
-        self.p, self.forms = p, forms
-        self.values = [n for n in p.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)]
+    def __init__(self, context: ShardingContext) -> None:
+        self.context, self.forms = context, context.forms
+        self.values = [n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)]
 
     def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
         """The placeholder or op that makes a value, and as which of its results."""
@@ -103,7 +101,7 @@ def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seco
             assert steps is not None, (node, before, after)
             talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
             nbytes += sum(prices.copied(value, step) for step in steps)
-        if node.op == "placeholder" and node.name in prices.p.captured.parameters:
+        if node.op == "placeholder" and node.name in prices.context.captured.parameters:
             nbytes += prices.resting(node, states)
             once += prices.once(node, states)
     return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
@@ -144,12 +142,12 @@ class Solver:
     """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are left out."""
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], prices: Prices, choices: Mapping[str, Chosen],
+        self, context: ShardingContext, prices: Prices, choices: Mapping[str, Chosen],
         limited: bool = False, direct: int = DIRECT,
     ) -> None:  # fmt: skip
-        self.p, self.forms, self.prices, self.choices = p, forms, prices, choices
+        self.context, self.forms, self.prices, self.choices = context, context.forms, prices, choices
         self.limited, self.direct = limited, direct
-        self.flow = Flow(p, forms)
+        self.flow = Flow(context)
         self.variables: dict[fx.Node, int] = {}
         self.tables: dict[Any, Any] = {}
         self.options: dict[fx.Node, Sequence[Choice]] = {}
@@ -159,7 +157,7 @@ class Solver:
     def build(self) -> None:
         """Ops and parameters, then the values between them."""
         joint: dict[Any, Sequence[Choice]] = {}
-        for node in self.p.normal.graph.nodes:
+        for node in self.context.normal.graph.nodes:
             axes = [self.choices[axis] for axis in self.prices.axes]
             if node in axes[0].states:
                 variable = self.add(node, [one.states[node] for one in axes], joint)
@@ -186,13 +184,13 @@ class Solver:
         """Whether what is chosen on the axes fits."""
         rows = self.choices[self.prices.axes[0]].rows
         if form is None:
-            return self.fits(self.p.shape(node), choice, rows.states[node][0])
+            return self.fits(self.context.shape(node), choice, rows.states[node][0])
         return all(
-            self.fits(self.p.shape(o), [s.operands[i] for s in choice], rows.strategies[node].operands[i])
+            self.fits(self.context.shape(o), [s.operands[i] for s in choice], rows.strategies[node].operands[i])
             for i, (o, _) in enumerate(form.operands)
         ) and all(
             self.fits(shape, [s.results[i] for s in choice], rows.strategies[node].results[i])
-            for i, shape in enumerate(self.p.shapes(node))
+            for i, shape in enumerate(self.context.shapes(node))
         )
 
     def fits(self, shape: Sequence[int], states: Sequence[State], rows: State) -> bool:
@@ -372,7 +370,7 @@ class Solver:
         out = {}
         for a, axis in enumerate(self.prices.axes):
             one = out[axis] = Assignment()
-            for node in self.p.normal.graph.nodes:
+            for node in self.context.normal.graph.nodes:
                 if node.op not in ("placeholder", "call_function") or (node.op == "call_function" and not is_tensor(node)):
                     continue
                 form = self.forms.get(node)
@@ -381,7 +379,7 @@ class Solver:
                 elif node not in self.forms:
                     one.states[node] = (one.states[node.args[0]][node.args[1]],)
                 elif form is None:
-                    one.states[node] = ("I",) * len(self.p.shapes(node))
+                    one.states[node] = ("I",) * len(self.context.shapes(node))
                 else:
                     one.strategies[node] = chosen[node][a] if node in chosen else form.whole("I")
                     one.states[node] = one.strategies[node].results

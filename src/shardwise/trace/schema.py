@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import Tensor, fx
@@ -13,6 +14,11 @@ def is_tensor(node: fx.Node) -> bool:
     """Whether a captured node's value is a tensor or holds some."""
     value = node.meta.get("val")
     return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
+
+
+def picks(node: fx.Node) -> bool:
+    """Whether a node takes one of several results."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
 
 
 def differentiable(value: Any) -> bool:

@@ -74,27 +74,16 @@ def of_rows(factors: Sequence[Factor]) -> Factor | None:
 
 
 class Sizes:
-    """The sizes of one local graph: nodes that compute them from ``env``, made when first needed and used again."""
+    """The sizes of one local graph: nodes that compute them from ``env``, made when first needed and used again.
 
-    def __init__(self, graph: fx.Graph, env: fx.Node) -> None:
-        self.graph = graph
-        self.env = env
-        self.symbol: Any = None  # of the number of rows; None where the batch dim is static
-        self.example = 0  # what it is in the shapes of the captured graph
+    ``symbol`` is the number of rows; None where the batch dim is static.
+    """
+
+    def __init__(self, graph: fx.Graph, env: fx.Node, symbol: Any) -> None:
+        self.graph, self.env, self.symbol = graph, env, symbol
         self.rows = graph.call_function(ops.rows, (env,))
         self.local_rows = graph.call_function(ops.local_rows, (env,))
         self.data: dict[Any, fx.Node] = {}  # symbols of sizes that depend on data
-
-    def multiple(self, size: Any) -> int | None:
-        """m where a size is m times the symbolic number of rows."""
-        if not isinstance(size, torch.SymInt) or self.symbol is None:
-            return None
-        ratio = size.node.expr / self.symbol
-        return int(ratio) if ratio.is_Integer else None
-
-    def is_rows(self, size: Any) -> bool:
-        """Whether a size is the symbolic number of rows."""
-        return self.multiple(size) == 1
 
     def node(self, size: Any) -> Any:
         """A size of the whole batch, or an expression of one, as a number or as a node."""

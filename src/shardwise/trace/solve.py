@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -19,10 +18,12 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.rates import Link, Machine, rates
 from shardwise.parallel.tensor import role
-from shardwise.trace.assign import Assignment
+from shardwise.trace.assignment import Assignment
 from shardwise.trace.choices import Choices, Chosen
+from shardwise.trace.context import ShardingContext
+from shardwise.trace.decisions import check_taken, take_up
 from shardwise.trace.eliminate import LIMIT, TooWide
-from shardwise.trace.forms import Form, Place, State, Strategy
+from shardwise.trace.forms import Place, State, Strategy
 from shardwise.trace.limited import BYTES, EXACT, SECONDS, Weights
 from shardwise.trace.ops import ROWS
 from shardwise.trace.price import Prices, Seconds
@@ -30,39 +31,36 @@ from shardwise.trace.problem import Flow, Solved, Solver, seconds
 from shardwise.trace.sizes import Unfit
 from shardwise.trace.tensor import recipe
 
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
-
 PARTS = 16
 """Of so many parts of the ops of an axis the choices are free one after the other, where those of all, or of larger parts, are too many together."""
 NOT_EXACT = "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that were looked at this is the fastest"
 
 
-def solve(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Solved:
+def solve(context: ShardingContext, batch: Assignment) -> Solved:
     """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found, and so
     of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights.  What was decided before is taken up."""
-    prices = priced(p)
-    choices = {axis: Choices(p, forms, axis, prices) for axis in prices.axes}
-    if (decided := p.tensor.decided) is not None:
-        found = Solver(p, forms, prices, decided.leave(p, forms, choices)).least()
-        decided.check(p, forms, found.assignments)
+    prices = priced(context, batch)
+    choices = {axis: Choices(context, axis, prices) for axis in prices.axes}
+    if (decided := context.tensor.decided) is not None:
+        found = Solver(context, prices, take_up(decided, context, choices)).least()
+        check_taken(decided, context, found.assignments)
         return found
-    limit = None if p.tensor.machine is None else p.tensor.machine.memory
+    limit = None if context.tensor.machine is None else context.tensor.machine.memory
     if len(choices) == 1:
         try:
-            solver = Solver(p, forms, prices, choices, limited=True)
-            return limited(p, limit, partial(least, solver), lambda limit: best_within(solver, limit))
+            solver = Solver(context, prices, choices, limited=True)
+            return limited(context, limit, partial(least, solver), lambda limit: best_within(solver, limit))
         except TooWide:
-            p.sharded.notes[NOT_EXACT] = None
+            context.notes[NOT_EXACT] = None
 
     def find(weights: Weights) -> Solved:
-        return _Several(p, forms, prices, choices, weights).least()
+        return _Several(context, prices, choices, weights).least()
 
-    return limited(p, limit, find, lambda limit: within(find, limit)[0])
+    return limited(context, limit, find, lambda limit: within(find, limit)[0])
 
 
 def limited(
-    p: Propagation, limit: int | None, find: Callable[[Weights], Solved], fitting: Callable[[int], Solved]
+    context: ShardingContext, limit: int | None, find: Callable[[Weights], Solved], fitting: Callable[[int], Solved]
 ) -> Solved:  # fmt: skip
     """What ``find`` gives without a ``limit`` of bytes, or ``fitting`` within it."""
     if limit is None:
@@ -70,12 +68,12 @@ def limited(
     try:
         found = fitting(limit)
     except TooFew as error:
-        if p.tensor.layouts is None:
+        if context.tensor.layouts is None:
             raise
         found = fitting(error.least)  # parameters lie as in another trace, which fits
     if found.gap:
         note = f"tensor_plan: a microbatch takes at most {found.gap:.2%} longer than the fastest plan of {limit} bytes would"
-        p.sharded.notes[note] = None
+        context.notes[note] = None
     return found
 
 
@@ -129,17 +127,25 @@ def cost(weights: Weights, one: Solved) -> float:
     return weights.seconds * one.seconds.total + weights.nbytes * one.seconds.nbytes
 
 
-def priced(p: Propagation) -> Prices:
+def priced(context: ShardingContext, batch: Assignment) -> Prices:
     """By the machine that the plan is for, else by one row on a device of the kind."""
-    machine = p.tensor.machine or Machine(rates(Backend.of(p.device).kind, p.captured.precision), p.captured.rows or 1)
+    machine = context.tensor.machine or Machine(
+        rates(Backend.of(context.device).kind, context.captured.precision), context.captured.rows or 1
+    )
     return Prices(
-        p, machine.rates, machine.rows, machine.kind or Backend.of(p.device).kind, beside=machine.beside, live=machine.live
+        context,
+        batch,
+        machine.rates,
+        machine.rows,
+        machine.kind or Backend.of(context.device).kind,
+        beside=machine.beside,
+        live=machine.live,
     )
 
 
-def predicted(p: Propagation, forms: Mapping[fx.Node, Form | None]) -> Seconds:
+def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
     """Of a microbatch under the assignments that were made, by whomever."""
-    return seconds(priced(p), Flow(p, forms), p.assignments)
+    return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
 
 
 class _Several:
@@ -148,13 +154,12 @@ class _Several:
 
     def __init__(
         self,
-        p: Propagation,
-        forms: Mapping[fx.Node, Form | None],
+        context: ShardingContext,
         prices: Prices,
         choices: Mapping[str, Choices],
         weights: Weights,
     ) -> None:
-        self.p, self.forms, self.prices, self.choices, self.weights = p, forms, prices, choices, weights
+        self.context, self.forms, self.prices, self.choices, self.weights = context, context.forms, prices, choices, weights
         self.limited = weights.nbytes > 0
         self.seen: list[dict[str, Assignment]] = []
 
@@ -177,16 +182,16 @@ class _Several:
             return None
 
     def solved(self, chosen: Mapping[str, Chosen], limit: int = LIMIT) -> Solved:
-        found = Solver(self.p, self.forms, self.prices, chosen, self.limited).least(self.weights, limit)
+        found = Solver(self.context, self.prices, chosen, self.limited).least(self.weights, limit)
         self.seen.append(found.assignments)
         return found
 
     def starts(self) -> Iterator[Mapping[str, Assignment]]:
         """Everything whole, what the recipe of the mesh does, and what is best on one axis of all ranks, over the slowest link."""
         yield {axis: Assignment() for axis in self.choices}
-        if all(role(self.p.tensor.recipe, axis) is not None for axis in self.choices):
-            yield recipe(self.p, self.forms, self.p.assignments[ROWS])[0]
-        if self.p.tensor.layouts is not None:
+        if all(role(self.context.tensor.recipe, axis) is not None for axis in self.choices):
+            yield recipe(self.context, self.prices.batch)[0]
+        if self.context.tensor.layouts is not None:
             return
         found = self.together() if len(self.choices) > 1 else None
         if found is not None:
@@ -198,7 +203,8 @@ class _Several:
         links = [own.links.get(axis, own.link) for axis in self.choices]
         slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
         one = Prices(
-            self.p,
+            self.context,
+            self.prices.batch,
             replace(own, link=slow, links={}),
             self.prices.rows,
             self.prices.kind,
@@ -207,7 +213,7 @@ class _Several:
             live=self.prices.live,
         )
         try:
-            solver = Solver(self.p, self.forms, one, {name: Choices(self.p, self.forms, name, one)}, self.limited)
+            solver = Solver(self.context, one, {name: Choices(self.context, name, one)}, self.limited)
             return solver.least(self.weights).assignments[name]
         except TooWide:
             return None
@@ -221,11 +227,11 @@ class _Several:
                 return state
             return state._replace(post=shape[state.dim] // (state.pre * parts))
 
-        out = Assignment({n: tuple(map(own, states, self.p.shapes(n))) for n, states in found.states.items()})
+        out = Assignment({n: tuple(map(own, states, self.context.shapes(n))) for n, states in found.states.items()})
         for node, strategy in found.strategies.items():
             form = self.forms[node]
             assert form is not None
-            operands = tuple(own(s, self.p.shape(o)) for s, (o, _) in zip(strategy.operands, form.operands, strict=True))
+            operands = tuple(own(s, self.context.shape(o)) for s, (o, _) in zip(strategy.operands, form.operands, strict=True))
             out.strategies[node] = Strategy(operands, out.states[node])
         return out
 
@@ -254,7 +260,7 @@ class _Several:
         try:
             found = self.solved(chosen, LIMIT if whole else LIMIT // 16)
         except TooWide:
-            self.p.sharded.notes[NOT_EXACT] = None
+            self.context.notes[NOT_EXACT] = None
             if len(nodes) * PARTS > len(every.strategies):
                 half = len(nodes) // 2
                 best = self.freed(self.freed(best, axis, nodes[:half]), axis, nodes[half:])

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import fx
 
@@ -22,12 +21,11 @@ from shardwise.core.mesh import axis_of, sub_axes
 from shardwise.parallel.tensor import Role, role
 from shardwise.trace import ops
 from shardwise.trace.ahead import Ahead
-from shardwise.trace.assign import Assignment, Walk, place_of
+from shardwise.trace.assignment import Assignment, place_of
+from shardwise.trace.batch_walk import Walk
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.cuts import Cuts
 from shardwise.trace.forms import Form, Place, State, Strategy
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 OPEN = "?"
 """The state of a parameter that nothing has used yet, and of views of it."""
@@ -43,14 +41,14 @@ class TensorWalk(Walk):
     """
 
     def __init__(
-        self, p: Propagation, forms: Mapping[fx.Node, Form | None], axis: str, rows: Assignment, before: Mapping[str, Assignment],
+        self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment],
         known: Role | None,
     ) -> None:  # fmt: skip
-        super().__init__(p, forms)
+        super().__init__(context)
         self.axis, self.rows, self.before = axis, rows, before
         # Sub-axes cut alike, one within the other, so that both decide as the axis does.
-        own = [name for name in p.tensor.axes if axis_of(name) == axis_of(axis)]
-        self.parts, self.major = math.prod(p.tensor.axes[name] for name in own), p.tensor.axes[own[0]]
+        own = [name for name in context.tensor.axes if axis_of(name) == axis_of(axis)]
+        self.parts, self.major = math.prod(context.tensor.axes[name] for name in own), context.tensor.axes[own[0]]
         self.divided, self.outer = len(own) > 1, axis == own[0]
         self.few = 1  # ranks among which heads can be shared out that are not enough for all
         self.shared: set[fx.Node] = (
@@ -60,8 +58,8 @@ class TensorWalk(Walk):
         self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
         self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
-        self.cuts = Cuts(p, forms, self.parts)
-        self.ahead = Ahead(p, forms)
+        self.cuts = Cuts(context, self.parts)
+        self.ahead = Ahead(context)
         self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, for it is what others add to
 
     @property
@@ -92,12 +90,12 @@ class TensorWalk(Walk):
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def birth(self, node: fx.Node) -> State:
-        name = self.p.captured.parameters.get(node.name)
+        name = self.context.captured.parameters.get(node.name)
         if name is None or self.inert:
-            return Place(0) if self.role.rows and node.name in self.p.captured.fields else "I"
-        if self.p.tensor.layouts is not None:
-            layout = self.p.tensor.layouts.get(name)
-            return place_of(layout, self.axis, self.p.tensor.axes)
+            return Place(0) if self.role.rows and node.name in self.context.captured.fields else "I"
+        if self.context.tensor.layouts is not None:
+            layout = self.context.tensor.layouts.get(name)
+            return place_of(layout, self.axis, self.context.tensor.axes)
         self.views[node], self.origin[node] = [], node
         return OPEN
 
@@ -119,7 +117,7 @@ class TensorWalk(Walk):
 
     def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Place) -> Iterator[Place]:
         """Where a parameter might be sharded for a view of it to be sharded as wanted."""
-        shape, size = self.p.shape(parameter), self.p.shape(node)[wanted.dim]
+        shape, size = self.context.shape(parameter), self.context.shape(node)[wanted.dim]
         for dim, whole in enumerate(shape):
             for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
                 if whole % (pre * wanted.post) == 0:
@@ -162,8 +160,8 @@ class TensorWalk(Walk):
         if opened:
             self.decide(form, opened)
         states = [self.state(o) for o, _ in form.operands]
-        if self.p.tensor.layouts is not None:
-            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.p.learned(o)]
+        if self.context.tensor.layouts is not None:
+            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.context.learned(o)]
             self.by_rows(form, whole) or self.by_columns(form, whole)
         if form.node in self.shared:
             return form.whole("R")
@@ -177,7 +175,7 @@ class TensorWalk(Walk):
             found = self.in_stream(form, i)
             if found is not None:
                 return found
-        passing = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.p.learned(o)]
+        passing = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)]
         return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
 
     def shards(self, form: Form, position: int, place: Place) -> Strategy | None:
@@ -191,32 +189,32 @@ class TensorWalk(Walk):
     def fits(self, node: fx.Node, place: Place) -> bool:
         """Whether a value can be sharded at ``place`` beside what other axes make of it."""
         others = {group: one.states[node][0] for group, one in ((ops.ROWS, self.rows), *self.before.items())}
-        return self.p.fits(self.p.shape(node), {**others, self.axis: place})
+        return self.context.fits(self.context.shape(node), {**others, self.axis: place})
 
     def together(self, form: Form, strategy: Strategy) -> bool:
         """Whether a strategy's shards go together with those of other axes."""
         walked = {ops.ROWS: self.rows, **self.before}
         known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
         every = {**known, self.axis: strategy}
-        shapes = [self.p.shape(o) for o, _ in form.operands]
+        shapes = [self.context.shape(o) for o, _ in form.operands]
         operands = [{g: s.operands[i] for g, s in every.items()} for i in range(len(shapes))]
         results = [{g: s.results[i] for g, s in every.items()} for i in range(len(form.results))]
         if not all(
-            self.p.fits(shape, states)
-            for shape, states in zip((*shapes, *self.p.shapes(form.node)), (*operands, *results), strict=True)
+            self.context.fits(shape, states)
+            for shape, states in zip((*shapes, *self.context.shapes(form.node)), (*operands, *results), strict=True)
         ):
             return False
-        return form.agree is None or form.agree([self.p.layout_of(*one) for one in zip(shapes, operands, strict=True)])
+        return form.agree is None or form.agree([self.context.layout_of(*one) for one in zip(shapes, operands, strict=True)])
 
     def sharded(self, form: Form, states: list[State]) -> Strategy | None:
         """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
         order = []
         for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
             if isinstance(state, Place):
-                mine = self.p.learned(operand)
+                mine = self.context.learned(operand)
                 if not (mine and self.role.at_use and not self.large_table(form, i)):
-                    shape = self.p.shape(operand)
-                    coarse = self.divided and self.p.size(operand, state) < self.parts
+                    shape = self.context.shape(operand)
+                    coarse = self.divided and self.context.size(operand, state) < self.parts
                     order.append((not mine, coarse, -math.prod(shape), i, state))
         for *_, i, state in sorted(order, key=lambda one: one[:4]):
             found = self.shards(form, i, state)
@@ -230,14 +228,16 @@ class TensorWalk(Walk):
             return None
         for i, (operand, labels) in enumerate(form.operands):
             state = states[i]
-            if isinstance(state, Place) and self.p.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
+            if isinstance(state, Place) and self.context.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
                 place = self.by_columns(form, [i])
                 return None if place is None else self.shards(form, *place)
         return None
 
     def noted(self, form: Form, strategy: Strategy) -> Strategy:
         """Remember where a partial sum is that of a product, and where a stream begins."""
-        product = any(form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.p.learned(o))
+        product = any(
+            form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.context.learned(o)
+        )
         if "P" in strategy.results:
             if product or any(o in self.made for o, _ in form.operands):
                 self.made.add(form.node)
@@ -250,14 +250,14 @@ class TensorWalk(Walk):
         others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
         if others:
             return False
-        small = not self.p.shape(form.operands[partial[0]][0])
+        small = not self.context.shape(form.operands[partial[0]][0])
         together = form.linear == "add" and len(partial) == len(form.operands) > 1
         later = self.role.stream != "whole" and form.operands[0][0] in self.made and self.in_stream(form, partial[0]) is None
         return small or together or later
 
     def large_table(self, form: Form, table: int) -> bool:
         """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
-        rows, found = math.prod(self.p.shape(form.operands[table][0])), sum(map(math.prod, self.p.shapes(form.node)))
+        rows, found = math.prod(self.context.shape(form.operands[table][0])), sum(map(math.prod, self.context.shapes(form.node)))
         return self.looks_up(form, table) and rows > found
 
     def looks_up(self, form: Form, table: int) -> bool:
@@ -296,7 +296,7 @@ class TensorWalk(Walk):
                 continue
             dims = sorted(range(len(labels)), key=lambda d: not form.sums(labels[d]))
             for dim in dims:
-                size, inner = self.p.shape(operand)[dim], self.within(operand, dim)
+                size, inner = self.context.shape(operand)[dim], self.within(operand, dim)
                 if inner is not None and size % (inner * self.parts) == 0:
                     return i, Place(dim, inner, size // (inner * self.parts))
         return None
@@ -309,7 +309,7 @@ class TensorWalk(Walk):
             if isinstance(state, Place) and state.dim == dim:
                 if state.pre != 1 or pieces != 1:
                     return None
-                pieces = self.p.shape(operand)[dim] // state.post
+                pieces = self.context.shape(operand)[dim] // state.post
         return pieces
 
     def by_rows(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
@@ -325,14 +325,14 @@ class TensorWalk(Walk):
 
     def keeps_scores(self, form: Form, position: int) -> bool:
         """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are not to be whole."""
-        sizes = [math.prod(self.p.shape(node)) for node in (form.node, form.operands[position][0])]
+        sizes = [math.prod(self.context.shape(node)) for node in (form.node, form.operands[position][0])]
         return self.alternates and sizes[0] > sizes[1] and self.ahead.is_scores(form.node)
 
     def pieces(self, operand: fx.Node) -> list[Place]:
         """Where an operand is sharded, or where slices of a whole one may begin the turns of columns and rows."""
         state = self.state(operand)
-        if state == "I" and self.role.turned and not self.p.learned(operand):
-            sizes = self.p.expressions(operand)
+        if state == "I" and self.role.turned and not self.context.learned(operand):
+            sizes = self.context.expressions(operand)
             return [self.cuts.even(s, d) for d, s in enumerate(sizes) if isinstance(s, int) and s and s % self.parts == 0]
         return [state] if isinstance(state, Place) else []
 
@@ -370,8 +370,8 @@ class TensorWalk(Walk):
     def fewer(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place | None]:
         """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and how."""
         for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
-            found = Cuts(self.p, self.forms, number).split(form, weight, dim, result)
-            whole = self.p.shape(form.operands[weight][0])[dim]
+            found = Cuts(self.context, number).split(form, weight, dim, result)
+            whole = self.context.shape(form.operands[weight][0])[dim]
             if found is not None and not found[0] and whole // (found[1].pre * found[1].post) % number == 0:
                 return number, found[1]
         return 1, None
@@ -382,7 +382,7 @@ class TensorWalk(Walk):
             operand, labels = form.operands[i]
             if not self.looks_up(form, i):
                 continue
-            shape = self.p.shape(operand)
+            shape = self.context.shape(operand)
             row = next(d for d, label in enumerate(labels) if form.sums(label))
             if self.role.turned or self.role.stream == "width":
                 wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
@@ -397,32 +397,32 @@ class TensorWalk(Walk):
         operand = form.operands[position][0]
         if operand not in self.made:
             return None
-        rows, shape = self.rows.states[operand][0], self.p.shape(operand)
+        rows, shape = self.rows.states[operand][0], self.context.shape(operand)
         if self.role.rows or self.role.stream == "rows":
             return self.shards(form, position, rows) if isinstance(rows, Place) else None
         if self.role.stream != "sequence":
             return None
         at = rows.dim if isinstance(rows, Place) else -1
         for dim in range(len(shape) - 1):
-            if dim != at and shape[dim] >= self.parts and isinstance(self.p.expressions(operand)[dim], int):
+            if dim != at and shape[dim] >= self.parts and isinstance(self.context.expressions(operand)[dim], int):
                 return self.shards(form, position, self.cuts.even(shape[dim], dim))
         return None
 
 
-def recipe(
-    p: Propagation, forms: Mapping[fx.Node, Form | None], rows: Assignment
-) -> tuple[dict[str, Assignment], dict[str, int] | None]:  # fmt: skip
+def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
     """What the ops are on each axis by the recipe, and the axes with one as two sub-axes, if there are few heads for its ranks."""
     found: dict[str, Assignment] = {}
-    roles = {axis: role(p.tensor.recipe, axis) for axis in p.tensor.axes}
+    roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
     # What rests within others' pieces comes last.
     for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
-        walk = TensorWalk(p, forms, axis, rows, found, known)
+        walk = TensorWalk(context, axis, rows, found, known)
         found[axis] = walk.run()
         if walk.few > 1:
             inner = walk.parts // walk.few
             both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
-            return found, {name: n for a, size in p.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()}
+            return found, {
+                name: n for a, size in context.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()
+            }
     return found, None
 
 

@@ -18,7 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import OTHERS
 from shardwise.parallel.data import SHARDS
-from shardwise.trace.assign import Tensors
+from shardwise.trace.assignment import Tensors
 from shardwise.trace.capture import Captured, LossFunction, Uncapturable, capture
 from shardwise.trace.casts import GRADIENT_DTYPE, cast_buffer, cast_field, shadow_dtype
 from shardwise.trace.decisions import Decisions
@@ -29,7 +29,7 @@ from shardwise.trace.opaque import first_loss, opaque_unit
 from shardwise.trace.price import Seconds
 from shardwise.trace.rules import find
 from shardwise.trace.schema import op_name
-from shardwise.trace.sharding import propagate
+from shardwise.trace.shard import shard
 from shardwise.trace.units import Unit, split
 from shardwise.trace.work import Repeats
 
@@ -238,7 +238,7 @@ def trace(
         normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
         captured = normal.captured
         entropy = mean_cross_entropy(normal)
-        sharded = propagate(
+        sharded = shard(
             normal,
             find,
             counted=entropy if unweighted(entropy) else None,

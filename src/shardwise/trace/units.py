@@ -19,7 +19,7 @@ from shardwise.trace import drawn, entropy, norms, ops, softmax
 from shardwise.trace.capture import Captured
 from shardwise.trace.products import expose, find, held, inside
 from shardwise.trace.recall import note_unread, recallable
-from shardwise.trace.sharding import Sharded
+from shardwise.trace.shard import Sharded
 from shardwise.trace.sizes import local_shape
 
 _INTEGER_OPS = {ops.rows, ops.local_rows, ops.local_size}

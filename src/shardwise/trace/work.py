@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from shardwise.backend import Backend
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.meter import Meter, tensors_in
 from shardwise.trace.saved import COMPOSED
 from shardwise.trace.sizes import known
-
-if TYPE_CHECKING:
-    from shardwise.trace.sharding import Propagation
 
 META = torch.device("meta")
 
@@ -42,8 +40,8 @@ class Work:
 class Works:
     """Of microbatches of ``rows`` rows on devices of ``kind``; equal ops are measured once."""
 
-    def __init__(self, p: Propagation, rows: int, kind: str) -> None:
-        self.p, self.rows, self.kind = p, rows, kind
+    def __init__(self, context: ShardingContext, rows: int, kind: str) -> None:
+        self.context, self.rows, self.kind = context, rows, kind
         self.works: dict[Any, Work] = {}
         self.keys: dict[fx.Node, Any] = {}
         self.known: dict[Any, int] = {}
@@ -62,7 +60,7 @@ class Works:
         if node not in self.keys:
             arguments = fx.map_arg((node.args, dict(node.kwargs)), self._argument)
             symbols = [str(n.meta["val"].shape) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-            self.keys[node] = repr((str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.p.counted))
+            self.keys[node] = repr((str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.context.counted))
         return self.keys[node]
 
     def work(self, node: fx.Node) -> Work:
@@ -74,7 +72,7 @@ class Works:
 
     def _argument(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
-        grad = self.p.carrying.get(node, False)
+        grad = self.context.carrying.get(node, False)
         if isinstance(value, Tensor):
             return _Meta(self.sizes(value), value.dtype, grad and value.dtype.is_floating_point)
         return known(value, self.rows, self.rows) if isinstance(value, torch.SymInt) else value
@@ -98,7 +96,7 @@ class Works:
             several = isinstance(node.meta["val"], tuple | list)
             shapes = [self.sizes(v) for v in (node.meta["val"] if several else [node.meta["val"]])]
             nbytes = sum(t.nbytes for t in operands) + sum(map(math.prod, shapes)) * 4
-            return Work((0, nbytes), (0, 2 * nbytes if self.p.carrying[node] else 0))
+            return Work((0, nbytes), (0, 2 * nbytes if self.context.carrying[node] else 0))
         return Work((there.flops, there.bytes), (back.flops, back.bytes))
 
 
@@ -121,12 +119,12 @@ Repeats = Callable[[int], Mapping[tuple[str, str], tuple[int, Work]]]
 """Of so many rows of a microbatch, by (op, module path): how many such ops, and what they cost together."""
 
 
-def repeats(p: Propagation, rows: int) -> dict[tuple[str, str], tuple[int, Work]]:
+def repeats(
+    context: ShardingContext, replicated: Mapping[tuple[str, str], Sequence[fx.Node]], rows: int
+) -> dict[tuple[str, str], tuple[int, Work]]:
     """What the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as views, are left out."""
-    works = Works(p, rows, Backend.of(p.device).kind)
-    found = {
-        key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in p.sharded.replicated.items()
-    }
+    works = Works(context, rows, Backend.of(context.device).kind)
+    found = {key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in replicated.items()}
     return {key: (len(every), functools.reduce(Work.plus, every)) for key, every in found.items() if every}
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import fx
 
 from shardwise.trace import norms
+from shardwise.trace.context import Rule
 from shardwise.trace.rules import attention, draws, elementwise, lookups, losses, products, reductions, shapes
 from shardwise.trace.rules.table import op_name, pointwise
-from shardwise.trace.sharding import Rule
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {

@@ -11,44 +11,45 @@ from torch import fx
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.trace import drawn, ops
+from shardwise.trace.context import ShardingContext
+from shardwise.trace.emit import Emitter
 from shardwise.trace.forms import Emit, Form, Place, Solved, State, Strategy
 from shardwise.trace.rules.draws import keys, ordered
 from shardwise.trace.rules.table import Table, aligned, given, rank_of
-from shardwise.trace.sharding import Propagation
 
 RULES = Table()
 
 
 @RULES.rule("scaled_dot_product_attention")
-def _attention(p: Propagation, node: fx.Node) -> Any:
+def _attention(context: ShardingContext, node: fx.Node) -> Any:
     q, k, v = node.args[:3]
     mask = given(node, "attn_mask")
-    lead = rank_of(p, q) - 2
-    leads = [p.expressions(x)[:lead] for x in (q, k, v)]
-    if any(rank_of(p, x) != lead + 2 for x in (k, v)):
+    lead = rank_of(context, q) - 2
+    leads = [context.expressions(x)[:lead] for x in (q, k, v)]
+    if any(rank_of(context, x) != lead + 2 for x in (k, v)):
         return None
     # A dim that differs is of heads that share keys, or is broadcast: whole.
     names: list[Any] = [d if len({s[d] for s in leads}) == 1 else None for d in range(lead)]
     operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*names, None, None]) for x in (q, k, v)]
     if isinstance(mask, fx.Node):
-        ((_, labels),) = aligned(p, [mask], [*p.expressions(node)[:lead], None, None])
+        ((_, labels),) = aligned(context, [mask], [*context.expressions(node)[:lead], None, None])
         operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
     out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
-    form = p.labelled(node, operands, out)
-    if lead and p.shape(q)[lead - 1] != p.shape(k)[lead - 1]:
-        _share_heads(p, form, lead - 1)
+    form = context.labelled(node, operands, out)
+    if lead and context.shape(q)[lead - 1] != context.shape(k)[lead - 1]:
+        _share_heads(context, form, lead - 1)
     if "ordinal" not in node.meta:
-        form.emit = lambda p, solved: p.plain(node, _matched(p, node, solved))
+        form.emit = lambda emitter, solved: emitter.plain(node, _matched(emitter, node, solved))
         return form
     form.emit = _attention_dropout(node, given(node, "is_causal", False))
-    return form if p.dropout == "fast" else ordered(p, form)
+    return form if context.dropout == "fast" else ordered(context, form)
 
 
-def _share_heads(p: Propagation, form: Form, dim: int) -> None:
+def _share_heads(context: ShardingContext, form: Form, dim: int) -> None:
     """Groups of queries share the heads of keys and values: pieces of these go with pieces of those, or every rank has these whole."""
-    sizes = [p.shape(x)[dim] for x, _ in form.operands[:3]]
+    sizes = [context.shape(x)[dim] for x, _ in form.operands[:3]]
     queries, keys = sizes[:2]
-    mask = p.shape(form.operands[3][0]) if len(form.operands) > 3 else ()
+    mask = context.shape(form.operands[3][0]) if len(form.operands) > 3 else ()
     if len(mask) > 2 and mask[-3] != 1:
         return  # a mask for each head
     masks: list[State] = ["R"] * (len(form.operands) - 3)
@@ -69,14 +70,14 @@ def _share_heads(p: Propagation, form: Form, dim: int) -> None:
 
     def agree(layouts: Sequence[Layout]) -> bool:
         each = queries // keys
-        return all(a == b or (c * each <= a and b <= d * each) for (a, b), (c, d) in _spans(p, layouts, dim))
+        return all(a == b or (c * each <= a and b <= d * each) for (a, b), (c, d) in _spans(context, layouts, dim))
 
     form.moves, form.spread, form.agree = moves, spread, agree
 
 
-def _spans(p: Propagation, layouts: Sequence[Layout], dim: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _spans(context: ShardingContext, layouts: Sequence[Layout], dim: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Of each rank, of the axes of tensor parallelism, the (start, stop) of its heads of queries and of keys."""
-    mesh, found = Mesh.spanned(p.tensor.axes), []
+    mesh, found = Mesh.spanned(context.tensor.axes), []
     for rank in range(mesh.size):
         own = [layout.intervals(mesh, rank)[dim] for layout in layouts[:2]]
         queries, keys = ((one[0][0], one[-1][1]) if one else (0, 0) for one in own)
@@ -84,38 +85,40 @@ def _spans(p: Propagation, layouts: Sequence[Layout], dim: int) -> list[tuple[tu
     return found
 
 
-def _matched(p: Propagation, node: fx.Node, solved: Solved) -> Solved:
+def _matched(emitter: Emitter, node: fx.Node, solved: Solved) -> Solved:
     """With those of a rank's heads of keys and values that its queries use, one for each, if these are not as regular as in the whole."""
     q, k = node.args[:2]
-    dim = rank_of(p, q) - 3
-    if dim < 0 or p.shape(q)[dim] == p.shape(k)[dim]:
+    dim = rank_of(emitter.context, q) - 3
+    if dim < 0 or emitter.context.shape(q)[dim] == emitter.context.shape(k)[dim]:
         return solved
-    layouts = [p.layout(value) for value in solved.values[:2]]
-    each = p.shape(q)[dim] // p.shape(k)[dim]
-    spans = _spans(p, layouts, dim)
+    layouts = [emitter.layout(value) for value in solved.values[:2]]
+    each = emitter.context.shape(q)[dim] // emitter.context.shape(k)[dim]
+    spans = _spans(emitter.context, layouts, dim)
     if all((a, b) == (c * each, d * each) or (a < b and d - c == 1) for (a, b), (c, d) in spans):
         return solved
     where = [(f[0].size, f[0].axes, math.prod(one.size for one in f[1:])) for f in (layout.dims[dim] for layout in layouts)]
     values = list(solved.values)
     for i in (1, 2):
-        values[i] = p.emit(node.args[i], (p.env, values[i], dim, each, *where), {}, values[i].meta["layout"], ops.heads_used)
+        values[i] = emitter.emit(
+            node.args[i], (emitter.env, values[i], dim, each, *where), {}, values[i].meta["layout"], ops.heads_used
+        )
     return solved._replace(values=values)
 
 
 def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
     """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is allowed to differ."""
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         q, k = node.args[:2]
-        solved = _matched(p, node, solved)
+        solved = _matched(emitter, node, solved)
         sharded = any(s.sharded for s in solved.strategies.values())
-        if p.dropout == "fast" and sharded:
-            return p.plain(node, solved)
+        if emitter.context.dropout == "fast" and sharded:
+            return emitter.plain(node, solved)
         sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
-        key = keys(p, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
+        key = keys(emitter.context, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
         mask = solved.values[3] if len(solved.values) > 3 else None
-        args = (p.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
+        args = (emitter.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
         kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
-        return p.emit(node, args, kwargs, solved.layout, drawn.attention)
+        return emitter.emit(node, args, kwargs, solved.layout, drawn.attention)
 
     return emit

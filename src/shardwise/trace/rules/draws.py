@@ -10,9 +10,11 @@ from torch import fx
 
 from shardwise.trace import drawn
 from shardwise.trace.capture import Uncapturable
+from shardwise.trace.context import ShardingContext
+from shardwise.trace.emit import Emitter
 from shardwise.trace.forms import Form, Place, Solved, State, Strategy
+from shardwise.trace.ops import ROWS
 from shardwise.trace.rules.table import Table, given, op_name, rank_of
-from shardwise.trace.sharding import ROWS, Propagation
 
 aten = torch.ops.aten
 RULES = Table()
@@ -20,21 +22,21 @@ RULES = Table()
 Batch = tuple[int, int] | None
 
 
-def sample_dim(p: Propagation, sizes: Sequence[Any], place: Place | None) -> Batch:
+def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Place | None) -> Batch:
     """Where the samples are in a random tensor of these sizes, as (dim, minor)."""
     if place is not None:
         return place.dim, place.post
-    if p.sizes.symbol is not None:
-        return next(((d, m) for d, s in enumerate(sizes) if (m := p.sizes.multiple(s))), None)
-    dims = [d for d, s in enumerate(sizes) if int(s) % p.rows == 0]
+    if context.symbol is not None:
+        return next(((d, m) for d, s in enumerate(sizes) if (m := context.multiple(s))), None)
+    dims = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0]
     if not dims:
         return None
     if dims != [0]:
         raise Uncapturable(f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known")
-    return 0, int(sizes[0]) // p.rows
+    return 0, int(sizes[0]) // context.rows
 
 
-def keys(p: Propagation, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, State]) -> tuple[Any, ...]:
+def keys(context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, State]) -> tuple[Any, ...]:
     """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, spread, grid).
 
     ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it, each with the axes
@@ -42,42 +44,42 @@ def keys(p: Propagation, node: fx.Node, sizes: Sequence[Any], states: Mapping[st
     """
     places = {g: s for g, s in states.items() if isinstance(s, Place)}
     first = places.get(ROWS) or next(
-        (s for s in places.values() if s.pre == 1 and p.sizes.multiple(sizes[s.dim]) == s.post), None
+        (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
     )
     spread = tuple(g for g, s in places.items() if s == first)
-    batch = sample_dim(p, sizes, first)
+    batch = sample_dim(context, sizes, first)
     tensor = {g: s for g, s in places.items() if g not in spread}
     if not tensor:
         return node.meta["ordinal"], batch, spread, None
     minor = {batch[0]: batch[1]} if batch is not None else {}
     if any(s.dim in minor for s in tensor.values()):
         raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
-    layout = p.layout_of([int(minor.get(d, s)) for d, s in enumerate(sizes)], tensor)
+    layout = context.layout_of([int(minor.get(d, s)) for d, s in enumerate(sizes)], tensor)
     return node.meta["ordinal"], batch, spread, tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
 
 
-def ordered(p: Propagation, form: Form) -> Form:
+def ordered(context: ShardingContext, form: Form) -> Form:
     """``form``, which does not take rows in another order than one device numbers samples in."""
     inner = form.moves or form.by_label
 
     def moves(position: int, place: Place) -> Strategy | None:
         operand = form.operands[position][0]
-        return None if place.pre != 1 and p.size(operand, place) == p.rows else inner(position, place)
+        return None if place.pre != 1 and context.size(operand, place) == context.rows else inner(position, place)
 
     form.moves = moves
     return form
 
 
-def _drawn(p: Propagation, node: fx.Node, x: fx.Node, emit: Any) -> Form:
-    """An op each element of whose operand gets a random number; ``emit(key, value, layout)``."""
-    labels = range(rank_of(p, x))
+def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> Form:
+    """An op each element of whose operand gets a random number; ``emit(emitter, key, value, layout)``."""
+    labels = range(rank_of(context, x))
 
-    def local(p: Propagation, solved: Solved) -> fx.Node:
+    def local(emitter: Emitter, solved: Solved) -> fx.Node:
         states = {g: s.results[0] for g, s in solved.strategies.items()}
-        made: fx.Node = emit(lambda sizes: keys(p, node, sizes, states), solved.values[0], solved.layout)
+        made: fx.Node = emit(emitter, lambda sizes: keys(context, node, sizes, states), solved.values[0], solved.layout)
         return made
 
-    return ordered(p, p.labelled(node, [(x, labels)], labels, emit=local))
+    return ordered(context, context.labelled(node, [(x, labels)], labels, emit=local))
 
 
 _DROPOUTS = {"dropout": drawn.dropout, "feature_dropout": drawn.feature_dropout, "alpha_dropout": drawn.alpha_dropout,
@@ -85,18 +87,18 @@ _DROPOUTS = {"dropout": drawn.dropout, "feature_dropout": drawn.feature_dropout,
 
 
 @RULES.rule(*_DROPOUTS)
-def _dropout(p: Propagation, node: fx.Node) -> Any:
+def _dropout(context: ShardingContext, node: fx.Node) -> Any:
     x, feature = node.args[0], op_name(node).startswith("feature")
     sizes = node.meta["val"].shape
     if feature:
         sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
 
-    def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
-        return p.emit(node, (p.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)])
+    def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        return emitter.emit(node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)])
 
-    form = _drawn(p, node, x, emit)
+    form = _drawn(context, node, x, emit)
     if feature:
-        form.operands = [(x, [d if d < 2 else None for d in range(rank_of(p, x))])]
+        form.operands = [(x, [d if d < 2 else None for d in range(rank_of(context, x))])]
     return form
 
 
@@ -105,45 +107,45 @@ _KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", 
 
 
 @RULES.rule("rand_like", "randn_like", "uniform", "normal_functional")
-def _random_like(p: Propagation, node: fx.Node) -> Any:
+def _random_like(context: ShardingContext, node: fx.Node) -> Any:
     kind = _KINDS[op_name(node)]
     first, second = ("from", "to") if kind == "uniform" else ("mean", "std")
     a, b = given(node, first, 0.0), given(node, second, 1.0)
 
-    def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
+    def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
         if node.meta["val"].dtype != node.args[0].meta["val"].dtype:
-            value = p.emit(node, (value, node.meta["val"].dtype), {}, layout, aten.to.dtype)
-        return p.emit(node, (p.env, kind, *key(node.meta["val"].shape), value, a, b), {}, layout, drawn.random_like)
+            value = emitter.emit(node, (value, node.meta["val"].dtype), {}, layout, aten.to.dtype)
+        return emitter.emit(node, (emitter.env, kind, *key(node.meta["val"].shape), value, a, b), {}, layout, drawn.random_like)
 
-    return _drawn(p, node, node.args[0], emit)
+    return _drawn(context, node, node.args[0], emit)
 
 
 @RULES.rule("bernoulli")
-def _bernoulli(p: Propagation, node: fx.Node) -> Any:
+def _bernoulli(context: ShardingContext, node: fx.Node) -> Any:
     chance = given(node, "p")
     x = chance if isinstance(chance, fx.Node) else node.args[0]
-    if p.expressions(x) != p.expressions(node):
+    if context.expressions(x) != context.expressions(node):
         raise Uncapturable("bernoulli with a probability that is broadcast")
 
-    def emit(key: Any, value: fx.Node, layout: Any) -> fx.Node:
+    def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
         if chance is not None and x is not chance:
-            value = p.emit(node, (value, chance), {}, layout, aten.full_like.default)
-        return p.emit(node, (p.env, value, *key(node.meta["val"].shape)), {}, layout, drawn.bernoulli)
+            value = emitter.emit(node, (value, chance), {}, layout, aten.full_like.default)
+        return emitter.emit(node, (emitter.env, value, *key(node.meta["val"].shape)), {}, layout, drawn.bernoulli)
 
-    return _drawn(p, node, x, emit)
+    return _drawn(context, node, x, emit)
 
 
 @RULES.rule("rand", "randn", "randint")
-def _random(p: Propagation, node: fx.Node) -> Any:
+def _random(context: ShardingContext, node: fx.Node) -> Any:
     sizes = node.meta["val"].shape
-    fresh = [d for d, s in enumerate(sizes) if p.sizes.is_rows(s)]
+    fresh = [d for d, s in enumerate(sizes) if context.is_rows(s)]
     kind = _KINDS[op_name(node)]
     low, high = (given(node, "low", 0), given(node, "high", 1)) if kind == "randint" else (0, 1)
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
-        key = keys(p, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
-        local = p.local_sizes(node, solved.layout)
-        args = (p.env, kind, *key, local, node.meta["val"].dtype, p.device, low, high)
-        return p.emit(node, args, {}, solved.layout, drawn.random_of)
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        key = keys(context, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
+        local = emitter.local_sizes(node, solved.layout)
+        args = (emitter.env, kind, *key, local, node.meta["val"].dtype, context.device, low, high)
+        return emitter.emit(node, args, {}, solved.layout, drawn.random_of)
 
-    return p.labelled(node, [], range(len(sizes)), fresh=Place(fresh[0]) if fresh else None, emit=emit)
+    return context.labelled(node, [], range(len(sizes)), fresh=Place(fresh[0]) if fresh else None, emit=emit)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.trace.context import ShardingContext
 from shardwise.trace.rules.table import Table, aligned, given, pointwise, rank_of, tensors
 from shardwise.trace.schema import is_tensor
-from shardwise.trace.sharding import Propagation
 from shardwise.trace.sizes import expression
 
 RULES = Table()
@@ -22,52 +22,54 @@ RULES.same(
 
 
 @RULES.rule("where")
-def _where(p: Propagation, node: fx.Node) -> Any:
-    return pointwise(p, node) if given(node, "self") is not None else None  # of a condition alone: the positions where it holds
+def _where(context: ShardingContext, node: fx.Node) -> Any:
+    return (
+        pointwise(context, node) if given(node, "self") is not None else None
+    )  # of a condition alone: the positions where it holds
 
 
 @RULES.rule("add", "sub", "subtract")
-def _add(p: Propagation, node: fx.Node) -> Any:
-    return pointwise(p, node, "add" if len(tensors(node)) == 2 else ())
+def _add(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node, "add" if len(tensors(node)) == 2 else ())
 
 
 @RULES.rule("mul", "multiply")
-def _mul(p: Propagation, node: fx.Node) -> Any:
-    return pointwise(p, node, (0, 1))
+def _mul(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node, (0, 1))
 
 
 @RULES.rule("div", "divide")
-def _div(p: Propagation, node: fx.Node) -> Any:
-    return pointwise(p, node, (0,) if is_tensor(node.args[0]) and not given(node, "rounding_mode") else ())
+def _div(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node, (0,) if is_tensor(node.args[0]) and not given(node, "rounding_mode") else ())
 
 
 @RULES.rule("neg", "negative", "clone", "contiguous", "alias", "detach", "positive", "to", "_to_copy", "type_as", "lift_fresh_copy",
             "real", "imag", "conj", "_conj", "conj_physical", "resolve_conj", "resolve_neg")  # fmt: skip
-def _linear(p: Propagation, node: fx.Node) -> Any:
+def _linear(context: ShardingContext, node: fx.Node) -> Any:
     source, value = tensors(node)[0].meta["val"], node.meta["val"]
     wide = all(v.is_floating_point() or v.is_complex() for v in (source, value))
-    return pointwise(p, node, (0,) if wide and len(tensors(node)) == 1 else ())
+    return pointwise(context, node, (0,) if wide and len(tensors(node)) == 1 else ())
 
 
 @RULES.rule("prelu")
-def _prelu(p: Propagation, node: fx.Node) -> Any:
+def _prelu(context: ShardingContext, node: fx.Node) -> Any:
     x, weight = tensors(node)
-    labels = list(range(rank_of(p, x)))
-    channels: list[Any] = [1 if len(labels) > 1 and p.shape(weight) != (1,) else None] if rank_of(p, weight) else []
-    return p.labelled(node, [(x, labels), (weight, channels)], labels)
+    labels = list(range(rank_of(context, x)))
+    channels: list[Any] = [1 if len(labels) > 1 and context.shape(weight) != (1,) else None] if rank_of(context, weight) else []
+    return context.labelled(node, [(x, labels), (weight, channels)], labels)
 
 
 @RULES.rule("glu")
-def _glu(p: Propagation, node: fx.Node) -> Any:
-    rank = rank_of(p, node)
+def _glu(context: ShardingContext, node: fx.Node) -> Any:
+    rank = rank_of(context, node)
     dim = given(node, "dim", -1) % rank
     labels: list[Any] = [d if d != dim else None for d in range(rank)]
-    return p.labelled(node, [(tensors(node)[0], labels)], [d if d != dim else "half" for d in range(rank)])
+    return context.labelled(node, [(tensors(node)[0], labels)], [d if d != dim else "half" for d in range(rank)])
 
 
 @RULES.rule("broadcast_tensors")
-def _broadcast_tensors(p: Propagation, node: fx.Node) -> Any:
+def _broadcast_tensors(context: ShardingContext, node: fx.Node) -> Any:
     operands = tensors(node)
     sizes = [expression(s) for s in node.meta["val"][0].shape]
     labels = list(range(len(sizes)))
-    return p.labelled(node, aligned(p, operands, sizes), [labels] * len(operands), several=True)
+    return context.labelled(node, aligned(context, operands, sizes), [labels] * len(operands), several=True)

@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from shardwise.trace import entropy, ops
+from shardwise.trace.context import ShardingContext
+from shardwise.trace.emit import Emitter
 from shardwise.trace.forms import Form, Place, Solved, Strategy
+from shardwise.trace.ops import ROWS
 from shardwise.trace.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
-from shardwise.trace.sharding import ROWS, Propagation
 from shardwise.trace.torch_private import schema
 
 aten = torch.ops.aten
@@ -20,21 +22,21 @@ RULES = Table()
 
 
 @RULES.rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
-def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
+def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
     x, target = node.args[:2]
     weight, reduction = given(node, "weight"), given(node, "reduction", entropy.MEAN)
     chances = op_name(node) != "cross_entropy_loss"  # log-probabilities, not scores
-    rank = rank_of(p, x)
+    rank = rank_of(context, x)
     if rank < 2:
         return None
     labels: list[Any] = ["b", "class", *range(2, rank)]
-    classes = rank_of(p, target) == rank  # probabilities, not indices
+    classes = rank_of(context, target) == rank  # probabilities, not indices
     theirs = labels if classes else ["b", *range(2, rank)]
     operands: list[tuple[fx.Node, list[Any]]] = [(x, labels), (target, theirs)]
     if isinstance(weight, fx.Node):
         operands.append((weight, [None]))
     ignore, smoothing = given(node, "ignore_index", -100), 0.0 if chances else given(node, "label_smoothing", 0.0)
-    form = p.labelled(node, operands, ["b", *range(2, rank)] if reduction == entropy.NONE else [])
+    form = context.labelled(node, operands, ["b", *range(2, rank)] if reduction == entropy.NONE else [])
 
     def of_classes(strategy: Strategy) -> bool:
         at = strategy.operands[0]
@@ -45,28 +47,30 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
         strategy = form.by_label(position, place)
         if strategy is None or not of_classes(strategy):
             return strategy
-        if not p.shared_out(x, place) or not _at_every_so_many(p, x, place):
+        if not context.shared_out(x, place) or not _at_every_so_many(context, x, place):
             return None
         return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         values = list(solved.values)
         weights = values[2] if len(values) > 2 else None
         axes = tuple(g for g, s in solved.strategies.items() if of_classes(s))
         spread = tuple(g for g, s in solved.strategies.items() if isinstance(s.operands[0], Place) and g not in axes)
         if not axes and (reduction != entropy.MEAN or not spread):
             tail = (weights, reduction, ignore) if chances else (weights, reduction, ignore, smoothing)
-            return p.emit(node, (*values[:2], *tail), {}, solved.layout)
-        counted = node is p.counted
+            return emitter.emit(node, (*values[:2], *tail), {}, solved.layout)
+        counted = node is context.counted
         if not counted and spread and reduction == entropy.MEAN:
-            p.count("all_reduce", "count of targets")
+            emitter.count("all_reduce", "count of targets")
         if axes and not chances:
-            p.count("all_gather", "softmax over shards of classes")
+            emitter.count("all_gather", "softmax over shards of classes")
         options = {
             "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": counted and ROWS in spread,
-            "log_probabilities": chances, "summand": node in p.summands, "share": (p.shape(x)[1], axes) if axes else None, "spread": spread,
+            "log_probabilities": chances, "summand": node in context.summands, "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
         }  # fmt: skip
-        return p.emit(node, (p.env, _before_cast(values[0]), values[1], weights), options, solved.layout, entropy.cross_entropy)
+        return emitter.emit(
+            node, (emitter.env, _before_cast(values[0]), values[1], weights), options, solved.layout, entropy.cross_entropy
+        )
 
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
@@ -74,22 +78,22 @@ def _cross_entropy(p: Propagation, node: fx.Node) -> Any:
             rows = math.prod(shapes[0]) // max(shapes[0][1], 1)
             if not chances:
                 yield False, "all_gather", parts * entropy.numbers(classes) * rows * max(x.meta["val"].dtype.itemsize, 4)
-        elif isinstance(strategy.operands[0], Place) and reduction == entropy.MEAN and node is not p.counted:
+        elif isinstance(strategy.operands[0], Place) and reduction == entropy.MEAN and node is not context.counted:
             yield False, "all_reduce", 8 if weight is None or classes else weight.meta["val"].dtype.itemsize
 
     form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
 
 
-def _at_every_so_many(p: Propagation, x: fx.Node, place: Place) -> bool:
+def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Place) -> bool:
     """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even over all axes that may
     share in it."""
     if place.pre != 1:
         return False
     if place.post == 1:
         return True
-    size = p.size(x, place)
-    return size % math.prod(p.tensor.axes.values()) == 0 or p.stands_for_pieces(size)
+    size = context.size(x, place)
+    return size % math.prod(context.tensor.axes.values()) == 0 or context.stands_for_pieces(size)
 
 
 def _before_cast(scores: fx.Node) -> fx.Node:
@@ -103,29 +107,29 @@ def _before_cast(scores: fx.Node) -> fx.Node:
 
 @RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",
             "binary_cross_entropy_with_logits", "poisson_nll_loss", "margin_ranking_loss", "hinge_embedding_loss")  # fmt: skip
-def _elementwise_loss(p: Propagation, node: fx.Node) -> Any:
+def _elementwise_loss(context: ShardingContext, node: fx.Node) -> Any:
     operands = tensors(node)
-    sizes = broadcast(p, operands)
-    return _reduced(p, node, aligned(p, operands, sizes), list(range(len(sizes))), sizes)
+    sizes = broadcast(context, operands)
+    return _reduced(context, node, aligned(context, operands, sizes), list(range(len(sizes))), sizes)
 
 
 @RULES.rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
-def _row_loss(p: Propagation, node: fx.Node) -> Any:
+def _row_loss(context: ShardingContext, node: fx.Node) -> Any:
     """One number a row: of vectors, and some of them with a target a row; one vector or target may be for all rows."""
     operands, target, weight = tensors(node), given(node, "target"), given(node, "weight")
-    numbers = [o for o in operands if o is target and rank_of(p, o) == 1]
+    numbers = [o for o in operands if o is target and rank_of(context, o) == 1]
     vectors = [o for o in operands if o is not weight and o not in numbers]
-    width = broadcast(p, vectors)
+    width = broadcast(context, vectors)
     if len(width) != 2:
         return None
-    rows = next((s for s in (width[0], *(p.expressions(o)[0] for o in numbers)) if s != 1), 1)
-    labels = dict(aligned(p, vectors, [rows, width[1]]) + aligned(p, numbers, [rows]))
+    rows = next((s for s in (width[0], *(context.expressions(o)[0] for o in numbers)) if s != 1), 1)
+    labels = dict(aligned(context, vectors, [rows, width[1]]) + aligned(context, numbers, [rows]))
     pairs = [(o, ["b" if d == 0 else None for d in labels.get(o, [None])]) for o in operands]
-    return _reduced(p, node, pairs, ["b"], [rows], apart=True)
+    return _reduced(context, node, pairs, ["b"], [rows], apart=True)
 
 
 def _reduced(
-    p: Propagation, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any], apart: bool = False
+    context: ShardingContext, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any], apart: bool = False
 ) -> Form:  # fmt: skip
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number.
 
@@ -133,11 +137,11 @@ def _reduced(
     """
     reduction = given(node, "reduction", entropy.MEAN)
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
-        args, kwargs = p.filled(node, solved.values)
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        args, kwargs = emitter.filled(node, solved.values)
         sharded = any(s.sharded for s in solved.strategies.values())
         if not sharded or reduction == entropy.NONE or (reduction == entropy.SUM and not apart):
-            return p.emit(node, args, kwargs, solved.layout)
+            return emitter.emit(node, args, kwargs, solved.layout)
         at = [a.name for a in schema(node.target).arguments].index("reduction")
         args, kwargs, how = list(args), dict(kwargs), entropy.NONE if apart else entropy.SUM
         if len(args) > at:
@@ -145,13 +149,13 @@ def _reduced(
         else:
             kwargs["reduction"] = how
         if apart:
-            total = p.emit(node, (node.target, *args), kwargs, solved.layout, ops.summed)
+            total = emitter.emit(node, (node.target, *args), kwargs, solved.layout, ops.summed)
         else:
-            total = p.emit(node, args, kwargs, solved.layout)
+            total = emitter.emit(node, args, kwargs, solved.layout)
         return (
             total
             if reduction == entropy.SUM
-            else p.emit(node, (total, p.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
+            else emitter.emit(node, (total, emitter.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
         )
 
-    return p.labelled(node, pairs, labels if reduction == entropy.NONE else [], emit=emit)
+    return context.labelled(node, pairs, labels if reduction == entropy.NONE else [], emit=emit)

@@ -10,6 +10,8 @@ import torch
 from torch import fx
 
 from shardwise.trace import norms, softmax
+from shardwise.trace.context import ShardingContext
+from shardwise.trace.emit import Emitter
 from shardwise.trace.forms import Place, Solved, Strategy
 from shardwise.trace.rules.table import (
     Table,
@@ -24,7 +26,6 @@ from shardwise.trace.rules.table import (
     tensors,
     whole_dims,
 )  # fmt: skip
-from shardwise.trace.sharding import Propagation
 
 aten = torch.ops.aten
 RULES = Table()
@@ -35,37 +36,37 @@ def _kept(rank: int, dims: Sequence[int], keep: bool) -> list[Any]:
 
 
 @RULES.rule("sum", "mean", "nansum", "count_nonzero")
-def _sum(p: Propagation, node: fx.Node) -> Any:
+def _sum(context: ShardingContext, node: fx.Node) -> Any:
     x, name = node.args[0], op_name(node)
-    rank = rank_of(p, x)
+    rank = rank_of(context, x)
     dims, keep = dims_of(node, rank), bool(given(node, "keepdim", False))
     out = _kept(rank, dims, keep)
-    form = p.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
+    form = context.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         """A mean over what is sharded is this rank's sum over everybody's number."""
         places = [s.operands[0] for s in solved.strategies.values()]
         if not any(isinstance(q, Place) and q.dim in dims for q in places):
-            return p.plain(node, solved)
+            return emitter.plain(node, solved)
         kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
-        total = p.emit(node, (solved.values[0], dims, keep), kwargs, solved.layout, aten.sum.dim_IntList)
-        count = p.sizes.product([x.meta["val"].shape[d] for d in dims])
-        return p.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
+        total = emitter.emit(node, (solved.values[0], dims, keep), kwargs, solved.layout, aten.sum.dim_IntList)
+        count = emitter.sizes.product([x.meta["val"].shape[d] for d in dims])
+        return emitter.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
 
     form.emit = emit if name == "mean" else None
     return form
 
 
-def _whole(p: Propagation, node: fx.Node) -> Any:
+def _whole(context: ShardingContext, node: fx.Node) -> Any:
     """Reductions that cannot be finished from partial results."""
     x = node.args[0]
-    rank = rank_of(p, x)
+    rank = rank_of(context, x)
     dims, keep = dims_of(node, rank, none=_default_dims(node, rank)), bool(given(node, "keepdim", False))
     labels: list[Any] = [d if d not in dims else None for d in range(rank)]
     out = _kept(rank, dims, keep)
     value = node.meta["val"]
     many = isinstance(value, tuple | list)
-    return p.labelled(node, [(x, labels)], [out] * len(value) if many else out, several=many)
+    return context.labelled(node, [(x, labels)], [out] * len(value) if many else out, several=many)
 
 
 def _default_dims(node: fx.Node, rank: int) -> list[int]:
@@ -74,11 +75,11 @@ def _default_dims(node: fx.Node, rank: int) -> list[int]:
 
 
 @RULES.rule("histc")
-def _histc(p: Propagation, node: fx.Node) -> Any:
+def _histc(context: ShardingContext, node: fx.Node) -> Any:
     if given(node, "min", 0) == given(node, "max", 0):
         return None  # between the least and the largest of all
     x = node.args[0]
-    return p.labelled(node, [(x, range(rank_of(p, x)))], ["bins"])
+    return context.labelled(node, [(x, range(rank_of(context, x)))], ["bins"])
 
 
 RULES.same(
@@ -89,18 +90,18 @@ RULES.same(
 
 
 @RULES.rule("max", "min")
-def _max(p: Propagation, node: fx.Node) -> Any:
-    return pointwise(p, node) if len(tensors(node)) == 2 else _whole(p, node)
+def _max(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node) if len(tensors(node)) == 2 else _whole(context, node)
 
 
 @RULES.rule("cosine_similarity", "pairwise_distance")
-def _between(p: Propagation, node: fx.Node) -> Any:
+def _between(context: ShardingContext, node: fx.Node) -> Any:
     operands = tensors(node)
-    sizes = broadcast(p, operands)
+    sizes = broadcast(context, operands)
     dim = (given(node, "dim", 1) if op_name(node) == "cosine_similarity" else -1) % len(sizes)
     keep = bool(given(node, "keepdim", False))
-    pairs = [(o, [lab if lab != dim else None for lab in labels]) for o, labels in aligned(p, operands, sizes)]
-    return p.labelled(node, pairs, _kept(len(sizes), [dim], keep))
+    pairs = [(o, [lab if lab != dim else None for lab in labels]) for o, labels in aligned(context, operands, sizes)]
+    return context.labelled(node, pairs, _kept(len(sizes), [dim], keep))
 
 
 # ---- along a dim -----------------------------------------------------------------------------------------------------------
@@ -118,12 +119,12 @@ FEW = 8
 
 
 @RULES.rule("softmax", "log_softmax", "logsumexp")
-def _softmax(p: Propagation, node: fx.Node) -> Any:
+def _softmax(context: ShardingContext, node: fx.Node) -> Any:
     """Along what is shared out, ranks exchange two numbers a row."""
     x, name = node.args[0], op_name(node)
     sums = name == "logsumexp"
-    form = (_whole if sums else _named)(p, node)
-    dims = dims_of(node, rank_of(p, x))
+    form = (_whole if sums else _named)(context, node)
+    dims = dims_of(node, rank_of(context, x))
     if len(dims) != 1:
         return form
     (dim,) = dims
@@ -131,20 +132,24 @@ def _softmax(p: Propagation, node: fx.Node) -> Any:
     def moves(position: int, place: Place) -> Strategy | None:
         if place.dim != dim:
             return form.by_label(position, place)
-        simple = isinstance(place.pre, int) and not place.parts and p.shape(x)[dim] >= FEW * math.prod(p.tensor.axes.values())
-        return Strategy((place,), ("I" if sums else place,)) if simple and p.shared_out(x, place) else None
+        simple = (
+            isinstance(place.pre, int)
+            and not place.parts
+            and context.shape(x)[dim] >= FEW * math.prod(context.tensor.axes.values())
+        )
+        return Strategy((place,), ("I" if sums else place,)) if simple and context.shared_out(x, place) else None
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == dim)
         if not axes:
-            return p.plain(node, solved)
+            return emitter.plain(node, solved)
         for kind in ("all_gather", *(() if sums else ("all_reduce in backward",))):
-            p.count(kind, "softmax over shards")
+            emitter.count(kind, "softmax over shards")
         if sums:
-            args = (p.env, *solved.values, dim, axes, bool(given(node, "keepdim", False)))
-            return p.emit(node, args, {}, solved.layout, softmax.logsumexp)
-        args = (p.env, *solved.values, dim, axes, given(node, "dtype"), name == "log_softmax")
-        return p.emit(node, args, {}, solved.layout, softmax.softmax)
+            args = (emitter.env, *solved.values, dim, axes, bool(given(node, "keepdim", False)))
+            return emitter.emit(node, args, {}, solved.layout, softmax.logsumexp)
+        args = (emitter.env, *solved.values, dim, axes, given(node, "dtype"), name == "log_softmax")
+        return emitter.emit(node, args, {}, solved.layout, softmax.softmax)
 
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """Two numbers a row, and a sum of one in backward."""
@@ -163,35 +168,35 @@ def _softmax(p: Propagation, node: fx.Node) -> Any:
 
 
 @RULES.rule("layer_norm", "rms_norm")
-def _layer_norm(p: Propagation, node: fx.Node) -> Any:
+def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
     x, shape = node.args[:2]
-    rank = rank_of(p, x)
+    rank = rank_of(context, x)
     labels: list[Any] = [d if d < rank - len(shape) else None for d in range(rank)]
-    operands = [(x, labels), *((o, [None] * rank_of(p, o)) for o in tensors(node)[1:])]
-    form = p.labelled(node, operands, [d if d is not None else "w" for d in labels])
+    operands = [(x, labels), *((o, [None] * rank_of(context, o)) for o in tensors(node)[1:])]
+    form = context.labelled(node, operands, [d if d is not None else "w" for d in labels])
     if len(shape) > 1:
         return form
 
     def moves(position: int, place: Place) -> Strategy | None:
         """Along the width the ranks exchange what a row's statistics need."""
         width = rank - 1 if position == 0 else 0
-        if place.dim != width or place.pre != 1 or p.size(operands[position][0], place) == p.rows:
+        if place.dim != width or place.pre != 1 or context.size(operands[position][0], place) == context.rows:
             return form.by_label(position, place)
         x_at, at = Place(rank - 1, 1, place.post), Place(0, 1, place.post)
         return Strategy((x_at, *[at] * (len(operands) - 1)), (x_at,))
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == rank - 1)
         if not axes:
-            return p.plain(node, solved)
+            return emitter.plain(node, solved)
         for kind in ("all_reduce", "all_reduce in backward"):
-            p.count(kind, "statistics over shards of the width")
+            emitter.count(kind, "statistics over shards of the width")
         feed = iter(solved.values)
         value = next(feed)
         weight, bias = (next(feed) if isinstance(given(node, name), fx.Node) else None for name in ("weight", "bias"))
         eps = given(node, "eps", 1e-5 if op_name(node) == "layer_norm" else None)
-        args = (p.env, value, weight, bias, eps, p.shape(x)[-1], axes, op_name(node) == "layer_norm")
-        return p.emit(node, args, {}, solved.layout, norms.norm_of_width)
+        args = (emitter.env, value, weight, bias, eps, context.shape(x)[-1], axes, op_name(node) == "layer_norm")
+        return emitter.emit(node, args, {}, solved.layout, norms.norm_of_width)
 
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """The statistics of each row."""
@@ -211,40 +216,40 @@ def _wide(node: fx.Node) -> int:
 
 
 @RULES.rule("group_norm", "batch_norm")
-def _per_sample_norm(p: Propagation, node: fx.Node) -> Any:
+def _per_sample_norm(context: ShardingContext, node: fx.Node) -> Any:
     """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is ``norms.batch_norm``.)"""
     operands = tensors(node)
-    rank = rank_of(p, node)
+    rank = rank_of(context, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
-    return p.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]])
+    return context.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]])
 
 
 @RULES.rule("instance_norm")
-def _instance_norm(p: Propagation, node: fx.Node) -> Any:
+def _instance_norm(context: ShardingContext, node: fx.Node) -> Any:
     """As a group norm of one channel a group, which takes a rank without rows."""
     operands = tensors(node)
     if given(node, "running_mean") is not None:
         return None
-    rank = rank_of(p, node)
+    rank = rank_of(context, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         feed = iter(solved.values[1:])
         weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
-        args = (solved.values[0], p.shape(node)[1], weight, bias, given(node, "eps"))
-        return p.emit(node, args, {}, solved.layout, aten.group_norm.default)
+        args = (solved.values[0], context.shape(node)[1], weight, bias, given(node, "eps"))
+        return emitter.emit(node, args, {}, solved.layout, aten.group_norm.default)
 
-    return p.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]], emit=emit)
+    return context.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]], emit=emit)
 
 
-def batch_norm(p: Propagation, node: fx.Node) -> Any:
+def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
     """BatchNorm over dim 0 of all ranks, channel by channel; the other dims are gathered."""
     operands = tensors(node)
-    shapes = p.shapes(node)
+    shapes = context.shapes(node)
     rank = len(shapes[0])
     labels: list[Any] = ["b", "c", *[None] * (rank - 2)]
     out = [["b", "c", *[f"w{d}" for d in range(2, rank)]], *[["c"]] * (len(shapes) - 1)]
-    form = p.labelled(
+    form = context.labelled(
         node, [(operands[0], labels), *((o, ["c"]) for o in operands[1:])], out, several=True,
         alike=frozenset(range(1, len(shapes))),
     )  # fmt: skip
@@ -256,16 +261,18 @@ def batch_norm(p: Propagation, node: fx.Node) -> Any:
         at = Place(0, place.pre, place.post)
         return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
 
-    def emit(p: Propagation, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
         axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0)
         if not axes:
-            return p.plain(node, solved)
+            return emitter.plain(node, solved)
         rest = iter(solved.values[1:])
-        others = [next(rest) if a in operands[1:] else p.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]]
+        others = [
+            next(rest) if a in operands[1:] else emitter.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]
+        ]
         for kind in ("all_gather", "all_reduce in backward"):
-            p.count(kind, "batch_norm")
-        args = (p.env, solved.values[0], *others, axes)
-        return p.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
+            emitter.count(kind, "batch_norm")
+        args = (emitter.env, solved.values[0], *others, axes)
+        return emitter.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
 
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """Means and variances of each channel."""
@@ -300,10 +307,10 @@ RULES.same(
 
 
 @RULES.rule("im2col", "col2im")
-def _patches(p: Propagation, node: fx.Node) -> Any:
+def _patches(context: ShardingContext, node: fx.Node) -> Any:
     """Of one image by itself dim 0 are channels, and patches are within them."""
-    batched = rank_of(p, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
-    return _sample(p, node) if batched else None
+    batched = rank_of(context, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
+    return _sample(context, node) if batched else None
 
 
 RULES.same(whole_dims(lambda n, r: range(r - 3, r), never_empty=True), "pixel_shuffle pixel_unshuffle")

@@ -9,9 +9,11 @@ from typing import Any
 from torch import fx
 
 from shardwise.trace import ops
+from shardwise.trace.context import Rule, ShardingContext
+from shardwise.trace.emit import Emitter
 from shardwise.trace.forms import Emit, Form, Place, Shards, Solved
+from shardwise.trace.ops import ROWS
 from shardwise.trace.schema import given, has_argument, is_tensor, op_name
-from shardwise.trace.sharding import ROWS, Propagation, Rule
 
 
 class Table(dict[str, Rule]):
@@ -38,8 +40,8 @@ def tensors(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def rank_of(p: Propagation, node: fx.Node) -> int:
-    return len(p.shape(node))
+def rank_of(context: ShardingContext, node: fx.Node) -> int:
+    return len(context.shape(node))
 
 
 def dims_of(node: fx.Node, rank: int, name: str = "dim", none: Sequence[int] | None = None) -> list[int]:
@@ -50,39 +52,39 @@ def dims_of(node: fx.Node, rank: int, name: str = "dim", none: Sequence[int] | N
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
 
 
-def aligned(p: Propagation, operands: Sequence[fx.Node], sizes: Sequence[Any]) -> list[tuple[fx.Node, list[Any]]]:
+def aligned(context: ShardingContext, operands: Sequence[fx.Node], sizes: Sequence[Any]) -> list[tuple[fx.Node, list[Any]]]:
     """Labels of operands that broadcast to ``sizes``: the position in it; None where an operand is broadcast."""
     out = []
     for node in operands:
-        own = p.expressions(node)
+        own = context.expressions(node)
         shift = len(sizes) - len(own)
         out.append((node, [d + shift if s == sizes[d + shift] else None for d, s in enumerate(own)]))
     return out
 
 
-def broadcast(p: Propagation, operands: Sequence[fx.Node]) -> list[Any]:
+def broadcast(context: ShardingContext, operands: Sequence[fx.Node]) -> list[Any]:
     """The sizes, as expressions, that operands broadcast to."""
-    out: list[Any] = [1] * max(rank_of(p, o) for o in operands)
+    out: list[Any] = [1] * max(rank_of(context, o) for o in operands)
     for node in operands:
-        own = p.expressions(node)
+        own = context.expressions(node)
         for d, size in enumerate(own, len(out) - len(own)):
             if size != 1:
                 out[d] = size
     return out
 
 
-def pointwise(p: Propagation, node: fx.Node, linear: Any = ()) -> Form:
+def pointwise(context: ShardingContext, node: fx.Node, linear: Any = ()) -> Form:
     """Elementwise with broadcasting."""
-    sizes = p.expressions(node)
-    return p.labelled(node, aligned(p, tensors(node), sizes), range(len(sizes)), linear)
+    sizes = context.expressions(node)
+    return context.labelled(node, aligned(context, tensors(node), sizes), range(len(sizes)), linear)
 
 
-def unary(p: Propagation, node: fx.Node, moves: Shards, emit: Emit, results: int = 1, factors: bool = False) -> Form:
+def unary(context: ShardingContext, node: fx.Node, moves: Shards, emit: Emit, results: int = 1, factors: bool = False) -> Form:
     """The form of an op that is linear in its one operand, and whose dims labels do not describe."""
     x = node.args[0]
-    shapes = [[None] * len(s) for s in p.shapes(node)]
+    shapes = [[None] * len(s) for s in context.shapes(node)]
     assert len(shapes) == results
-    return Form(node, [(x, [None] * rank_of(p, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors)
+    return Form(node, [(x, [None] * rank_of(context, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors)
 
 
 def whole_dims(
@@ -93,15 +95,15 @@ def whole_dims(
     ``never_empty``: its kernel does not take a tensor without rows, which a rank may have; or whether that is so.
     """
 
-    def apply(p: Propagation, node: fx.Node) -> Any:
+    def apply(context: ShardingContext, node: fx.Node) -> Any:
         x = tensors(node)[0]
-        rank = rank_of(p, x)
+        rank = rank_of(context, x)
         gone = {d % rank for d in dims(node, rank)} if rank else set()
         labels: list[Any] = [d if d not in gone else None for d in range(rank)]
         out = [d if d not in gone else "whole" for d in range(rank)]
         value = node.meta["val"]
         several = isinstance(value, tuple | list)
-        form = p.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
+        form = context.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
         if never_empty is True or (never_empty and never_empty(node, rank)):
             form.emit = functools.partial(with_rows, node)
         return form
@@ -109,13 +111,13 @@ def whole_dims(
     return apply
 
 
-def with_rows(node: fx.Node, p: Propagation, solved: Solved) -> fx.Node:
+def with_rows(node: fx.Node, emitter: Emitter, solved: Solved) -> fx.Node:
     """Emit an op of one operand, whose kernel wants a row where a rank has none."""
     place = solved.strategies[ROWS].operands[0]
     dim = place.dim if isinstance(place, Place) else 0
-    rest, options = p.arguments(node.args[1:]), p.arguments(node.kwargs)
+    rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
     layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
-    return p.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, ops.never_empty)
+    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, ops.never_empty)
 
 
 __all__ = [
