@@ -23,8 +23,9 @@ import card
 import zoo
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.launch.ready import Side
 from shardwise.launch.results import MetricsWriter
-from shardwise.launch.run import Run, Side
+from shardwise.launch.run import Run
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel

@@ -27,7 +27,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.estimate.devices import Device
 from shardwise.launch import devices, training
 from shardwise.launch.devices import Card, cards_of, check_apart, check_free, check_ranks, check_torch, mixed, occupied
-from shardwise.launch.run import Side
+from shardwise.launch.ready import Side
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import run_ranks

@@ -20,7 +20,7 @@ from shardwise.launch import training
 from shardwise.launch.local import RunFailed, launch_local, run_folder
 from shardwise.launch.monitor import read_errors
 from shardwise.launch.rank import record_error
-from shardwise.launch.run import Side
+from shardwise.launch.ready import Side
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator

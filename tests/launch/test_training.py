@@ -21,8 +21,8 @@ from shardwise.data import Loader, sample_order
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate
 from shardwise.launch.matmul import FAST, SAFE, SQUARE, choose_matmul, typical_shapes
+from shardwise.launch.ready import Side
 from shardwise.launch.results import MetricsWriter, save_weights
-from shardwise.launch.run import Side
 from shardwise.launch.training import train
 from shardwise.models import Llama
 from shardwise.runtime.batch import StepResult

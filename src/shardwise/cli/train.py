@@ -139,7 +139,7 @@ def _train_local(config: Config, display: Display, quiet: bool) -> None:
 
 def _train_here(config: Config, display: Display | None) -> bool:
     """As the one rank that this process is: SIGINT and SIGTERM ask all ranks to stop, a second one ends this one."""
-    from shardwise.launch.run import Side
+    from shardwise.launch.ready import Side
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))

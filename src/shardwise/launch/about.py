@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -19,15 +19,13 @@ from shardwise.trace.trace import Trace
 
 from .measuring import MEMORY, write_memory
 from .peak import mfu, model_flops, peak_flops
+from .ready import Ready
 from .results import write_json
-
-if TYPE_CHECKING:
-    from .run import Run
 
 log = logging.getLogger("shardwise")
 
 
-def write_about(run: Run, checkpoints: Checkpoints, first: int) -> None:
+def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
     """All ranks call it before step ``first``; rank 0 writes ``about.json``, ``program.txt`` and ``memory.json`` into the run's folder."""
     trainer = run.trainer
     phases = _phases(run.side.progress.timeline)
@@ -46,7 +44,7 @@ def write_about(run: Run, checkpoints: Checkpoints, first: int) -> None:
     log.info("%d parameters in %d units, from step %d", about["parameters"], about["units"], first)
 
 
-def _about(run: Run) -> dict[str, Any]:
+def _about(run: Ready) -> dict[str, Any]:
     config, trainer = run.config, run.trainer
     return {
         "ranks": trainer.plan.mesh.size,
@@ -62,7 +60,7 @@ def _about(run: Run) -> dict[str, Any]:
     }
 
 
-def utilisation(run: Run) -> Callable[[int, float], float] | None:
+def utilisation(run: Ready) -> Callable[[int, float], float] | None:
     """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
     trainer, rows = run.trainer, run.config.data.batch_size
     peak = peak_flops(trainer.comm.device, trainer.plan.precision)

@@ -7,42 +7,37 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.checkpoints import Checkpoints
-from shardwise.config import Config
-from shardwise.config.build import Data
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady
 from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.initial_values import Values
-from shardwise.runtime.progress import LEAVING, Progress
+from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
-from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
+from shardwise.trainer import LossScaleError, NonFiniteError
 
 from .about import utilisation, write_about
 from .evaluation import evaluate
 from .folder import CHECKPOINTS, keep_lines, read_lines
-from .forecast import Forecast
-from .matmul import MatmulChoice
 from .measuring import MEMORY, StepMemory, write_memory
+from .ready import Ready
 from .repeatable import repeatable
 from .results import (
     Metrics,
     MetricsWriter,
-    OnStep,
     append_line,
     peak_memory,
     sample_text,
@@ -56,48 +51,12 @@ log = logging.getLogger("shardwise")
 WEIGHTS = "weights.safetensors"
 
 
-@dataclass(frozen=True)
-class Side:
-    """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user, ``on_step`` gets rank
-    0's metrics, ``failed`` the error that ends the rank, before anything is waited for."""
-
-    progress: Progress
-    asked: Callable[[], bool] | None = None
-    warn: Callable[[str], object] | None = None
-    on_step: OnStep | None = None
-    failed: Callable[[Exception], object] | None = None
-
-    @property
-    def stop(self) -> bool:
-        return self.progress.asked_to_stop or (self.asked is not None and self.asked())
-
-    def tell(self, text: str) -> None:
-        """Into the log, and to the user."""
-        log.warning(text)
-        (self.warn or self.progress.tell)(text)
-
-
 @dataclass
-class Run:
-    """A rank that is ready to train."""
+class Run(Ready):
+    """A rank's training."""
 
-    config: Config
-    trainer: Trainer
-    data: Data
-    matmul: MatmulChoice | None
-    side: Side
-    forecast: Forecast
     metrics: MetricsWriter | None = None
     _to_measure: int = -1  # the step whose memory is measured
-
-    @property
-    def module(self) -> nn.Module:
-        """The plain model, whose parameters may have no memory: for its names, shapes and config."""
-        return self.trainer.compiled.module
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.config.train.run_dir)
 
     def train(self) -> bool:
         """All steps that are left, and a checkpoint; False if it was asked to stop before the last of them."""

@@ -36,8 +36,9 @@ from .forecast import OPEN, WAYS, Forecast, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered
+from .ready import Side
 from .results import tokens_per_row
-from .run import Run, Side
+from .run import Run
 from .subject import EXAMPLE_ROWS
 
 DEVICE_TIMEOUT = 600.0

@@ -18,7 +18,7 @@ def main() -> None:
     with rank_process(run_dir) as progress:
         from shardwise.config import load_config  # imports torch: only now, when its warnings go to the log
 
-        from .run import Side
+        from .ready import Side
         from .training import train
 
         # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this one.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
+from shardwise.runtime.rank_context import RankContext
 from shardwise.trace.casts import cast_field
 from shardwise.trace.ops import Env
 from shardwise.trace.trace import Parameter, Trace
-
-if TYPE_CHECKING:
-    from shardwise.runtime.interpreter import Interpreter
 
 
 @dataclass
@@ -91,7 +89,7 @@ class Batch:
     ``scales`` are the loss scales by version of the weights, of which the batch uses ``version``; none: there is no scaling.
     """
 
-    def __init__(self, owner: Interpreter, traces: Sequence[Trace], given: StepInput, scales: Sequence[Tensor] = ()) -> None:
+    def __init__(self, owner: RankContext, traces: Sequence[Trace], given: StepInput, scales: Sequence[Tensor] = ()) -> None:
         comm = owner.comm
         self.owner, self.traces, self.given, self.memory = owner, traces, given, owner.memory
         self.microbatches = len(traces)
@@ -293,7 +291,7 @@ class Batch:
 class Batches:
     """Those of a program that are under way, taken from ``given`` when they begin, of one trace for each microbatch."""
 
-    def __init__(self, owner: Interpreter, traces: Sequence[Trace], given: Iterator[StepInput]) -> None:
+    def __init__(self, owner: RankContext, traces: Sequence[Trace], given: Iterator[StepInput]) -> None:
         self.owner, self.traces, self.given = owner, traces, given
         scaling = owner.memory.loss_scale
         self.scales = [] if scaling is None else [scaling.scale.clone()]  # by version of the weights

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,13 @@ from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.runtime.batch import Batches
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
+from shardwise.runtime.rank_context import RankContext
 from shardwise.trace.multiply import Factors
 from shardwise.trace.ops import Env
 from shardwise.trace.products import Multiplier, Operand, watch
 from shardwise.trace.recall import Tape
 from shardwise.trace.trace import Trace
 from shardwise.trace.units import Unit
-
-if TYPE_CHECKING:
-    from shardwise.runtime.interpreter import Interpreter
 
 
 class _Saved(NamedTuple):
@@ -42,7 +40,7 @@ class Computing(Multiplier):
     ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program.
     """
 
-    owner: Interpreter
+    owner: RankContext
     traces: Sequence[Trace]
     batches: Batches
     gathered: Gathered

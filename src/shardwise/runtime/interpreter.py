@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,45 +13,31 @@ from shardwise.core.instruction import Instruction, Op
 from shardwise.core.program import Program
 from shardwise.core.repeat import of_norm, repeated
 from shardwise.runtime.batch import Batches, StepInput, StepResult
-from shardwise.runtime.buffers import RankMemory
-from shardwise.runtime.communicator import Communicator, Handle
+from shardwise.runtime.communicator import Handle
 from shardwise.runtime.computing import Computing
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
+from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.together import kind, steps
 from shardwise.trace.trace import Trace
 
-if TYPE_CHECKING:
-    from shardwise.runtime.recorder import Recorder
+
+class Recording(Protocol):
+    """Who is told when each instruction of a step runs."""
+
+    def run(self, position: int, one: Instruction, operate: Callable[[Instruction], None]) -> None:
+        """Run an instruction, and take note of its begin and end."""
+
+    def arrived(self, position: int) -> None:
+        """What the instruction at ``position`` had posted has been waited for."""
 
 
 @dataclass
-class Interpreter:
-    """Runs programs of a rank.  ``progress(position, instruction)`` is called before each instruction.
+class Interpreter(RankContext):
+    """Runs programs of a rank."""
 
-    ``axes`` are those of the batch, ``tensor`` those over which parameters are sharded.  ``learning`` are the indices of all buckets that learn,
-    on whatever rank; ``counted`` those whose norm this rank counts: of several ranks that have the same of a bucket one does, not to speak of
-    the batch axes.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
-    fills memory with NaN as soon as the program says that its content has ended.
-    """
-
-    comm: Communicator
-    memory: RankMemory
-    axes: tuple[str, ...]
-    seed: int
-    learning: tuple[int, ...]
-    counted: tuple[int, ...]
-    tensor: tuple[str, ...] = ()
-    clip_norm: float | None = None
-    progress: Callable[[int, Instruction], None] | None = None
-    inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
-    # Gets the whole gradients of each batch, before clipping; on all ranks or none.
-    keep_gradients: list[dict[str, Tensor]] | None = None
-    apart: bool = False
-    strict: bool = False
-    offload: bool = False  # of activations
-    recorder: Recorder | None = None
+    recorder: Recording | None = None
     _updated: dict[int, tuple[Program, Mapping[int, tuple[int, ...]]]] = field(
         default_factory=dict
     )  # with the program, whose id it is by
@@ -62,11 +47,6 @@ class Interpreter:
         if id(program) not in self._updated:
             self._updated[id(program)] = program, steps(program, lambda bucket: kind(self.memory.buckets[bucket]))
         return self._updated[id(program)][1]
-
-    @cached_property
-    def place(self) -> dict[str, tuple[int, int]]:
-        """For each axis of tensor parallelism the number of ranks, and which this one is."""
-        return self.comm.mesh.places(self.comm.rank, self.tensor)
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
         """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""

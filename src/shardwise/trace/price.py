@@ -186,9 +186,7 @@ class Prices:
         if not alone or (own.dim, own.pre) != (goal.dim, goal.pre):
             return False
         size, parts = value.shape[own.dim], self.parts[axis]
-        ends = (
-            [shard_range(self.extent(size, context), parts, i)[1] * context.post for i in range(parts)] for context in (own, goal)
-        )
+        ends = ([shard_range(self.extent(size, at), parts, i)[1] * at.post for i in range(parts)] for at in (own, goal))
         return next(ends) == next(ends)
 
     def _move(self, value: Value, step: Step, found: list[Step]) -> States:

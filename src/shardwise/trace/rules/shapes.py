@@ -221,12 +221,12 @@ def _taken(place: Place, start: Any, stop: Any) -> Place | None:
     return place._replace(parts=parts if len(parts) > 1 else ())
 
 
-def _local_end(context: ShardingContext, factor: Factor, place: Place, end: int) -> Any:
+def _local_end(emitter: Emitter, factor: Factor, place: Place, end: int) -> Any:
     """Where ``end``, of a part of a concatenation, is on this rank."""
     count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
     before = place.parts[:count]
     return (
-        context.sizes.fold(operator.mul, [context.extent(end, Factor(sum(before), factor.axes, before), ()), place.post])
+        emitter.sizes.fold(operator.mul, [emitter.extent(end, Factor(sum(before), factor.axes, before), ()), place.post])
         if before
         else 0
     )
