@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from shardwise.trace.random import keyed_dropout, keyed_mask
+from shardwise.ops.keyed_random import keyed_dropout, keyed_mask
 
 
 def fastest(call: Callable[[], object], repeats: int = 40) -> float:

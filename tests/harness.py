@@ -16,11 +16,11 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import rank_rows
+from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.trace.trace import Trace
-from shardwise.trace.tracker import StorageTracker
+from shardwise.units.trace import Trace
 from shardwise.verify.oracle import Oracle, plain_optimizer
 
 TOLERANCE = 1e-10

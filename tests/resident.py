@@ -34,7 +34,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.progress import Progress
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 WARM, STEPS = 1, 3  # the first step makes what stays
 WAITED = "resident"  # what a line of results begins with

@@ -14,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.trace import Parameter, Trace, _buckets
+from shardwise.units.trace import Parameter, Trace, _buckets
 
 WIDTH = 6
 

@@ -22,8 +22,7 @@ from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.parallel.data import SHARDS, batch_axes, placement
-from shardwise.trace.trace import Bucket, Trace
-from shardwise.trace.units import Unit
+from shardwise.units.trace import Bucket, Trace, Unit
 
 PRIME = 2**31 - 1
 EACH = 2  # elements of a shard

@@ -73,7 +73,7 @@ def _place(device: str) -> torch.device:
 
 def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
     """dW += dYᵀ X of a Llama-1B's MLP, bf16 factors and an fp32 sum; the error is that of one addition to zero, against fp64."""
-    from shardwise.trace.multiply import Factors, accumulate
+    from shardwise.ops.weight_gradients import Factors, accumulate
 
     place = _place(device)
     tokens, out, width = (64, 48, 32) if tiny else (4096, 5632, 2048)
@@ -113,15 +113,15 @@ def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
 
 def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
     """Forward and backward of the mean over bf16 scores; bytes beside the scores, so 2 a score is their gradient."""
-    from shardwise.trace import entropy
-    from shardwise.trace.ops import Env
+    from shardwise.ops import cross_entropy
+    from shardwise.ops.collectives import Env
 
     place = _place(device)
     rows, classes = (64, 128) if tiny else (8192, 32000)
     scores = torch.randn(rows, classes, device=place).bfloat16().requires_grad_()
     target = torch.randint(0, classes, (rows,), device=place)
     options: dict[str, Any] = {
-        "ignore_index": -100, "smoothing": 0.0, "reduction": entropy.MEAN, "counted": False, "log_probabilities": False, "summand": True,
+        "ignore_index": -100, "smoothing": 0.0, "reduction": cross_entropy.MEAN, "counted": False, "log_probabilities": False, "summand": True,
         "share": None, "spread": (),
     }  # fmt: skip
 
@@ -135,7 +135,7 @@ def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
 
     ways: Ways = {
         "whole, in fp32": both(whole), "compiled": both(fused),
-        "shardwise": both(lambda scores: entropy.cross_entropy(Env(), scores, target, None, **options)),
+        "shardwise": both(lambda scores: cross_entropy.cross_entropy(Env(), scores, target, None, **options)),
     }  # fmt: skip
     found = measure(place, ways, tiny)
     for values in found.values():
@@ -146,7 +146,7 @@ def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
 
 def dropout(device: str, tiny: bool) -> dict[str, Any]:
     """Forward and backward of bf16 activations."""
-    from shardwise.trace.random import keyed_dropout
+    from shardwise.ops.keyed_random import keyed_dropout
 
     place = _place(device)
     x = torch.randn(*((4, 32, 64) if tiny else (4, 4096, 2048)), device=place).bfloat16().requires_grad_()

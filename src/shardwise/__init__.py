@@ -5,28 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.checkpoints import Checkpoints
     from shardwise.core.mesh import Mesh
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
-    from shardwise.loop import distribute
+    from shardwise.initial.initial import record
     from shardwise.runtime.initial_values import Values
-    from shardwise.trace.initial import record
-    from shardwise.trainer import LossScaleError, NonFiniteError, Trainer
+    from shardwise.train.checkpoints import Checkpoints
+    from shardwise.train.distribute import distribute
+    from shardwise.train.trainer import LossScaleError, NonFiniteError, Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoints": "shardwise.checkpoints",
-    "distribute": "shardwise.loop",
+    "Checkpoints": "shardwise.train.checkpoints",
+    "distribute": "shardwise.train.distribute",
     "Mesh": "shardwise.core.mesh",
-    "LossScaleError": "shardwise.trainer",
-    "NonFiniteError": "shardwise.trainer",
+    "LossScaleError": "shardwise.train.trainer",
+    "NonFiniteError": "shardwise.train.trainer",
     "OptimizerChoice": "shardwise.core.optim",
     "Plan": "shardwise.core.plan",
-    "Trainer": "shardwise.trainer",
+    "Trainer": "shardwise.train.trainer",
     "Values": "shardwise.runtime.initial_values",
-    "record": "shardwise.trace.initial",
+    "record": "shardwise.initial.initial",
 }
 __all__ = [
     "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer", "Values", "record",

@@ -10,7 +10,6 @@ from saving_of_checkpoints import same, save
 from torch import Tensor
 
 import zoo
-from shardwise import state
 from shardwise.checkpoint.atoms import Piece
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.core.mesh import Mesh
@@ -21,6 +20,7 @@ from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.train import state
 
 CHOICE = OptimizerChoice("adamw", lr=1e-2)
 

@@ -11,12 +11,12 @@ from saving_of_checkpoints import same, save
 from torch import Tensor
 
 import sharded
-from shardwise import state
 from shardwise.checkpoint.atoms import Piece
 from shardwise.checkpoint.reader import Checkpoint
 from shardwise.core.optim import OptimizerChoice
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.train import state
 
 Plan = tuple[dict[str, int], dict[str, Any]]
 

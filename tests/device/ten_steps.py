@@ -13,7 +13,7 @@ from shardwise.data.loader import Batch, rank_rows
 from shardwise.models.llama import Llama
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 ROWS, LENGTH, VOCABULARY = 8, 64, 256
 

@@ -15,12 +15,12 @@ from shardwise.checkpoint.writer import CheckpointWriter
 from shardwise.core.layout import Box
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.ops.keyed_random import keyed_mask, keyed_normal, keyed_randint, keyed_uniform
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.recorder import Recorder
-from shardwise.trace.random import keyed_mask, keyed_normal, keyed_randint, keyed_uniform
 from shardwise.verify.oracle import plain_optimizer
 from waiting import no_waits
 from zoo import Blocks

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardwise.capture.intercept import Intercept
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.models.gpt import GPT
@@ -18,7 +19,6 @@ from shardwise.models.llama import Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.trace.intercept import Intercept
 from shardwise.verify.device import Together
 from shardwise.verify.verify import Report, run_threads, verify
 

@@ -8,14 +8,14 @@ from typing import Any
 from real import rows_of
 from torch import Tensor
 
+from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
+from shardwise.measure.unit_traffic import Traffic
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.trace.casts import cast_field
-from shardwise.trace.traffic import Traffic
 
 Seen = tuple[Instruction, list[Traffic]]
 

@@ -15,9 +15,9 @@ import torch
 from layer import Layer, Layers
 
 from shardwise.estimate.states import model_states
-from shardwise.trace.profile import profile
-from shardwise.trace.trace import trace
-from shardwise.trace.tracker import StorageTracker
+from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.measure.unit_memory import profile
+from shardwise.units.tracing import trace
 
 GIB = 2**30
 

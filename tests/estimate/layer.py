@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.trace.random import keyed_dropout
+from shardwise.ops.keyed_random import keyed_dropout
 
 
 class Layer(nn.Module):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from harness import Unseen
+from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Mesh
@@ -20,14 +21,13 @@ from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
 from shardwise.estimate.timeline import total
 from shardwise.lower.versions import steady
+from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.trace.casts import cast_field
-from shardwise.trace.profile import Profile, profile
-from shardwise.trace.trace import Trace
-from shardwise.trace.tracker import StorageTracker
+from shardwise.units.trace import Trace
 
 COMPUTING = (Op.COUNT, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 STILL = OptimizerChoice("adamw", lr=0.0)

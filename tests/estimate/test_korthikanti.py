@@ -18,10 +18,10 @@ import torch
 from figure1 import rows, table
 from layer import Layer, Layers
 
-from shardwise.trace.assignment import Tensors
-from shardwise.trace.profile import UnitMemory, profile
-from shardwise.trace.trace import trace
-from shardwise.trace.tracker import StorageTracker
+from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.measure.unit_memory import UnitMemory, profile
+from shardwise.shard.assignment import Tensors
+from shardwise.units.tracing import trace
 
 SHAPES = [(4, 32, 64, 4), (1, 48, 32, 8), (3, 16, 96, 6)]  # microbatch, sequence, hidden, heads
 PARALLEL = [(*shape, t) for shape, t in zip(SHAPES, (4, 8, 2), strict=True)]

@@ -21,7 +21,7 @@ from shardwise.estimate.timeline import Category, total
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.trace import trace
+from shardwise.units.tracing import trace
 
 ADAMW = OptimizerChoice("adamw")
 WORDS, LENGTH = 211, 48

@@ -30,12 +30,13 @@ from shardwise.estimate.predict import fullest
 from shardwise.estimate.states import UPDATE_TENSORS, Share, bucket_states, model_states, step_peak, widths
 from shardwise.lower.stages import Cut
 from shardwise.lower.step import lower
+from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.parallel.data import ZERO, data_parallel
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace.trace import Trace, trace
-from shardwise.trace.tracker import StorageTracker
+from shardwise.units.trace import Trace
+from shardwise.units.tracing import trace
 
 OPTIMIZERS = (
     OptimizerChoice("adamw"), OptimizerChoice("adam", weight_decay=0.1), OptimizerChoice("sgd"), OptimizerChoice("sgd",

@@ -20,15 +20,16 @@ from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.traffic import Moment, step_traffic
+from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.models import GPT, Llama
+from shardwise.ops import collectives
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import ops
-from shardwise.trace.assignment import Tensors
-from shardwise.trace.ops import Env
-from shardwise.trace.trace import Trace, trace
-from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
+from shardwise.shard.assignment import Tensors
+from shardwise.units.trace import Trace
+from shardwise.units.tracing import trace
 
 SGD = OptimizerChoice("sgd", lr=0.0)
 KINDS = ("1d", "1d-sp")
@@ -149,7 +150,7 @@ def test_other_models_are_predicted(name: str, plan: Plan) -> None:
 
 
 def test_a_move_that_nobody_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_same", lambda env, x, axes: ops.all_sum(env, x, axes, "more") / env.group(axes)[0])
+    monkeypatch.setattr(collectives, "_same", lambda env, x, axes: collectives.all_sum(env, x, axes, "more") / env.group(axes)[0])
     with pytest.raises(AssertionError, match="rank 0: FORWARD"):
         check("own gpt", planned(2, "1d"), anew=True)
 

@@ -21,10 +21,11 @@ from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.traffic import Moment, step_traffic
+from shardwise.measure.unit_traffic import Traffic
 from shardwise.models import GPT, Llama
-from shardwise.trace.assignment import Tensors
-from shardwise.trace.trace import Trace, trace
-from shardwise.trace.traffic import Traffic
+from shardwise.shard.assignment import Tensors
+from shardwise.units.trace import Trace
+from shardwise.units.tracing import trace
 
 SGD = OptimizerChoice("sgd", lr=0.0)
 SHAPES = [

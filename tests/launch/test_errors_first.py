@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.checkpoints import Checkpoints
 from shardwise.config import Hardware, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
@@ -26,7 +25,8 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.trainer import Trainer
+from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.trainer import Trainer
 
 GPU = torch.device("cuda", 0)
 

@@ -14,16 +14,16 @@ from shardwise.config import build_model, build_optimizer
 from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Batch, rank_rows
 from shardwise.estimate.devices import GIB, Device
+from shardwise.initial.initial import record
 from shardwise.launch.forecast import Forecast, account
 from shardwise.launch.measuring import MEMORY, StepMemory, model_states, read_memory, write_memory
 from shardwise.launch.subject import forecast, load_anywhere
+from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.report.memory import Account
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace.initial import record
-from shardwise.trace.tracker import StorageTracker
 
 TINY = ["model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=12", "optimizer.lr=1e-2"]
 STEPS = 3

@@ -15,8 +15,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES
 from shardwise.launch.peak import mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
-from shardwise.trace.assignment import Tensors
-from shardwise.trace.trace import trace
+from shardwise.shard.assignment import Tensors
+from shardwise.units.tracing import trace
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 61, 32, 3, 12
 ROWS = 10

@@ -18,6 +18,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data import Loader, sample_order
+from shardwise.initial.initial import record
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate
 from shardwise.launch.matmul import FAST, SAFE, SQUARE, choose_matmul, typical_shapes
@@ -29,8 +30,7 @@ from shardwise.runtime.batch import StepResult
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.progress import Progress, read_record, record_path
 from shardwise.runtime.whole_state import Described, WholeState
-from shardwise.trace.initial import record
-from shardwise.trainer import NonFiniteError
+from shardwise.train.trainer import NonFiniteError
 
 EXPLOSIVE = """
 import torch

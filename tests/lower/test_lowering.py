@@ -20,7 +20,8 @@ from shardwise.lower.step import lower
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.trace.trace import Trace, trace
+from shardwise.units.trace import Trace
+from shardwise.units.tracing import trace
 
 LAYERS = 6
 

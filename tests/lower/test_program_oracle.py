@@ -21,7 +21,8 @@ from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
-from shardwise.trace.trace import Trace, trace
+from shardwise.units.trace import Trace
+from shardwise.units.tracing import trace
 from toy_programs import Toy, differences
 
 LAYERS, DRAWN = 6, 2000

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.initial.initial import record
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace.initial import record
 
 
 class Tower(nn.Module):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Norm, Plan
 from shardwise.data.loader import Batch
+from shardwise.ops import weight_gradients
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
 from shardwise.runtime.connect import connect
-from shardwise.trace import multiply
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 RANKS = 4
 BLOCKS = 2 * RANKS
@@ -107,14 +107,14 @@ class Sleeper(nn.Module):
 
 def slow_weights() -> None:
     """The weight gradient of a block takes its seconds, in whatever part of a backward it is."""
-    known = multiply.MULTIPLY["linear"]
+    known = weight_gradients.MULTIPLY["linear"]
 
     def slow(goal: Tensor, *rest: Any) -> None:
         if goal.shape == (WIDTH, WIDTH):
             sleeps[0](WEIGHT)
         known(goal, *rest)
 
-    multiply.MULTIPLY["linear"] = slow  # type: ignore[index]
+    weight_gradients.MULTIPLY["linear"] = slow  # type: ignore[index]
 
 
 def seconds(comm: Any, schedule: str, wanted: int, steps: int) -> list[float]:

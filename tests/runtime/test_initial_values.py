@@ -29,10 +29,10 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.initial.initial import Recorded
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace.initial import Recorded
 
 SEED = 3
 LONG = {"llama padded", "llama ones", "gpt2 padded", "bert padded", "mixtral balanced", "mixtral padded", "qwen3 padded", "vit"}

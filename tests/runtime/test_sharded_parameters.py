@@ -23,7 +23,7 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.trace.trace import Parameter
+from shardwise.units.trace import Parameter
 
 PLANS: list[tuple[dict[str, int], dict[str, Any]]] = [
     ({"tp": 2}, {}), ({"tp": 3}, {"dp": 2, "zero": 1}), ({"tp": 2}, {"dp": 3, "zero": 2}), ({"tp": 3}, {"dp": 2, "zero": 3}),

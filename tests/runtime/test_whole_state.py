@@ -15,6 +15,7 @@ from shardwise.checkpoint.container import write_as_they_come
 from shardwise.core.errors import ShardwiseError
 from shardwise.data.loader import rank_rows
 from shardwise.launch.results import save_weights
+from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
@@ -26,7 +27,6 @@ from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.runtime.whole_state import aliases
-from shardwise.trace.tracker import StorageTracker
 
 BASE = Plan(microbatches=2)
 PLANS: dict[str, Callable[[], Plan]] = {

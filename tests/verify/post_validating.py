@@ -20,7 +20,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 ONE = Plan(microbatches=3, precision="fp64", norm="post-validate")
 PLANS = {"gloo": pipeline(ONE, 3, "zb-h2"), "shared": pipeline(data_parallel(ONE, 2, 3), 2, "zb-h2")}

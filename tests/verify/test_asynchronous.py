@@ -26,7 +26,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.trainer import NonFiniteError, Trainer
+from shardwise.train.trainer import NonFiniteError, Trainer
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.verify import OVERLAPPING_STEPS, TOLERANCE, verify, windows
 

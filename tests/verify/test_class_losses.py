@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import classes
 from shardwise.core.plan import Tensor as Kind
 from shardwise.models import GPT
+from shardwise.ops.collectives import Env
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.ops import Env
-from shardwise.trace.sizes import local_shape
-from shardwise.trace.trace import Trace
+from shardwise.shard.sizes import local_shape
+from shardwise.units.trace import Trace
 from shardwise.verify.oracle import OracleStep
 from verify.test_tensor import ALONE, PLAIN, check, oracle
 from verify.test_tensor_auto import FAST

@@ -23,7 +23,7 @@ from shardwise.models.llama import Llama
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.decisions import Decisions
+from shardwise.shard.solver.decisions import Decisions
 from shardwise.verify.verify import RankStep, run_threads, verify
 
 Placed = dict[str, tuple[Layout, tuple[str, ...]]]

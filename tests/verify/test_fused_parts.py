@@ -14,12 +14,12 @@ import zoo
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.ops import collectives
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
-from shardwise.trace import ops
 
 Case = tuple[int, int, str, int]
 CASES: list[Case] = [
@@ -86,13 +86,13 @@ def test_moves_of_concatenations(parts: tuple[int, ...], outer: tuple[str, ...])
         return torch.cat([x[a:b] for a, b in one.intervals(mesh, rank)[0]] or [x[:0]])
 
     def moved(comm: ThreadCommunicator) -> None:
-        env = ops.Env(comm, tensor=mesh.places(comm.rank, ("o", "i")))
+        env = collectives.Env(comm, tensor=mesh.places(comm.rank, ("o", "i")))
         cut = (("i",), outer, 0, 2, size, 2, parts)
         together, piece = owned(above, comm.rank).requires_grad_(), owned(layout, comm.rank)
-        mine = ops.shard(env, together, cut)
+        mine = collectives.shard(env, together, cut)
         assert torch.equal(mine, piece)
-        assert torch.equal(ops.gather(env, piece, cut), together)
-        assert torch.equal(ops.scatter(env, together * (comm.rank % 3), cut), 3 * piece)
+        assert torch.equal(collectives.gather(env, piece, cut), together)
+        assert torch.equal(collectives.scatter(env, together * (comm.rank % 3), cut), 3 * piece)
         (gradient,) = torch.autograd.grad(mine, together, piece * 2)
         assert torch.equal(gradient, together * 2)
 

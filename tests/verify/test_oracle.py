@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.optim import OptimizerChoice
-from shardwise.trace.random import keyed_mask, keyed_normal, keyed_uniform
+from shardwise.ops.keyed_random import keyed_mask, keyed_normal, keyed_uniform
 from shardwise.verify.compare import total_error
 from shardwise.verify.oracle import Oracle, plain_optimizer
 

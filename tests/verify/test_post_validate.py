@@ -36,7 +36,7 @@ from shardwise.runtime.batch import Batches
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import run_ranks
-from shardwise.trainer import NonFiniteError
+from shardwise.train.trainer import NonFiniteError
 from shardwise.verify.verify import Report, verify
 from timetables import SYNCHRONOUS, any_order
 

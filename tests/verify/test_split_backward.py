@@ -16,7 +16,7 @@ from shardwise.core.plan import Plan
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import computing, interpreter
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.trace import Trace
+from shardwise.units.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads
 from split import ORDERS, split
 

@@ -18,13 +18,13 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
+from shardwise.measure.unit_cost import cost
 from shardwise.models import GPT, Llama
+from shardwise.ops import collectives
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import sides, tensor_parallel
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import ops
-from shardwise.trace.cost import cost
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
 
@@ -32,7 +32,7 @@ SIZES = {"1d": (2, 3, 4, 8), "1d-sp": (2, 3, 4, 8), "2d": (4, 9), "2.5d": (8,), 
 KINDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
 ROWS = (7, 5)
 WORDS = 67
-"""Enough for a table to be cut among 8 ranks (`trace/tensor.py`, TABLE), and not a multiple."""
+"""Enough for a table to be cut among 8 ranks (`shard/recipe/walk.py`, TABLE), and not a multiple."""
 CLIP = 1.0
 ALONE = Plan(precision="fp64", mesh=Mesh(()))
 PLAIN = OptimizerChoice("sgd", lr=0.1)
@@ -273,7 +273,7 @@ def test_heads_stay_in_pieces(name: str) -> None:
 
 
 def test_a_forgotten_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "replicate", lambda env, x, axes: x)
+    monkeypatch.setattr(collectives, "replicate", lambda env, x, axes: x)
     module, batches = subject("gpt")
     compiled = Compiled(module, tensor_parallel(ALONE, 2, "1d"), batches[0])
     with pytest.raises(AssertionError):

@@ -20,8 +20,8 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import solve
-from shardwise.trace.price import Prices
+from shardwise.shard.solver import solve
+from shardwise.shard.solver.cost_model import Prices
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER
 from verify.test_tensor import PLAIN, check, model

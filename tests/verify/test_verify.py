@@ -15,9 +15,10 @@ from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan, Precision
 from shardwise.models.gpt import GPT
+from shardwise.ops import cross_entropy, norms, random_ops
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace import drawn, entropy, norms, recall
-from shardwise.trace.trace import Trace
+from shardwise.units import selective_recompute
+from shardwise.units.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads, verify
 
 DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "selective", "full")
@@ -87,12 +88,12 @@ def test_control_passes() -> None:
 
 
 def test_wrong_microbatch_weights_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entropy, "valid_targets", lambda env, target, ignore, axes: (target == target).sum())
+    monkeypatch.setattr(cross_entropy, "valid_targets", lambda env, target, ignore, axes: (target == target).sum())
     assert not _gpt_report()
 
 
 def test_wrong_dropout_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "_row_start", lambda env, whole: env.offset)
+    monkeypatch.setattr(random_ops, "_row_start", lambda env, whole: env.offset)
     assert not _gpt_report()
 
 
@@ -125,19 +126,19 @@ def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_wrong_kept_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = recall._Kept.take
+    original = selective_recompute._Kept.take
     assert _gpt_report(recompute="selective")
-    monkeypatch.setattr(recall._Kept, "take", lambda self: original(self) * (1 + 1e-8))
+    monkeypatch.setattr(selective_recompute._Kept, "take", lambda self: original(self) * (1 + 1e-8))
     assert not _gpt_report(recompute="selective")
 
 
 def test_a_value_that_is_not_kept_though_it_is_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "_read", lambda graph, own: set())
+    monkeypatch.setattr(selective_recompute, "_read", lambda graph, own: set())
     assert not _gpt_report(recompute="selective")
 
 
 def test_a_reference_to_another_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall._Saver, "unpack", lambda self, saved: saved if isinstance(saved, Tensor) else
+    monkeypatch.setattr(selective_recompute._Saver, "unpack", lambda self, saved: saved if isinstance(saved, Tensor) else
                         next(iter(self.inputs.values())).as_strided(saved.shape, saved.stride))  # fmt: skip
     assert not _gpt_report(recompute="selective", dropout=0.0)
 

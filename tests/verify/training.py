@@ -13,7 +13,7 @@ from shardwise.data.loader import AXES, Batch, rank_rows
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import run_ranks
-from shardwise.trainer import NonFiniteError, Trainer
+from shardwise.train.trainer import NonFiniteError, Trainer
 
 
 def rows_of(comm: Communicator, plan: Plan, fields: dict[str, Tensor]) -> Batch:

@@ -21,6 +21,7 @@ from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
 from shardwise.lower.stages import EVERYWHERE, Cut
 from shardwise.lower.versions import steady
+from shardwise.measure.unit_cost import UnitCost, cost
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import across_hosts, row_parts, tensor_axes
@@ -28,8 +29,7 @@ from shardwise.report.collectives import Caused, Sum, of_step, of_units, step_ta
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
 from shardwise.report.tables import count, folded, grid, make_console, pairs, plural, print_json, show, size
-from shardwise.trace.cost import UnitCost, cost
-from shardwise.trace.trace import Trace
+from shardwise.units.trace import Trace
 
 OF_NAME = r"(?<=\.)(?!\d)"
 """Where a name of a parameter or unit may be broken."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
@@ -15,11 +16,10 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, changed, step_peak, widths
 from shardwise.estimate.timeline import Made
+from shardwise.measure.unit_memory import Profile, UnitMemory, Way
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import batch_axes, placement
-from shardwise.trace.casts import COMPUTE_DTYPE
-from shardwise.trace.ops import Env
-from shardwise.trace.profile import Profile, UnitMemory, Way
-from shardwise.trace.trace import Bucket, Trace
+from shardwise.units.trace import Bucket, Trace
 
 COUNTER = 8  # bytes of a number of targets, int64
 HOST = "cpu"

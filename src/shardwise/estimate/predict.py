@@ -18,12 +18,12 @@ from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
 from shardwise.lower.stages import Cut, Weights
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
+from shardwise.measure.unit_memory import Profile, profile
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
-from shardwise.trace.ops import Env
-from shardwise.trace.profile import Profile, profile
-from shardwise.trace.trace import Bucket, Trace
+from shardwise.units.trace import Bucket, Trace
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 DOES: Mapping[Op, str] = {
@@ -90,7 +90,7 @@ def predict(
         trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their trace.
         device: "cpu" or "gpu", whichever is present here.
         common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once for all of them.
-        profiled: :func:`shardwise.trace.profile.profile`, or one that remembers what it has found.
+        profiled: :func:`shardwise.measure.unit_memory.profile`, or one that remembers what it has found.
         weights: of units, by which stages are balanced where the plan has none.
 
     What a process takes beside tensors is not counted (:class:`shardwise.estimate.devices.Reserve` has that of GPUs).  :class:`ConfigError` on numbers that do not

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Rates
+from shardwise.measure.unit_cost import UnitCost
 from shardwise.parallel.data import placement, shard_axes
-from shardwise.trace.cost import UnitCost
-from shardwise.trace.trace import Trace
+from shardwise.units.trace import Trace
 
 MOST = 8  # units: each takes a slot for its parameters
 GAIN = 0.01  # of the forward's seconds: what one more unit ahead has to save

@@ -9,7 +9,7 @@ from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.optim import FUSED, OptimizerChoice
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.parallel.data import SHARDS, ZERO, held_range, placement
-from shardwise.trace.trace import DECAY, Bucket
+from shardwise.units.trace import DECAY, Bucket
 
 STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 """Tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""

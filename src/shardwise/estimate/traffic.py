@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
@@ -15,13 +16,12 @@ from shardwise.estimate.memory import COUNTER
 from shardwise.estimate.states import Share
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
+from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
-from shardwise.trace.casts import COMPUTE_DTYPE
-from shardwise.trace.ops import Env
-from shardwise.trace.trace import Trace
-from shardwise.trace.traffic import Traffic, UnitTraffic, traffic
+from shardwise.units.trace import Trace
 
 _UNITS = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
 _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))

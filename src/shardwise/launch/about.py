@@ -11,11 +11,11 @@ from typing import Any
 import psutil
 
 from shardwise.backend import Backend
-from shardwise.checkpoints import Checkpoints
 from shardwise.core.plan import Plan
 from shardwise.lower.versions import steady
 from shardwise.runtime.compiled import Compiled
-from shardwise.trace.trace import Trace
+from shardwise.train.checkpoints import Checkpoints
+from shardwise.units.trace import Trace
 
 from .measuring import MEMORY, write_memory
 from .peak import mfu, model_flops, peak_flops

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.data.loader import Batch
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, batches: Iterable[Batch], *, perplexity: bool) -> dict[str, Any]:

@@ -24,16 +24,16 @@ from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.stages import Cut
+from shardwise.measure.unit_cost import cost
+from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
 from shardwise.runtime.compiled import Compiled, solves, traced_for
-from shardwise.trace.cost import cost
-from shardwise.trace.price import Seconds
-from shardwise.trace.profile import Profile, profile
-from shardwise.trace.solve import TooFew
-from shardwise.trace.trace import Trace
+from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.solve import TooFew
+from shardwise.units.trace import Trace
 
 OPEN = ("gathered", "reduced")
 """The fields of a plan that a config may leave open."""

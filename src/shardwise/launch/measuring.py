@@ -16,9 +16,9 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction
 from shardwise.data.loader import Batch
+from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.report.memory import Account
 from shardwise.runtime.engine import Engine
-from shardwise.trace.tracker import StorageTracker
 
 from .forecast import Forecast, account, headline
 from .results import write_json

@@ -25,6 +25,7 @@ from shardwise.estimate.order import Order, UnitCosts, order
 from shardwise.estimate.search import Found
 from shardwise.estimate.simulate import Costs
 from shardwise.lower.stages import EVERYWHERE
+from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.schedule import AUTO
 from shardwise.report.tables import size
@@ -34,7 +35,6 @@ from shardwise.runtime.background import Background
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.recorder import RankStep, Recorder
-from shardwise.trace.cost import cost
 
 from .folder import PLAN, plan_of
 from .forecast import Forecast

@@ -15,8 +15,8 @@ from shardwise.core.devices import model_of
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.layout import shard_range
 from shardwise.core.plan import CHOICES
-from shardwise.trace.cost import cost
-from shardwise.trace.trace import Trace
+from shardwise.measure.unit_cost import cost
+from shardwise.units.trace import Trace
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:

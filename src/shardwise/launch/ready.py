@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.config import Config
 from shardwise.config.build import Data
 from shardwise.runtime.progress import Progress
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 from .forecast import Forecast
 from .matmul import MatmulChoice

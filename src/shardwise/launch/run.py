@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.checkpoints import Checkpoints
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
 from shardwise.lower.versions import steady
@@ -27,7 +26,8 @@ from shardwise.report.tensorboard import TensorBoard
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
-from shardwise.trainer import LossScaleError, NonFiniteError
+from shardwise.train.checkpoints import Checkpoints
+from shardwise.train.trainer import LossScaleError, NonFiniteError
 
 from .about import utilisation, write_about
 from .evaluation import evaluate

@@ -18,10 +18,10 @@ from shardwise.core.plan import Plan
 from shardwise.data import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
+from shardwise.initial.initial import record
 from shardwise.lower.versions import steady
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.initial_values import Values
-from shardwise.trace.initial import record
 
 from .forecast import Forecast, left_open, uncollected
 from .ordering import settle_by_costs, unordered

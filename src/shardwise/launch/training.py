@@ -20,6 +20,7 @@ from shardwise.core.devices import Model, model_of
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
+from shardwise.initial.initial import record
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import role
 from shardwise.parallel.tensor import across_hosts
@@ -27,8 +28,7 @@ from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.initial_values import Values
-from shardwise.trace.initial import record
-from shardwise.trainer import Trainer
+from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, mixed
 from .folder import PLAN, plan_of

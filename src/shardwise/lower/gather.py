@@ -9,7 +9,7 @@ from shardwise.core.plan import Plan
 from shardwise.lower.draft import Draft
 from shardwise.lower.slots import Span, assign
 from shardwise.parallel.data import placement, shard_axes
-from shardwise.trace.trace import Bucket
+from shardwise.units.trace import Bucket
 
 
 def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:

@@ -12,7 +12,7 @@ from shardwise.core.transition import Collective
 from shardwise.lower.draft import Draft
 from shardwise.lower.slots import Span, assign
 from shardwise.parallel.data import placement, reductions
-from shardwise.trace.trace import Bucket
+from shardwise.units.trace import Bucket
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Rates, rates
 from shardwise.core.timetable import Timetable, first, read
+from shardwise.graph.sizes import of_data
+from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE, balance
 from shardwise.parallel.schedule import stage_ranks, timetable
-from shardwise.trace.cost import cost
-from shardwise.trace.sizes import of_data
-from shardwise.trace.trace import Bucket, Trace
-from shardwise.trace.units import Unit
+from shardwise.units.trace import Bucket, Trace, Unit
 
 Weights = Mapping[int, float]
 """What each unit takes, by its index."""

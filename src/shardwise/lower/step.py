@@ -22,7 +22,7 @@ from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
-from shardwise.trace.trace import Bucket, Trace
+from shardwise.units.trace import Bucket, Trace
 
 PASSING = ("activation", "kept", "saved", "gradient", "received", "putoff")
 """Kinds of buffers that live within a batch."""

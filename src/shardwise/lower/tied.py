@@ -13,7 +13,7 @@ from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.lower.stages import Cut
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.trace.trace import Bucket
+from shardwise.units.trace import Bucket
 
 
 def check_tied(plan: Plan, cut: Cut, buckets: Sequence[Bucket]) -> None:

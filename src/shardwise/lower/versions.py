@@ -19,7 +19,7 @@ from shardwise.lower.slots import Span, assign
 from shardwise.lower.stages import Cut
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.versions import double_buffered_version, stashed_version
-from shardwise.trace.trace import Bucket
+from shardwise.units.trace import Bucket
 
 BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 

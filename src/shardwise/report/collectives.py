@@ -14,11 +14,10 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.traffic import Moment
 from shardwise.lower.versions import steady
+from shardwise.measure.unit_traffic import Cause, Traffic, UnitTraffic, by_cause
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import batch_axes
-from shardwise.trace.ops import Env
-from shardwise.trace.trace import Trace
-from shardwise.trace.traffic import Cause, Traffic, UnitTraffic, by_cause
-from shardwise.trace.units import Unit
+from shardwise.units.trace import Trace, Unit
 
 from .tables import grid, size
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction
 from shardwise.core.layout import shard_range
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime import collect
 from shardwise.runtime.buffers import BucketMemory
@@ -19,9 +21,7 @@ from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.numbers import Numbers
 from shardwise.runtime.rank_context import RankContext
-from shardwise.trace.casts import cast_field
-from shardwise.trace.ops import Env
-from shardwise.trace.trace import Parameter, Trace
+from shardwise.units.trace import Parameter, Trace
 
 
 @dataclass

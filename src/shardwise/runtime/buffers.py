@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
@@ -21,14 +22,13 @@ from shardwise.core.pieces import parts, range_parts
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
+from shardwise.ops.weight_gradients import Kernels
 from shardwise.parallel.data import SHARDS, held_range, placement
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
-from shardwise.trace.casts import COMPUTE_DTYPE
-from shardwise.trace.multiply import Kernels
-from shardwise.trace.trace import DECAY, Bucket, Parameter
+from shardwise.units.trace import DECAY, Bucket, Parameter
 
 
 class Update(NamedTuple):

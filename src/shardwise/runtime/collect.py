@@ -15,7 +15,7 @@ from shardwise.parallel.data import SHARDS, held_range
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import BucketMemory, boxes
 from shardwise.runtime.communicator import Communicator
-from shardwise.trace.trace import Bucket
+from shardwise.units.trace import Bucket
 
 CHUNK = 32 << 20
 """Bytes of a bucket that are on a device at a time, of all ranks together."""

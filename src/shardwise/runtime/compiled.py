@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend, Kind
+from shardwise.capture.capture import LossFunction
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
 from shardwise.core.devices import Model
@@ -25,17 +26,17 @@ from shardwise.core.rates import Machine, Rates, rates
 from shardwise.lower.stages import Cut, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
+from shardwise.measure.fp16_check import check_kernels
+from shardwise.measure.unit_traffic import communicating_axes
+from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.communicator import Axes
 from shardwise.runtime.initial_values import Values
-from shardwise.trace.assignment import Tensors
-from shardwise.trace.capture import LossFunction
-from shardwise.trace.kernels import check_kernels
-from shardwise.trace.ops import Env
-from shardwise.trace.trace import Bucket, Captures, Parameter, Trace, trace
-from shardwise.trace.traffic import communicating_axes
+from shardwise.shard.assignment import Tensors
+from shardwise.units.trace import Bucket, Parameter, Trace
+from shardwise.units.tracing import Captures, trace
 
 MASKS = ("attention_mask",)
 

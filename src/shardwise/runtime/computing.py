@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.ops.collectives import Env
+from shardwise.ops.weight_gradients import Factors
 from shardwise.runtime.batch import Batches
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.rank_context import RankContext
-from shardwise.trace.multiply import Factors
-from shardwise.trace.ops import Env
-from shardwise.trace.products import Multiplier, Operand, watch
-from shardwise.trace.recall import Tape
-from shardwise.trace.trace import Trace
-from shardwise.trace.units import Unit
+from shardwise.units.selective_recompute import Tape
+from shardwise.units.trace import Trace, Unit
+from shardwise.units.weight_products import Multiplier, Operand, watch
 
 
 class _Saved(NamedTuple):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
+from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
@@ -27,8 +28,7 @@ from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
 from shardwise.runtime.whole_state import WholeState, aliases
-from shardwise.trace.casts import cast_buffer, shadow_dtype
-from shardwise.trace.trace import Bucket, Trace
+from shardwise.units.trace import Bucket, Trace
 
 
 class Engine:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from shardwise.core.instruction import Buffer, Instruction
+from shardwise.ops.weight_gradients import Factors, accumulate
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Handle
-from shardwise.trace.multiply import Factors, accumulate
 
 
 class Gradients:

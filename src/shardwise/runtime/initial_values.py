@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError, ShardwiseError, did_you_mean
 from shardwise.core.layout import Box
-from shardwise.trace.initial import Recorded, named_tensors
+from shardwise.initial.initial import Recorded, named_tensors
 
 LISTED = 3  # names in one error
 

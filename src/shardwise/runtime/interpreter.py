@@ -20,7 +20,7 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.messages import Messages
 from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.together import kind, steps
-from shardwise.trace.trace import Trace
+from shardwise.units.trace import Trace
 
 
 class Recording(Protocol):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from shardwise.core.communicators import CHANNELS
 from shardwise.core.instruction import Buffer, Instruction
+from shardwise.ops.collectives import Env, in_memory
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.gradients import Gradients
-from shardwise.trace.ops import Env, in_memory
-from shardwise.trace.trace import Trace
+from shardwise.units.trace import Trace
 
 Live = MutableMapping[tuple[str, int], Tensor]
 """By name and microbatch."""

@@ -16,7 +16,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.collect import LANE, Spread
 from shardwise.runtime.communicator import Communicator
-from shardwise.trace.trace import Bucket
+from shardwise.units.trace import Bucket
 
 
 class Described(NamedTuple):

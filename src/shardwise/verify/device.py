@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.trace.intercept import Proceed
-from shardwise.trace.meter import tensors_in
+from shardwise.capture.intercept import Proceed
+from shardwise.kernels.flop_counter import tensors_in
 
 
 class Together:

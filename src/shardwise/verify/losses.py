@@ -9,8 +9,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.trace.intercept import Proceed
-from shardwise.trace.torch_private import version
+from shardwise.capture.intercept import Proceed
+from shardwise.graph.torch_private import version
 
 _SAME = frozenset(
     (

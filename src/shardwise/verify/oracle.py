@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.capture.intercept import Intercept
+from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Precision
-from shardwise.trace.intercept import Intercept
-from shardwise.trace.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters
@@ -78,7 +78,7 @@ class Oracle:
     and backward use; by default after all before.
 
     Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
-    :mod:`shardwise.trace.keyed_calls` for which calls count.  Others are refused by name.
+    :mod:`shardwise.capture.keyed_calls` for which calls count.  Others are refused by name.
 
     ``optimizer`` makes the optimizer from parameter groups: those for which ``decays(name, shape)`` holds
     first, the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.trace.intercept import Proceed
-from shardwise.trace.meter import tensors_in
-from shardwise.trace.torch_private import BatchNormBase
+from shardwise.capture.intercept import Proceed
+from shardwise.graph.torch_private import BatchNormBase
+from shardwise.kernels.flop_counter import tensors_in
 
 _MATMULS = frozenset(
     (

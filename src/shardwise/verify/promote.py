@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.trace.torch_private import TorchDispatchMode, schema
+from shardwise.graph.torch_private import TorchDispatchMode, schema
 
 _WIDE = {
     torch.float32: torch.float64,

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.backend import Backend
+from shardwise.capture.capture import LossFunction
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Op
 from shardwise.core.optim import OptimizerChoice
@@ -27,7 +28,6 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled, solves
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.trace.capture import LossFunction
 from shardwise.verify.compare import Comparison, Difference
 from shardwise.verify.oracle import Oracle, OracleStep, on_host, plain_optimizer
 

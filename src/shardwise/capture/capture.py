@@ -1,0 +1,231 @@
+"""From a module and an example batch to one flat graph of ATen ops: ``torch.export`` with a symbolic batch dim.
+
+The capture runs on a *shadow* of the module: the same structure with uninitialised parameters of the compute dtype, so that
+casts in the graph are those of the precision that trains, and nothing that the user holds is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import io
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.capture.casts import COMPUTE_DTYPE, cast_buffer, cast_field, precision_layers, shadow_dtype
+from shardwise.capture.intercept import Intercept
+from shardwise.capture.lazy_zeros import mapped
+from shardwise.core.errors import ConfigError
+from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.torch_private import import_export
+
+HINT_ROWS = 6  # rows of the example that is captured: more than 1, which export would specialise
+
+
+LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
+
+
+class WithLoss(nn.Module):
+    """``module`` followed by its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
+
+    Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.  With
+    one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.
+    """
+
+    def __init__(
+        self, module: nn.Module, loss: LossFunction | None = None, ones: tuple[str, ...] = (), precision: str = "fp32"
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.loss = loss
+        self.precision = precision
+        self.ones = ones  # fields known to be all ones (attention masks of batches without padding)
+
+    def forward(self, fields: Mapping[str, Tensor]) -> Tensor:
+        seen = {k: torch.ones_like(v) if k in self.ones else v for k, v in fields.items()}
+        with Intercept(*precision_layers(self.precision)) if self.precision != "fp32" else contextlib.nullcontext():
+            if self.loss is not None:
+                output = self.loss(self.module(**_accepted(self.module, seen)), seen)
+                return loss_of(output, f"model.loss: {getattr(self.loss, '__name__', 'it')}(output, batch)")
+            return loss_of(self.module(**seen))
+
+
+def loss_of(output: Any, source: str = "model: forward") -> Tensor:
+    """The loss in what ``source`` returned: itself, ``output.loss`` or ``output["loss"]``."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(loss, tuple | list) and loss:
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.dim() and loss.numel() != 1:
+        legal = "a scalar loss, or an output with .loss" if source == "model: forward" else "a scalar tensor"
+        hint = " (or model.loss = a function of (output, batch) that makes it)" if source == "model: forward" else ""
+        raise ConfigError(f"{source} returned {_kind(loss if isinstance(loss, Tensor) else output)}; legal: {legal}{hint}")
+    if not loss.is_floating_point():
+        raise ConfigError(f"{source} returned a loss of {loss.dtype}; legal: a loss of a floating-point dtype")
+    return loss.reshape(())
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for people: a size that capture keeps open is the number of rows."""
+    if isinstance(value, Tensor):
+        sizes = ", ".join(str(s) if isinstance(s, int) else "rows" for s in value.shape)
+        return f"a tensor of shape ({sizes})"
+    if isinstance(value, int | float | torch.SymInt | torch.SymFloat):
+        return "a number that is no tensor: nothing can be differentiated"
+    return "None" if value is None else f"an object of type {type(value).__name__}"
+
+
+def _accepted(module: nn.Module, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(fields)
+    names = {p.name for p in parameters}
+    return {k: v for k, v in fields.items() if k in names}
+
+
+def capture(
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss: LossFunction | None = None,
+    precision: str = "fp32",
+    training: bool = True,
+    ones: tuple[str, ...] = (),
+    rows: int | None = None,
+) -> Captured:
+    """Capture ``module`` with its loss on rows like those of ``batch`` (a dict of tensors with a common first dim).
+
+    ``rows`` asks for a static graph of just so many rows; without it the batch dim is symbolic where the model allows
+    and otherwise static, as large as ``batch``.  Raises :class:`Uncapturable` with the reason where export stops.
+    """
+    wrapped = set_mode(WithLoss(shadow(module, precision), loss, ones, precision), training)
+    if rows is None:
+        try:
+            return _export(wrapped, batch, None)
+        except ConfigError:
+            raise
+        except Exception as error:  # export raises many kinds; the static capture decides
+            reason = str(error)
+        rows = next(iter(batch.values())).shape[0]
+        try:
+            captured = _export(wrapped, batch, rows)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise Uncapturable(_first_line(error)) from error
+        captured.notes.append(
+            f"captured for {rows} rows at a time, and again for every other number that comes: {_guard(reason)}"
+        )
+        return captured
+    try:
+        return _export(wrapped, batch, rows)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise Uncapturable(_first_line(error)) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def _guard(reason: str) -> str:
+    """Why export could not leave the number of rows open, in a line."""
+    lines = [line.strip(" -\n") for line in reason.splitlines() if line.strip(" -\n")]
+    told = [line for line in lines if "guard" in line or "specialized" in line or "inferred" in line]
+    return (told or lines or [""])[0][:200]
+
+
+def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
+    """Put a module into evaluation mode, or into training mode: then what is in evaluation mode inside of a module that trains stays
+    so (a frozen BatchNorm), but a module that is so as a whole, as ``from_pretrained`` gives it, trains."""
+    if training and wrapped.module.training:
+        return wrapped
+    return wrapped.train(training)
+
+
+def shadow(module: nn.Module, precision: str) -> nn.Module:
+    """A copy of ``module`` whose parameters are tensors of the compute dtype that take no memory, as nobody touches them; buffers are copies, cast as the precision asks, and other attributes are shared."""
+    memo: dict[int, Any] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) not in memo:
+            dtype = shadow_dtype(module, name, parameter, precision)
+            memo[id(parameter)] = nn.Parameter(mapped(parameter.shape, dtype), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = cast_buffer(buffer.detach().to("cpu", copy=True), precision)
+    return copy.deepcopy(module, memo)
+
+
+def example_rows(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
+    """``rows`` rows made by repeating those of ``batch``; distinct tensors, since export merges equal ones."""
+    out = {}
+    for name, value in batch.items():
+        index = torch.arange(rows) % max(value.shape[0], 1)
+        out[name] = value.detach().cpu()[index].clone()
+    return out
+
+
+def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) -> Captured:
+    hint = rows or HINT_ROWS
+    example = {k: cast_field(v, wrapped.precision) for k, v in example_rows(batch, hint).items()}
+    shapes = None
+    if rows is None:
+        dim = torch.export.Dim("rows", min=1, max=1 << 30)
+        shapes = ({name: {0: dim} for name in example},)
+    with warnings.catch_warnings(), _quiet():
+        warnings.simplefilter("ignore")
+        import_export()
+        program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
+    if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
+        raise Uncapturable("it computes with a tensor without memory, which its constructor made and no attribute holds")
+    signature = program.graph_signature
+    canonical = _canonical(wrapped)
+    order = list(example)
+    return Captured(
+        graph=program.graph_module.graph,
+        owner=program.graph_module,
+        parameters={k: canonical[v] for k, v in signature.inputs_to_parameters.items()},
+        buffers={k: canonical[v] for k, v in signature.inputs_to_buffers.items()},
+        constants={k: program.constants[v] for k, v in signature.inputs_to_lifted_tensor_constants.items()},
+        fields=dict(zip(signature.user_inputs, order, strict=True)),
+        rows=rows,
+        hint=hint,
+        precision=wrapped.precision,
+        trainable={canonical[k]: p.requires_grad for k, p in wrapped.named_parameters(remove_duplicate=False)},
+        values={
+            k: program.state_dict[v] if v in program.state_dict else program.constants[v]
+            for k, v in signature.inputs_to_buffers.items()
+        },
+        names={k.removeprefix("module."): canonical[k] for k, _ in wrapped.named_parameters(remove_duplicate=False)},
+    )
+
+
+def _canonical(wrapped: WithLoss) -> dict[str, str]:
+    """Names under the wrapper → the first name, in the user's module, of the same tensor."""
+    first: dict[int, str] = {}
+    names = {}
+    for kind in (wrapped.named_parameters, wrapped.named_buffers):
+        for name, value in kind(remove_duplicate=False):
+            names[name] = first.setdefault(id(value), name.removeprefix("module."))
+    return names
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Export logs every guard of a failed symbolic capture as an error; the reason is kept in the exception."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # it also prints the graph that it had so far
+            yield
+    finally:
+        logging.disable(before)
+
+
+__all__ = ["COMPUTE_DTYPE", "Captured", "Uncapturable", "WithLoss", "capture", "loss_of", "shadow"]

@@ -1,0 +1,164 @@
+"""Which dtype computes what under each precision.
+
+``fp32`` changes nothing of a model in fp32.  ``fp64`` turns every cast to a narrower float into one to double.  ``bf16`` and
+``fp16`` cast parameters (not buffers, not BatchNorm's parameters), let matmul-like functions cast their operands, and compute
+losses in fp32; the fused norm and softmax kernels keep their statistics in fp32 by themselves.  ``fp16`` also computes in fp32
+what leaves its range easily: powers, exponentials, reciprocals and sums (as torch.autocast does for both).
+
+A model that comes in low precision trains as if it had come in fp32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardwise.capture.intercept import Proceed
+from shardwise.core.plan import LOW_PRECISIONS
+from shardwise.graph.torch_private import BatchNormBase
+from shardwise.kernels.flop_counter import tensors_in
+
+COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+GRADIENT_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
+"""The dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
+_NARROW = (torch.float32, torch.bfloat16, torch.float16)
+
+_MATMULS = frozenset(
+    f
+    for f in (
+        F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.bilinear,
+        torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm,
+        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot, Tensor.inner, Tensor.addmm,
+        Tensor.addmv, Tensor.addbmm, Tensor.baddbmm, torch.einsum, torch.tensordot, torch.linalg.multi_dot, torch.linalg.vecdot,
+        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+        F.scaled_dot_product_attention, F.layer_norm, F.group_norm, F.prelu, torch.prelu,
+    )
+)  # fmt: skip
+_LOSSES = frozenset(
+    (
+        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
+        F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
+    )
+)  # fmt: skip
+_OVERFLOWING = frozenset(
+    getattr(owner, name)
+    for owner in (torch, Tensor, torch.linalg)
+    for name in (
+        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__", "rsqrt",
+        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "vector_norm", "matrix_norm", "logsumexp", "cdist", "dist",
+    )
+    if hasattr(owner, name)
+)  # fmt: skip
+_WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
+    Tensor.float: torch.float64,
+    Tensor.bfloat16: torch.float64,
+    Tensor.half: torch.float64,
+}
+
+_FLOAT_FACTORIES = frozenset(
+    (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace)
+)
+_FACTORIES = frozenset((torch.tensor, torch.full, torch.arange, torch.scalar_tensor))  # their dtype follows from their values
+
+
+def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str) -> torch.dtype:
+    """The dtype in which a parameter takes part in computing."""
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if precision in LOW_PRECISIONS and _owner_is_batch_norm(module, name):
+        return torch.float32
+    return COMPUTE_DTYPE[precision]
+
+
+def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
+    owner = module.get_submodule(name.rpartition(".")[0])
+    return isinstance(owner, BatchNormBase)
+
+
+def cast_field(value: Tensor, precision: str) -> Tensor:
+    """A batch field as the graph takes it: floats as doubles under ``fp64``, of at least fp32 under ``fp32``, otherwise unchanged."""
+    return value if precision in LOW_PRECISIONS else cast_buffer(value, precision)
+
+
+def cast_buffer(value: Tensor, precision: str) -> Tensor:
+    """A buffer as the graph takes it: floats as doubles under ``fp64``, otherwise of at least fp32."""
+    if not value.is_floating_point():
+        return value
+    return value.double() if precision == "fp64" else value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+KERNEL_ADVICE = 'precision = "bf16" or "fp32", or a GPU'
+
+
+def lacks_kernel(error: Exception) -> bool:
+    """Whether torch refuses the dtype fp16, and not what was computed in it."""
+    return isinstance(error, NotImplementedError) or re.search(r"\bHalf\b|dtype", str(error)) is not None
+
+
+class Promote:
+    """Casts and factories of narrower floats give doubles, whatever torch's default dtype (which belongs to the whole process)."""
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func in _WIDE_CASTS:
+            return args[0].double()
+        if any(a in _NARROW for a in args if isinstance(a, torch.dtype)):
+            args = tuple(torch.float64 if isinstance(a, torch.dtype) and a in _NARROW else a for a in args)
+        if kwargs.get("dtype") in _NARROW or (func in _FLOAT_FACTORIES and "dtype" not in kwargs):
+            kwargs["dtype"] = torch.float64
+        result = proceed(func, args, kwargs)
+        if not isinstance(result, Tensor) or result.dtype not in _NARROW or "dtype" in kwargs:
+            return result
+        if func in _FACTORIES:
+            return proceed(func, args, {**kwargs, "dtype": torch.float64})
+        operands = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if not operands or any(a.is_floating_point() or a.is_complex() for a in operands):
+            return result
+        return proceed(func, [_double(a, i) if func is not torch.where or i else a for i, a in enumerate(args)], kwargs)
+
+
+def _double(value: Any, position: int) -> Any:
+    """An integer tensor, or the number of a ``where``, as a double: what it meets would make it torch's default dtype."""
+    if isinstance(value, Tensor):
+        return value.double()
+    return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and position else value
+
+
+class CastOperands:
+    """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of fp16, take
+    at least fp32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.wide = _LOSSES | _OVERFLOWING if dtype is torch.float16 else _LOSSES
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func in _MATMULS:
+            operands = [a for a in tensors_in((args, kwargs)) if a.is_floating_point()]
+            if len({a.dtype for a in operands}) > 1:
+                args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)
+        elif func in self.wide:
+            args, kwargs = self._cast(args, kwargs, torch.float32, (torch.bfloat16, torch.float16))
+        return proceed(func, args, kwargs)
+
+    @staticmethod
+    def _cast(
+        args: Sequence[Any], kwargs: dict[str, Any], to: torch.dtype, these: Sequence[torch.dtype]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        def cast(a: Any) -> Any:
+            if isinstance(a, list | tuple) and any(isinstance(b, Tensor) for b in a):
+                return [cast(b) for b in a]
+            return a.to(to) if isinstance(a, Tensor) and a.dtype in these else a
+
+        return [cast(a) for a in args], {k: cast(v) for k, v in kwargs.items()}
+
+
+def precision_layers(precision: str) -> list[Any]:
+    """The layers of an :class:`Intercept` under which a forward pass computes in ``precision``."""
+    if precision in LOW_PRECISIONS:
+        return [CastOperands(COMPUTE_DTYPE[precision])]
+    return [Promote()] if precision == "fp64" else []

@@ -1,0 +1,265 @@
+"""Random functions of a forward pass replaced by keyed ones, without a captured graph: seen as the model calls them.
+
+The *ordinal* of a draw counts, from 0 and in order of execution, the random calls of one forward pass of
+one microbatch.  Counted are: every dropout of any kind that runs with training on, p = 0 included;
+attention with a dropout probability above 0; every other random function.  Dropout outside training is not
+counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.capture.intercept import Proceed
+from shardwise.core.errors import ShardwiseError
+from shardwise.graph.torch_private import TorchDispatchMode, schema
+from shardwise.ops import keyed_random as keyed
+
+_ALPHA = 1.7580993408473766  # the negative of SELU's limit at minus infinity: what alpha dropout sets elements to
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One random call: the function's name and the shape of what it draws."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple[str, keyed.Batch | None]]:
+    """Where the batch dim is in every draw, by its shapes with ``rows`` rows and with one more: the dim that grew.
+
+    Raises ShardwiseError where the number of draws, or more than one dim, depends on the batch.
+    """
+    if [d.name for d in few] != [d.name for d in more]:
+        raise ShardwiseError("the random calls of this model's forward depend on the size of the batch")
+    found: list[tuple[str, keyed.Batch | None]] = []
+    for ordinal, (a, b) in enumerate(zip(few, more, strict=True)):
+        grown = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=True)) if m != n]
+        if not grown:
+            found.append((a.name, None))
+            continue
+        minor = b.shape[grown[0]] - a.shape[grown[0]]
+        if len(grown) > 1 or a.shape[grown[0]] != rows * minor:
+            raise ShardwiseError(
+                f"random call {ordinal}, {a.name}, draws {a.shape} for {rows} rows and {b.shape} for "
+                f"{rows + 1}: it has no one batch dim"
+            )
+        found.append((a.name, (grown[0], minor)))
+    return found
+
+
+class KeyedRandom:
+    """A layer that answers random functions; ``batches`` is :func:`batch_of`'s list, or None to only record ``draws``."""
+
+    def __init__(self, seed: int, batches: Sequence[tuple[str, keyed.Batch | None]] | None = None) -> None:
+        self.seed = seed
+        self.batches = batches
+        self.draws: list[Draw] = []
+        self.step = 0
+        self.row_start = 0
+        self._answers: dict[Any, Callable[..., Any]] = {
+            **dict.fromkeys((torch.dropout, torch.dropout_), self._dropout),
+            **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), self._feature_dropout),
+            **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), self._alpha_dropout),
+            **dict.fromkeys((torch.feature_alpha_dropout, torch.feature_alpha_dropout_), self._feature_alpha_dropout),
+            torch.native_dropout: self._native_dropout,
+            F.scaled_dot_product_attention: self._attention,
+            **dict.fromkeys((torch.bernoulli, Tensor.bernoulli), self._bernoulli),
+            Tensor.bernoulli_: self._bernoulli_,
+            Tensor.uniform_: self._uniform_,
+            Tensor.normal_: self._normal_,
+            torch.rand: self._rand,
+            torch.randn: self._randn,
+            torch.randint: self._randint,
+            torch.rand_like: self._rand_like,
+            torch.randn_like: self._randn_like,
+            torch.randint_like: self._randint_like,
+            torch.normal: self._normal,
+        }
+
+    def begin(self, step: int, row_start: int) -> None:
+        """Start the forward pass of the microbatch whose first row is the global row ``row_start``."""
+        self.step, self.row_start = step, row_start
+        self.draws = []
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        answer = self._answers.get(func)
+        if answer is None:
+            return proceed(func, args, kwargs)
+        kwargs.pop("generator", None)
+        result = answer(func.__name__, *args, **kwargs)
+        return proceed(func, args, kwargs) if result is NotImplemented else result
+
+    def _key(self, name: str, shape: Sequence[int]) -> tuple[int, int, int, keyed.Batch | None, int]:
+        """Count a draw; (seed, step, ordinal, batch, row_start)."""
+        ordinal = len(self.draws)
+        self.draws.append(Draw(name, tuple(shape)))
+        batch = None
+        if self.batches is not None:
+            expected, batch = self.batches[ordinal] if ordinal < len(self.batches) else ("none", None)
+            if name != expected:
+                raise ShardwiseError(f"random call {ordinal} of this forward is {name}; in the trial run it was {expected}")
+        return self.seed, self.step, ordinal, batch, self.row_start
+
+    # ---- dropout ---------------------------------------------------------------------------------
+
+    def _keep(self, name: str, p: float, shape: Sequence[int], device: torch.device) -> Tensor:
+        seed, step, ordinal, batch, start = self._key(name, shape)
+        return keyed.keyed_mask(p, seed, step, ordinal, shape, batch, start, device)
+
+    def _drop(self, name: str, x: Tensor, p: float, train: bool, shape: Sequence[int]) -> Any:
+        if not train:
+            return NotImplemented
+        keep = self._keep(name, p, shape, x.device)
+        noise = keep.to(x.dtype) / (1 - p) if p < 1 else torch.zeros_like(keep, dtype=x.dtype)
+        return x.mul_(noise) if name.endswith("_") else x * noise
+
+    def _drop_alpha(self, name: str, x: Tensor, p: float, train: bool, shape: Sequence[int]) -> Any:
+        """Dropped elements become -alpha; then an affine map keeps mean and variance (Klambauer et al. 2017)."""
+        if not train or p in (0, 1):
+            return self._drop(name, x, p, train, shape)
+        keep = self._keep(name, p, shape, x.device).to(x.dtype)
+        a = 1 / math.sqrt((_ALPHA * _ALPHA * p + 1) * (1 - p))
+        b = (keep - 1) * (_ALPHA * a) + _ALPHA * a * p
+        return x.mul_(keep * a).add_(b) if name.endswith("_") else x * (keep * a) + b
+
+    def _dropout(self, name: str, input: Tensor, p: float, train: bool) -> Any:
+        return self._drop(name, input, p, train, input.shape)
+
+    def _feature_dropout(self, name: str, input: Tensor, p: float, train: bool) -> Any:
+        return self._drop(name, input, p, train, _feature_shape(input))
+
+    def _alpha_dropout(self, name: str, input: Tensor, p: float, train: bool) -> Any:
+        return self._drop_alpha(name, input, p, train, input.shape)
+
+    def _feature_alpha_dropout(self, name: str, input: Tensor, p: float, train: bool) -> Any:
+        return self._drop_alpha(name, input, p, train, _feature_shape(input))
+
+    def _native_dropout(self, name: str, input: Tensor, p: float, train: bool | None) -> Any:
+        if train is False:
+            return NotImplemented
+        keep = self._keep(name, p, input.shape, input.device)
+        return input * (keep.to(input.dtype) / (1 - p) if p < 1 else 0), keep
+
+    def _attention(
+        self, name: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0, is_causal: bool = False, *, scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Any:  # fmt: skip
+        if not dropout_p:
+            return NotImplemented
+        if enable_gqa:
+            key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+        scores = (query @ key.transpose(-2, -1)) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        chances = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+        return self._drop(name, chances, dropout_p, True, scores.shape) @ value
+
+    # ---- everything else -------------------------------------------------------------------------
+
+    def _bernoulli(self, name: str, input: Tensor, p: float | None = None) -> Tensor:
+        seed, step, ordinal, batch, start = self._key(name, input.shape)
+        return keyed.keyed_bernoulli(input if p is None else torch.full_like(input, p), seed, step, ordinal, batch, start)
+
+    def _bernoulli_(self, name: str, input: Tensor, p: Tensor | float = 0.5) -> Tensor:
+        chance = torch.as_tensor(p, dtype=torch.float64, device=input.device).expand(input.shape)
+        seed, step, ordinal, batch, start = self._key(name, input.shape)
+        return input.copy_(keyed.keyed_bernoulli(chance, seed, step, ordinal, batch, start))
+
+    def _values(self, draw: Callable[..., Tensor], name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        seed, step, ordinal, batch, start = self._key(name, like.shape)
+        values = draw(seed, step, ordinal, like.shape, batch, start, like.device, dtype=dtype or like.dtype)
+        return values.requires_grad_() if like.requires_grad and like.is_leaf else values
+
+    def _uniform_(self, name: str, input: Tensor, *bounds: float, **named: float) -> Tensor:
+        low, high = named.get("from", 0.0), named.get("to", 1.0)
+        low, high = (*bounds, *(low, high)[len(bounds) :])
+        return input.copy_(self._values(keyed.keyed_uniform, name, input.detach()) * (high - low) + low)
+
+    def _normal_(self, name: str, input: Tensor, mean: float = 0.0, std: float = 1.0) -> Tensor:
+        return input.copy_(self._values(keyed.keyed_normal, name, input.detach()) * std + mean)
+
+    def _rand(self, name: str, *size: Any, **options: Any) -> Tensor:
+        return self._values(keyed.keyed_uniform, name, torch.empty(*size, **options), options.get("dtype"))
+
+    def _randn(self, name: str, *size: Any, **options: Any) -> Tensor:
+        return self._values(keyed.keyed_normal, name, torch.empty(*size, **options), options.get("dtype"))
+
+    def _rand_like(self, name: str, input: Tensor, **options: Any) -> Tensor:
+        return self._values(keyed.keyed_uniform, name, torch.empty_like(input.detach(), **options), options.get("dtype"))
+
+    def _randn_like(self, name: str, input: Tensor, **options: Any) -> Tensor:
+        return self._values(keyed.keyed_normal, name, torch.empty_like(input.detach(), **options), options.get("dtype"))
+
+    def _integers(self, low: int, high: int) -> Callable[..., Tensor]:
+        return lambda *key, **options: keyed.keyed_randint(int(low), int(high), *key, **options)
+
+    def _randint(self, name: str, *args: Any, size: Any = None, low: int = 0, high: int | None = None, **options: Any) -> Tensor:
+        numbers = list(args)
+        if size is None:
+            size = numbers.pop()
+        if high is None:
+            high = numbers.pop()
+        low = numbers.pop() if numbers else low
+        like = torch.empty(size, **{"dtype": torch.int64, **options})
+        return self._values(self._integers(low, high), name, like)
+
+    def _randint_like(
+        self, name: str, input: Tensor, *args: Any, low: int = 0, high: int | None = None, **options: Any
+    ) -> Tensor:
+        numbers = list(args)
+        if high is None:
+            high = numbers.pop()
+        low = numbers.pop() if numbers else low
+        return self._values(self._integers(low, high), name, torch.empty_like(input.detach(), **options))
+
+    def _normal(self, name: str, mean: Any, std: Any = 1.0, size: Any = None, **options: Any) -> Tensor:
+        tensors = [t.detach() for t in (mean, std) if isinstance(t, Tensor)]
+        like = torch.empty_like(sum(tensors, 0 * tensors[0])) if tensors else torch.empty(size, **options)
+        values: Tensor = self._values(keyed.keyed_normal, name, like, options.get("dtype")) * std + mean
+        return values
+
+
+def _feature_shape(x: Tensor) -> tuple[int, ...]:
+    return (*x.shape[:2], *(1 for _ in x.shape[2:]))
+
+
+class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses, by name, random ops that reach ATen: those that :class:`KeyedRandom` has no answer for."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+            raise ShardwiseError(
+                f"{func} draws random numbers that cannot be keyed by sample: the model cannot be compared between devices "
+                "(torch.utils.checkpoint draws again in backward: let the plan recompute instead)"
+            )
+        return func(*args, **kwargs)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a random op will draw: attention without dropout, or anything outside training, does not."""
+    given = dict(zip((a.name for a in schema(func).arguments), args, strict=False)) | kwargs
+    for argument in schema(func).arguments:
+        value = given.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout") and not value:
+            return False
+        if argument.name in ("train", "training") and value is False:
+            return False
+    return True

@@ -1,0 +1,76 @@
+"""What captured ops do beside returning values: share memory, write in place, draw random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.graph.schema import given, has_argument, op_name
+from shardwise.graph.torch_private import overload_name, storage_key
+
+aten = torch.ops.aten
+
+_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_NOT_REPLAYED = {"resize_", "set_", "resize_as_", "requires_grad_", "swap_", "as_strided_"}
+_RENAMED: dict[str, Callable[..., Any]] = {
+    "zero_": aten.zeros_like.default,
+    "fill_": aten.full_like.default,
+    "copy_": aten.copy.default,
+    "detach_": aten.detach.default,
+    "normal_": aten.normal_functional.default,
+    "transpose_": aten.transpose.int,
+    "swapaxes_": aten.transpose.int,
+    "swapdims_": aten.transpose.int,
+}
+
+
+def aliased(old: fx.Node) -> fx.Node | None:
+    """The operand whose memory ``old`` shares, if any."""
+    mine = _storages(old.meta.get("val"))
+    return next((i for i in old.all_input_nodes if mine & _storages(i.meta.get("val"))), None)
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, Tensor):
+        return {storage_key(value)}
+    return {s for v in value for s in _storages(v)} if isinstance(value, tuple | list) else set()
+
+
+def looks_alike(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of the same memory are views of the same elements in the same order."""
+    if a.dtype != b.dtype or a.dim() != b.dim():
+        return False
+    places = ([str(s) for s in (*x.shape, *x.stride(), x.storage_offset())] for x in (a, b))
+    return next(places) == next(places)
+
+
+def functional_form(old: fx.Node) -> Any:
+    """The op that gives the new value of what an in-place op writes to."""
+    name, overload = op_name(old), overload_name(old.target)
+    if name in _NOT_REPLAYED or not name.endswith("_"):
+        return None
+    if name == "fill_" and overload == "Tensor":
+        return aten.fill.Tensor
+    if name in _RENAMED:
+        return _RENAMED[name]
+    packet = getattr(aten, f"__{name[3:]}" if name.startswith("__i") else name[:-1], None)  # __ior__ is in-place __or__
+    renamed = {("bernoulli_", "float"): "p"}.get((name, overload), overload)
+    return packet and getattr(packet, renamed, None)
+
+
+def is_idle(node: fx.Node) -> bool:
+    """Whether a node is a dropout that changes nothing: outside training."""
+    return op_name(node).rstrip("_") in _DROPOUTS and not given(node, "train", True)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an op draws random numbers, so called."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    if any(has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")):
+        return False
+    return not (op_name(node) in _RECURRENT and given(node, "num_layers") == 1)  # dropout is between layers

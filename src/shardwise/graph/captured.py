@@ -1,0 +1,40 @@
+"""A model as a flat graph of ATen ops, as data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from shardwise.core.errors import ShardwiseError
+
+
+class Uncapturable(ShardwiseError):
+    """The model cannot be turned into a graph; it still trains, as one unit."""
+
+
+@dataclass
+class Captured:
+    """A flat graph and what its placeholders are.
+
+    Tied parameters and shared buffers appear once, under the first of their names; ``names`` has all names of parameters, each with
+    that first one.  ``rows`` is None if the batch dim is symbolic, else the only number of rows that the graph takes.
+    """
+
+    graph: fx.Graph
+    owner: fx.GraphModule
+    parameters: dict[str, str]  # placeholder name → canonical parameter name
+    buffers: dict[str, str]
+    constants: dict[str, Tensor]
+    fields: dict[str, str]
+    rows: int | None
+    hint: int
+    trainable: dict[str, bool] = field(default_factory=dict)  # by canonical parameter name
+    values: dict[str, Tensor] = field(default_factory=dict)  # of buffers and constants, by placeholder
+    notes: list[str] = field(default_factory=list)
+    precision: str = "fp32"
+    names: dict[str, str] = field(default_factory=dict)
+
+    def value(self, name: str) -> Tensor:
+        """What the placeholder of a buffer or constant held at capture."""
+        return self.constants[name] if name in self.constants else self.values[name]

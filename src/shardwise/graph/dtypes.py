@@ -1,0 +1,79 @@
+"""Dtypes named in the graph, so that it computes the same wherever and under whatever default dtype it runs.
+
+Under ``fp64`` everything is a double: casts to narrower floats, constants, factories, and integers that meet a Python float.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.graph.torch_private import schema
+
+aten = torch.ops.aten
+
+WIDE = {
+    torch.float32: torch.float64, torch.bfloat16: torch.float64, torch.float16: torch.float64,
+    torch.complex64: torch.complex128, torch.complex32: torch.complex128,
+}  # fmt: skip
+
+
+def name_dtypes(graph: fx.Graph, wide: bool) -> None:
+    """Give every op that takes torch's default dtype its own; with ``wide``, replace narrow floats by doubles in the whole graph."""
+    last = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    for node in list(graph.nodes):
+        if wide and node.op == "placeholder" and _narrow(node.meta.get("val")) and node.users:
+            assert last is not None
+            with graph.inserting_before(last):
+                cast = graph.call_function(aten.to.dtype, (node, WIDE[node.meta["val"].dtype]))
+            cast.meta = {**node.meta, "val": node.meta["val"].to(WIDE[node.meta["val"].dtype])}
+            node.replace_all_uses_with(cast, delete_user_cb=lambda user, cast=cast: user is not cast)
+        elif node.op == "call_function":
+            if wide:
+                _widen(node)
+            _pin(graph, node)
+
+
+def _narrow(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in WIDE
+
+
+def _widen(node: fx.Node) -> None:
+    """The dtypes that a node names, and those of its example values, as doubles."""
+    value = node.meta.get("val")
+    if node.target is not aten.view.dtype:
+        node.args = tuple(WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in node.args)
+        node.kwargs = {k: WIDE.get(a, a) if isinstance(a, torch.dtype) else a for k, a in node.kwargs.items()}
+    if _narrow(value):
+        node.meta["val"] = value.to(WIDE[value.dtype])
+    elif isinstance(value, tuple | list):
+        node.meta["val"] = type(value)(v.to(WIDE[v.dtype]) if _narrow(v) else v for v in value)
+
+
+def _pin(graph: fx.Graph, node: fx.Node) -> None:
+    """An op that makes floats of no float: it gets a dtype argument, or its integer operands are cast before."""
+    described, value = schema(node.target), node.meta.get("val")
+    if described is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return
+    operands = [i for i in node.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
+    if any(i.meta["val"].is_floating_point() or i.meta["val"].is_complex() for i in operands):
+        return
+    if any(a.name == "dtype" for a in described.arguments):
+        if not operands and node.kwargs.get("dtype") is None:
+            node.kwargs = {**node.kwargs, "dtype": value.dtype}
+    elif node.target is aten.where.Scalar:
+        with graph.inserting_before(node):
+            options = [graph.call_function(aten.scalar_tensor.default, (a,), {"dtype": value.dtype}) for a in node.args[1:]]
+        for option in options:
+            option.meta = {**node.meta, "val": value.new_empty(())}
+        node.target, node.args = aten.where.self, (node.args[0], *options)
+    elif torch.Tag.pointwise in node.target.tags or described.name in ("aten::where", "aten::true_divide", "aten::divide"):
+        for operand in operands:
+            if described.name == "aten::where" and operand is node.args[0]:
+                continue
+            with graph.inserting_before(node):
+                cast = graph.call_function(aten.to.dtype, (operand, value.dtype))
+            cast.meta = {**operand.meta, "val": operand.meta["val"].to(value.dtype)}
+            node.replace_input_with(operand, cast)

@@ -1,0 +1,404 @@
+"""In-place operations made functional, and torch's wrappers around ops removed: one pass that copies a captured graph.
+
+Every value has a base (itself, or what it is a view of).  Writing to a view scatters the new value into its source, up to
+the base; reading a view after its base was written makes the view again.  An op that changes a tensor's shape in place (``t_``) writes
+no values: the tensor is a view from then on, which is what the graph's later ops read, and earlier views stay what they are.  What a
+buffer holds at the end of the graph is its update.  Random ops get their ordinal here, in the order in which the model draws.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.graph.aliases import aliased, functional_form, is_idle, is_random, looks_alike
+from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.schema import given, op_name
+from shardwise.graph.torch_private import HigherOrderOperator, schema
+from shardwise.ops import norms
+
+aten = torch.ops.aten
+
+_IDENTITIES = {aten.alias.default, aten.lift_fresh.default}
+_DROPPED_PREFIXES = ("aten::_assert", "aten::sym_constrain", "aten::_print")
+
+
+@dataclass
+class Normal:
+    """A functional graph: placeholders as in :class:`Captured`, output ``(loss, *updates)``."""
+
+    graph: fx.Graph
+    captured: Captured
+    updates: list[str] = field(default_factory=list)  # buffers (by name) whose new value is an output, after the loss
+    notes: list[str] = field(default_factory=list)
+
+
+def functionalise(captured: Captured) -> Normal:
+    """Copy ``captured`` without in-place ops, wrappers and asserts; raises :class:`Uncapturable` on what has no functional form."""
+    walker = _Walker(captured)
+    walker.run(captured.graph, captured.owner)
+    return walker.finish()
+
+
+class _Walker:
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.new = fx.Graph()
+        self.value: dict[fx.Node, Any] = {}
+        self.source: dict[fx.Node, fx.Node] = {}  # view → what it was taken from
+        self.writes: dict[fx.Node, int] = {}  # base → number of writes
+        self.seen: dict[fx.Node, int] = {}  # value → writes of its base when it was made
+        self.grad = True  # whether autograd records the ops that are being copied
+        self.unrecorded: set[fx.Node] = set()  # ops copied where it does not
+        self.passed: set[fx.Node] = set()  # outputs of wrapped sub-graphs, each the same as the inner node that is its source
+        self.known: dict[fx.Node, bool] = {}  # of new nodes: whether they have a gradient
+        self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
+        self.ordinal = 0
+        self.loss: fx.Node | None = None
+
+    # ---- reading and writing -------------------------------------------------------------------------------------
+
+    def base(self, old: fx.Node) -> fx.Node:
+        while old in self.source:
+            old = self.source[old]
+        return old
+
+    def read(self, old: fx.Node) -> Any:
+        now = self.writes.get(self.base(old), 0)
+        if self.seen.get(old, 0) != now and old in self.source:
+            if self.same(old):
+                self.value[old] = self.read(self.source[old])
+            else:
+                before, self.grad = self.grad, old not in self.unrecorded
+                self.value[old] = self.emit(old)
+                self.grad = before
+            self.seen[old] = now
+        return self.value[old]
+
+    def same(self, old: fx.Node) -> bool:
+        """Whether a node only passes its source into or out of a wrapped sub-graph."""
+        return old.op == "placeholder" or old in self.passed
+
+    def bind(self, old: fx.Node, new: Any, source: fx.Node | None = None) -> None:
+        self.value[old] = new
+        if source is not None:
+            self.source[old] = source
+        self.seen[old] = self.writes.get(self.base(old), 0)
+
+    def write(self, old: fx.Node, new: fx.Node, hidden: bool = False) -> None:
+        """Let ``old`` and what it is a view of hold ``new``; ``hidden`` says that autograd does not see it."""
+        hidden = hidden or not self.grad
+        parameter = self.captured.parameters.get(self.base(old).name)
+        if parameter:
+            raise Uncapturable(f"forward writes to the parameter {parameter}")
+        if hidden:
+            self.refuse_tracked(old)
+            new = self.detached(new)
+        if old in self.source:
+            source = self.source[old]
+            if old.target is operator.getitem and old not in self.passed:
+                source = self.source[source]
+            self.write(source, self.scatter(old, self.read(source), new), hidden or old.target is aten.detach.default)
+        else:
+            self.writes[old] = self.writes.get(old, 0) + 1
+        self.value[old] = new
+        self.seen[old] = self.writes.get(self.base(old), 0)
+
+    def refuse_tracked(self, old: fx.Node) -> None:
+        if self.tracked(self.read(old)):
+            raise Uncapturable("forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient")
+
+    def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
+        """``base`` with ``new`` where ``view`` looks at it."""
+        target, source = view.target, view.args[0] if view.args else None
+        if self.same(view):
+            return new
+        assert isinstance(source, fx.Node)
+        rest = [self.map(a) for a in view.args[1:]]
+        if target is operator.getitem:
+            return self.scatter_part(source, base, new, view.args[1])
+        scattered = {
+            aten.slice.Tensor: aten.slice_scatter,
+            aten.select.int: aten.select_scatter,
+            aten.diagonal.default: aten.diagonal_scatter,
+        }
+        if target in scattered:
+            return self.call(scattered[target].default, (base, new, *rest), source)
+        if target in (aten.transpose.int, aten.t.default):
+            return self.call(target, (new, *rest), source)
+        if target is aten.permute.default:
+            order = [d % len(view.args[1]) for d in view.args[1]]
+            return self.call(target, (new, [order.index(i) for i in range(len(order))]), source)
+        if target in _SHAPED:
+            return self.call(aten.view_as.default, (new, base), source)
+        if target in _WHOLE or looks_alike(view.meta["val"], source.meta["val"]):
+            return new
+        raise Uncapturable(f"in-place write through {target} has no functional form")
+
+    def scatter_part(self, split: fx.Node, base: fx.Node, new: fx.Node, index: Any) -> fx.Node:
+        """``base`` with ``new`` in place of part ``index`` of a split."""
+        like, dim = split.args[0], given(split, "dim", 0)
+        assert isinstance(like, fx.Node)
+        if split.target is aten.unbind.int:
+            return self.call(aten.select_scatter.default, (base, new, dim, index), like)
+        sizes = [v.shape[dim] for v in split.meta["val"]]
+        if op_name(split) not in _SPLITS or not all(isinstance(s, int) for s in sizes):
+            raise Uncapturable(f"in-place write through {split.target} has no functional form")
+        start = sum(sizes[:index])
+        return self.call(aten.slice_scatter.default, (base, new, dim, start, start + sizes[index]), like)
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def tracked(self, new: Any) -> bool:
+        """Whether a new node has a gradient."""
+        if not isinstance(new, fx.Node):
+            return False
+        if new not in self.known:
+            stack = [new]
+            while stack:  # graphs are deep: no recursion
+                node = stack[-1]
+                missing = [i for i in node.all_input_nodes if i not in self.known]
+                if missing:
+                    stack.extend(missing)
+                else:
+                    self.known[stack.pop()] = self._tracked(node)
+        return self.known[new]
+
+    def _tracked(self, node: fx.Node) -> bool:
+        if node.op == "placeholder":
+            return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
+        value = node.meta.get("val")
+        if node.target is aten.detach.default or (
+            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        ):
+            return False
+        return any(self.known[i] for i in node.all_input_nodes)
+
+    def detached(self, new: Any) -> Any:
+        """A new node without its gradient."""
+        if not self.tracked(new):
+            return new
+        if new not in self.cut:
+            self.cut[new] = self.call(aten.detach.default, (new,), new)
+        return self.cut[new]
+
+    # ---- emitting ------------------------------------------------------------------------------------------------
+
+    def map(self, argument: Any) -> Any:
+        def value(old: fx.Node) -> Any:
+            new = self.read(old)
+            return new if self.grad else self.detached(new)
+
+        return fx.map_arg(argument, value)
+
+    def call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: dict[str, Any] | None = None) -> fx.Node:
+        node = self.new.call_function(target, args, kwargs)
+        node.meta = {k: like.meta[k] for k in ("val", "nn_module_stack") if k in like.meta}
+        return node
+
+    def emit(self, old: fx.Node) -> fx.Node:
+        return self.call(old.target, self.map(old.args), old, self.map(old.kwargs))
+
+    def draw(self, new: fx.Node) -> None:
+        """Give a random op its ordinal."""
+        new.meta["ordinal"], self.ordinal = self.ordinal, self.ordinal + 1
+
+    # ---- the walk ------------------------------------------------------------------------------------------------
+
+    def run(self, graph: fx.Graph, owner: fx.GraphModule, inputs: list[fx.Node] | None = None) -> Any:
+        """Copy ``graph``; of a wrapped sub-graph whose ``inputs`` are given, returns the nodes that it outputs."""
+        pending = list(inputs or [])
+        for old in graph.nodes:
+            if old.op == "placeholder":
+                if inputs is not None:
+                    outer = pending.pop(0)
+                    self.bind(old, self.read(outer), outer)
+                else:
+                    new = self.new.placeholder(old.name)
+                    new.meta = {"val": old.meta.get("val")}
+                    self.bind(old, new)
+            elif old.op == "output":
+                if inputs is not None:
+                    return old.args[0]
+                self.loss = self.read(old.args[0][0])
+            elif old.op == "get_attr":
+                self.value[old] = (getattr(owner, str(old.target)), owner)
+            else:
+                self.step(old)
+        return None
+
+    def step(self, old: fx.Node) -> None:
+        if old.target is aten.narrow.default and all(isinstance(a, int) for a in old.args[2:4]):
+            start, length = old.args[2:4]
+            end = start + length
+            old.target, old.args = aten.slice.Tensor, (*old.args[:2], start, None if start < 0 and end == 0 else end)
+        target = old.target
+        described = schema(target)
+        if not self.grad:
+            self.unrecorded.add(old)
+        if isinstance(target, HigherOrderOperator):
+            self.inline(old)
+        elif target is operator.getitem:
+            self.item(old)
+        elif described is not None and described.name.startswith(_DROPPED_PREFIXES):
+            return
+        elif target is aten.lift_fresh_copy.default:  # nothing writes to constants any more: no copy is needed
+            self.bind(old, self.read(old.args[0]))
+        elif target in _IDENTITIES or is_idle(old):
+            self.bind(old, self.read(old.args[0]), old.args[0])
+        elif target is aten.batch_norm.default and old.args[5]:
+            self.batch_norm(old)
+        elif described is not None and described.is_mutable:
+            if torch.Tag.inplace_view in target.tags and not (target is aten.detach_.default and not self.viewed(old.args[0])):
+                self.change_view(old)
+            else:
+                self.mutate(old)
+        else:
+            if target is aten.instance_norm.default and isinstance(old.args[3], fx.Node):
+                raise Uncapturable("instance_norm with running statistics")
+            node = self.emit(old)
+            if is_random(old):
+                self.draw(node)
+            self.bind(old, node, aliased(old))
+
+    def item(self, old: fx.Node) -> None:
+        tuple_, index = old.args
+        value = self.read(tuple_)
+        if isinstance(value, tuple | list):  # outputs of an inlined sub-graph
+            self.passed.add(old)
+            self.bind(old, self.read(value[index]), value[index])
+        else:
+            self.bind(old, self.emit(old), tuple_ if tuple_ in self.source else None)
+
+    def inline(self, old: fx.Node) -> None:
+        name = old.target.name()
+        enabled = self.grad
+        if name == "wrap_with_set_grad_enabled":
+            enabled, body, *inputs = old.args
+        elif name == "wrap_with_autocast" and old.args[2] is False:
+            body, inputs = old.args[4], list(old.args[5:])
+        else:
+            raise Uncapturable(f"higher-order op {name}")
+        module = self.value[body][0]
+        before, self.grad = self.grad, enabled
+        self.value[old] = list(self.run(module.graph, module, inputs))
+        self.grad = before
+
+    def batch_norm(self, old: fx.Node) -> None:
+        """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running statistics."""
+        x, weight, bias, *running, _, momentum, eps = old.args[:8]
+        written = [r for r in running if isinstance(r, fx.Node)]
+        node = self.call(norms.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
+        node.meta["val"] = tuple(v.meta["val"] for v in (old, *written))
+        y, *new = (self.call(operator.getitem, (node, i), v) for i, v in enumerate((old, *written)))
+        for value in new:
+            self.known[value] = False
+        self.bind(old, y)
+        for goal, value in zip(written, new, strict=True):
+            self.write(goal, value)
+
+    def mutate(self, old: fx.Node) -> None:
+        described, goal = schema(old.target), old.args[0]
+        name = described.name.removeprefix("aten::")
+        written = [i for i, a in enumerate(described.arguments) if a.alias_info and a.alias_info.is_write]
+        target = (
+            functional_form(old) if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::") else None
+        )
+        if target is None:
+            raise Uncapturable(f"in-place op {old.target} has no functional form")
+        if name == "copy_":
+            new = self.copied(old, goal)
+        else:
+            new = self.call(target, self.map(old.args[:1] if name == "zero_" else old.args), old, self.map(old.kwargs))
+        if is_random(old):
+            self.draw(new)
+        new = self.cast_back(new, goal)
+        self.write(goal, new)
+        self.bind(old, self.value[goal], goal)
+        self.passed.add(old)
+
+    def viewed(self, goal: fx.Node) -> bool:
+        """Whether another tensor has been made that shares the memory of ``goal``."""
+        base = self.base(goal)
+        return any(not self.same(view) and self.base(view) is base for view in self.source)
+
+    def change_view(self, old: fx.Node) -> None:
+        """An op that changes how a tensor looks at its memory, and no values: its node, which later ops read, is a view of what there was."""
+        goal, target = old.args[0], functional_form(old)
+        assert isinstance(goal, fx.Node)
+        if target is None:
+            raise Uncapturable(f"in-place op {old.target} has no functional form")
+        if not self.grad:
+            self.refuse_tracked(goal)
+        tensor = goal
+        while self.same(tensor) and tensor in self.source:
+            tensor = self.source[tensor]
+        stays = {**self.captured.parameters, **self.captured.buffers}.get(tensor.name) if tensor.op == "placeholder" else None
+        if stays:
+            raise Uncapturable(f"forward changes the shape of {stays}, which stays from step to step, in place ({old.target})")
+        old.target = target
+        self.bind(old, self.emit(old), goal)
+
+    def copied(self, old: fx.Node, goal: fx.Node) -> fx.Node:
+        """What ``goal.copy_(source)`` leaves in goal: the source in goal's shape and dtype."""
+        source = old.args[1]
+        assert isinstance(source, fx.Node)
+        new: fx.Node = self.map(source)
+        value, like = source.meta["val"], goal.meta["val"]
+        if value.dtype != like.dtype:
+            new = self.call(aten.to.dtype, (new, like.dtype), source)
+            new.meta["val"] = value.to(like.dtype)
+        if value.dim() != like.dim() or any(str(a) != str(b) for a, b in zip(value.shape, like.shape, strict=True)):
+            new = self.call(aten.expand_as.default, (new, self.map(goal)), goal)
+        return new
+
+    def cast_back(self, new: fx.Node, goal: fx.Node) -> fx.Node:
+        """An in-place op keeps its tensor's dtype, where the functional one may promote."""
+        dtype = goal.meta["val"].dtype
+        others = [i.meta["val"].dtype for i in new.all_input_nodes if isinstance(i.meta.get("val"), Tensor)]
+        if new.target is aten.index_put.default or all(o == dtype for o in others):
+            return new
+        example: Tensor = new.target(*_examples(new.args), **_examples(new.kwargs))
+        if example.dtype == dtype:
+            return new
+        new.meta["val"] = example
+        return self.call(aten.to.dtype, (new, dtype), goal)
+
+    def finish(self) -> Normal:
+        assert self.loss is not None
+        names, outputs = [], []
+        for old in self.captured.graph.nodes:
+            if old.op == "placeholder" and old.name in self.captured.buffers and self.writes.get(old):
+                names.append(self.captured.buffers[old.name])
+                value = self.value[old]
+                # Another buffer, a field or a parameter as it is: no unit would compute it.
+                outputs.append(self.call(aten.clone.default, (value,), value) if value.op == "placeholder" else value)
+        output = self.new.output((self.loss, *outputs))
+        output.meta = {}
+        live: set[fx.Node] = set()
+        stack: list[fx.Node] = [output]
+        while stack:
+            node = stack.pop()
+            if node not in live:
+                live.add(node)
+                stack.extend(node.all_input_nodes)
+        for node in reversed(list(self.new.nodes)):
+            if node not in live and node.op != "placeholder":
+                self.new.erase_node(node)
+        return Normal(self.new, self.captured, names)
+
+
+_SHAPED = {
+    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
+    aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default, aten.view_as.default,
+}  # fmt: skip
+_WHOLE = {aten.alias.default, aten.detach.default}
+_SPLITS = {"split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "tensor_split"}
+
+
+def _examples(argument: Any) -> Any:
+    return fx.map_arg(argument, lambda n: n.meta["val"])

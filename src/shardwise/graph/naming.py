@@ -1,0 +1,26 @@
+"""What captured ops are called for people."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from shardwise.core.pins import starred
+from shardwise.graph.torch_private import schema
+
+
+def module_path(node: fx.Node | None) -> str:
+    """The path of the module that a captured op came from, in the user's model."""
+    if node is None:
+        return ""
+    if "path" in node.meta:
+        return str(node.meta["path"])
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return str(path).removeprefix("module").removeprefix(".")
+
+
+def named(node: fx.Node) -> str:
+    """``linear blocks.*.mlp.up``: an op, for those of all blocks."""
+    return (
+        f"{getattr(schema(node.target), 'name', str(node.target)).removeprefix('aten::')} {starred(module_path(node))}".rstrip()
+    )

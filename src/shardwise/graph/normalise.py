@@ -1,0 +1,145 @@
+"""Clean-up of a functional graph: casts that change nothing, kernels that read on the host, and attention masks that say no more than "causal".
+
+transformers passes a full (rows, 1, S, S) mask to every attention, which costs 40–70 % of its speed on CPU and the flash
+kernel on CUDA; a mask that depends on shapes alone is computed here once and, if lower-triangular, replaced by ``is_causal``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.graph.dtypes import name_dtypes
+from shardwise.graph.functional import Normal
+from shardwise.graph.schema import given
+from shardwise.graph.sizes import concrete
+
+aten = torch.ops.aten
+
+CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default}
+_SHAPE_ONLY = {
+    aten.sym_size.int, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default,
+}  # fmt: skip
+
+
+def normalise(normal: Normal) -> None:
+    """Simplify ``normal.graph`` in place; the values that it computes stay the same."""
+    name_dtypes(normal.graph, wide=normal.captured.precision == "fp64")
+    for node in list(normal.graph.nodes):
+        if node.op == "call_function" and node.target in CASTS:
+            _simplify_cast(normal.graph, node)
+        elif node.op == "call_function" and node.target is aten.masked_fill.Tensor:
+            _choose(normal.graph, node)
+    _fold_masks(normal)
+    eliminate_dead(normal.graph)
+
+
+def eliminate_dead(graph: fx.Graph) -> None:
+    """Remove what no output needs; every op of a functional graph is pure, random ones included."""
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)
+
+
+def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
+    source, value = node.args[0], node.meta["val"]
+    if isinstance(source, fx.Node) and source.meta["val"].dtype == value.dtype:
+        if given(node, "memory_format") is None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+    else:
+        with graph.inserting_before(node):
+            cast = graph.call_function(aten.to.dtype, (source, value.dtype))
+        cast.meta = dict(node.meta)
+        node.replace_all_uses_with(cast)
+        graph.erase_node(node)
+
+
+def _choose(graph: fx.Graph, node: fx.Node) -> None:
+    """The kernel that fills with a tensor reads its value on the host, and so waits for a GPU; the one that chooses does not."""
+    x, mask, value = node.args
+    with graph.inserting_before(node):
+        if value.meta["val"].dtype != node.meta["val"].dtype:
+            cast = graph.call_function(aten.to.dtype, (value, node.meta["val"].dtype))
+            cast.meta = {**value.meta, "val": value.meta["val"].to(node.meta["val"].dtype)}
+            value = cast
+        chosen = graph.call_function(aten.where.self, (mask, value, x))
+    chosen.meta = dict(node.meta)
+    node.replace_all_uses_with(chosen)
+    graph.erase_node(node)
+
+
+def _fold_masks(normal: Normal) -> None:
+    static = static_nodes(normal)
+    verdicts: dict[fx.Node, str] = {}
+    for node in normal.graph.nodes:
+        if node.target is not aten.scaled_dot_product_attention.default:
+            continue
+        mask = given(node, "attn_mask")
+        if not isinstance(mask, fx.Node) or mask not in static or given(node, "is_causal", False):
+            continue
+        if mask not in verdicts:
+            verdicts[mask] = _verdict(evaluate(normal, mask), normal)
+        if verdicts[mask] == "keep":
+            continue
+        kwargs = {k: v for k, v in node.kwargs.items() if k not in ("attn_mask", "is_causal", "dropout_p")}
+        dropout = given(node, "dropout_p", 0.0)
+        args = [*node.args[:3], None, dropout, verdicts[mask] == "causal"]
+        node.args, node.kwargs = tuple(args), kwargs
+
+
+def _verdict(mask: Tensor, normal: Normal) -> str:
+    """ "causal" for a lower-triangular mask, "all" for one that masks nothing, else "keep"."""
+    if mask.dtype is torch.bool:
+        allowed, known = mask, True
+    else:
+        allowed = mask == 0
+        lowest = torch.finfo(mask.dtype).min / 2
+        known = bool((allowed | (mask <= lowest)).all())
+    if not known:
+        return "keep"
+    if bool(allowed.all()):
+        return "all"
+    rows, columns = mask.shape[-2:]
+    triangle = torch.ones(rows, columns, dtype=torch.bool).tril()
+    return "causal" if rows == columns and bool((allowed == triangle).all()) else "keep"
+
+
+def static_nodes(normal: Normal) -> set[fx.Node]:
+    """Nodes whose values follow from shapes, constants and buffers that forward does not write."""
+    captured = normal.captured
+    static: set[fx.Node] = set()
+    for node in normal.graph.nodes:
+        if node.op == "placeholder":
+            fixed = node.name in captured.constants or captured.buffers.get(node.name, "") not in normal.updates
+            if fixed and (node.name in captured.constants or node.name in captured.buffers):
+                static.add(node)
+        elif node.op == "call_function" and "ordinal" not in node.meta:
+            known = node.target in _SHAPE_ONLY or all(i in static for i in node.all_input_nodes)
+            static |= {node} if known else set()
+    return static
+
+
+def evaluate(normal: Normal, goal: fx.Node) -> Tensor:
+    """The value of a static node for as many rows as the capture's example had."""
+    values: dict[fx.Node, Any] = {}
+
+    def value(node: fx.Node) -> Any:
+        if node not in values:
+            if node.op == "placeholder":
+                values[node] = normal.captured.value(node.name)
+            elif node.target in _SHAPE_ONLY:  # looks at no value of its argument, which may be an activation
+                like = node.args[0].meta["val"]
+                shape = [concrete(s) for s in like.shape]
+                empty = torch.empty(shape, dtype=like.dtype)
+                values[node] = node.target(empty, *fx.map_arg(node.args[1:], value), **fx.map_arg(node.kwargs, value))
+            else:
+                values[node] = node.target(*fx.map_arg(node.args, value), **fx.map_arg(node.kwargs, value))
+        return values[node]
+
+    with torch.no_grad():
+        result: Tensor = value(goal)
+    return result

@@ -1,0 +1,50 @@
+"""Arguments of ATen calls by their names in the op's schema, wherever an overload has them."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, fx
+
+from shardwise.graph import torch_private
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether a captured node's value is a tensor or holds some."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) or (isinstance(value, tuple | list) and any(isinstance(v, Tensor) for v in value))
+
+
+def picks(node: fx.Node) -> bool:
+    """Whether a node takes one of several results."""
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node)
+
+
+def differentiable(value: Any) -> bool:
+    """Whether a value, or one of several, can have a gradient."""
+    if isinstance(value, tuple | list):
+        return any(differentiable(v) for v in value)
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def op_name(node: fx.Node) -> str:
+    """The name of an ATen op without its overload, or of a function."""
+    schema = torch_private.schema(node.target)
+    return str(schema.name.removeprefix("aten::")) if schema is not None else getattr(node.target, "__name__", "")
+
+
+def has_argument(node: fx.Node, name: str) -> bool:
+    """Whether this overload of an op has an argument called so."""
+    schema = torch_private.schema(node.target)
+    return schema is not None and any(a.name == name for a in schema.arguments)
+
+
+def given(node: fx.Node, name: str, default: Any = None) -> Any:
+    """An argument of an ATen call; ``default`` where the call leaves it out or gives None."""
+    schema = torch_private.schema(node.target)
+    names = [a.name for a in schema.arguments] if schema is not None else []
+    value = node.kwargs.get(name)
+    if name in names and names.index(name) < len(node.args):
+        value = node.args[names.index(name)]
+    return default if value is None else value

@@ -1,0 +1,126 @@
+"""Counting the FLOPs and the memory traffic of every kernel that runs, on tensors of any device, the meta device included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwise.graph.torch_private import TorchDispatchMode, schema
+
+# The documented way to see every operation, though its module's name has an underscore.
+from shardwise.kernels.device_kernels import RESULTS
+
+
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts what kernels do while it is on, and gives their results the form that they have on ``device``."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
+        self.flops = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        name = base_name(func)
+        if name in RESULTS:
+            results = RESULTS[name](self.device, args, results)
+        self.flops += FLOPS[name](args, results) if name in FLOPS else 0
+        self.bytes += _moved(func, name, (args, kwargs), results)
+        return results
+
+
+def base_name(target: Any) -> str:
+    """The name of an op without namespace and overload, or of a function."""
+    described = schema(target)
+    return str(described.name).partition("::")[2] if described is not None else getattr(target, "__name__", "")
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments or results."""
+    found: list[Tensor] = []
+    fx.node.map_aggregate(tree, lambda a: found.append(a) if isinstance(a, Tensor) else None)
+    return found
+
+
+def storage(tensor: Tensor) -> int:
+    """What tells a storage from all others alive: on the meta device there are no addresses."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
+
+
+# ---- memory traffic --------------------------------------------------------------------------------------------------
+
+_LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
+
+
+def _moved(func: Any, name: str, arguments: Any, results: Any) -> int:
+    """Bytes of the operands and results of a kernel; none for views; of a table that is looked up in, what was found."""
+    inputs, outputs = tensors_in(arguments), tensors_in(results)
+    view = not schema(func).is_mutable and {storage(o) for o in outputs} <= {storage(i) for i in inputs}
+    if view or name.startswith(("empty", "new_empty")):
+        return 0
+    written = sum(map(_size, outputs))
+    if name in _LOOKUPS:
+        return written + min(_size(inputs[0]), written) + sum(map(_size, inputs[1:]))
+    return written + sum(map(_size, inputs))
+
+
+def _size(tensor: Tensor) -> int:
+    """Bytes of the distinct elements of a tensor: an expanded dim counts once."""
+    count = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        count *= size if stride or not size else 1
+    return count
+
+
+# ---- FLOPs -----------------------------------------------------------------------------------------------------------
+
+
+def _product(a: Tensor, b: Tensor) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _grouped(args: Sequence[Any], results: Any) -> int:
+    a, b = args[0], args[1]
+    return _product(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
+
+
+def _convolution(x: Tensor, weight: Tensor, result: Tensor, transposed: bool) -> int:
+    """Every element of the result (of the input, if transposed) meets one filter."""
+    return 2 * (x if transposed else result).numel() * weight.shape[1:].numel()
+
+
+def _convolution_backward(args: Sequence[Any], results: Any) -> int:
+    """The gradients of input and weight are as much work as forward, each."""
+    grad, x, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
+    return _convolution(x, weight, grad, transposed) * sum(map(bool, wanted[:2]))
+
+
+def _attention(args: Sequence[Tensor], keys: int, values: int) -> int:
+    """So many products of queries × keys × their size, and of queries × keys × the size of values."""
+    q, k, v = args
+    pairs = q.numel() // q.shape[-1] * k.shape[-2]
+    return 2 * pairs * (keys * q.shape[-1] + values * v.shape[-1])
+
+
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+
+FLOPS: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
+    "mm": lambda args, _: _product(args[0], args[1]),
+    "bmm": lambda args, _: _product(args[0], args[1]),
+    "addmm": lambda args, _: _product(args[1], args[2]),
+    "baddbmm": lambda args, _: _product(args[1], args[2]),
+    "_grouped_mm": _grouped,
+    "grouped_mm_fallback": _grouped,
+    "grouped_mm_fallback_backward": lambda args, _: 2 * _product(args[0], args[1]),
+    "convolution": lambda args, result: _convolution(args[0], args[1], result, args[6]),
+    "convolution_backward": _convolution_backward,
+    **{f"_scaled_dot_product_{n}": lambda args, _: _attention(args[:3], 1, 1) for n in _KERNELS},
+    # the scores once more, then the gradients of queries, keys, values and probabilities
+    **{f"_scaled_dot_product_{n}_backward": lambda args, _: _attention(args[1:4], 3, 2) for n in _KERNELS},
+}
+"""By kernel: (arguments, results) → FLOPs, 2 a multiply-add."""

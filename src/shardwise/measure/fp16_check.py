@@ -1,0 +1,173 @@
+"""Has the CPU a kernel for every op of a model in fp16?  Torch lacks some, and says so only in the middle of a first step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, fx, nn
+
+from shardwise.capture.capture import example_rows
+from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
+from shardwise.core.errors import ConfigError
+from shardwise.core.mesh import Mesh
+from shardwise.ops import collectives, random_ops
+from shardwise.units.opaque import first_loss
+from shardwise.units.trace import Trace, Unit
+
+aten = torch.ops.aten
+ROWS = 2
+PRODUCTS = frozenset(
+    (
+        aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d,
+        aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d, aten.scaled_dot_product_attention, random_ops.attention,
+    )
+)  # fmt: skip
+"""What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32 here."""
+
+
+def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's parameters at a time.
+
+    It is done as by the last rank of each axis of tensor parallelism, which always has a part of what is sharded.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
+    module, what torch says, and what is legal.
+    """
+    (_check_units if trace.opaque is None else _check_opaque)(trace, module, batch)
+
+
+def _check_units(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    rows, mesh = trace.rows or ROWS, Mesh.spanned(trace.tensor)
+    last = mesh.size - 1
+    pieces = {p.name: p.local_shape(mesh, last) for b in trace.buckets for p in b.parameters if p.axes}
+    fields = {k: cast_field(v, trace.precision) for k, v in example_rows(batch, rows).items()}
+    live: dict[str, Tensor] = {}
+    known: dict[Any, tuple[Tensor, ...]] = {}
+    for unit in trace.units:
+        values = [
+            *(_parameter(module, n, trace, pieces.get(n)) for n in unit.parameters),
+            *(cast_buffer(module.get_buffer(n).detach().cpu(), trace.precision) for n in unit.buffers),
+            *unit.constants,
+            *(fields[n] for n in unit.fields),
+            *(live[n].requires_grad_(g) for n, g in zip(unit.inputs, unit.input_grads, strict=True)),
+        ]
+        key = unit.code, unit.output_grads, tuple((v.shape, v.dtype, v.requires_grad) for v in values)
+        if key not in known:
+            targets = torch.tensor(rows) if trace.targets is not None else None
+            env = collectives.Env(_Alike(), rows=rows, targets=targets, tensor=mesh.places(last, tuple(trace.tensor)))
+            known[key] = _Nodes(unit, trace.precision).run(env, *values)
+        live |= {n: v.detach() for n, v in zip(unit.outputs, known[key], strict=False)}
+        del values  # before the next unit's
+
+
+def _parameter(module: nn.Module, name: str, trace: Trace, piece: tuple[int, ...] | None) -> Tensor:
+    """A parameter, or where a rank has a piece of it one of that shape."""
+    own = module.get_parameter(name)
+    dtype, some = shadow_dtype(module, name, own, trace.precision), own.is_meta or piece is not None
+    value = torch.full(piece or own.shape, 0.01, dtype=dtype) if some else own.detach().to("cpu", dtype, copy=True)
+    return value.requires_grad_(own.requires_grad)
+
+
+class _Alike:
+    """A communicator, and the handle of its operations, among ranks that all have what this one has; sums are one rank's."""
+
+    def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **options: Any) -> _Alike:
+        out.copy_(x)
+        return self
+
+    def all_gather(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:
+        out.view(out.numel() // max(x.numel(), 1), x.numel()).copy_(x.view(-1))
+        return self
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, *args: Any, **options: Any) -> _Alike:
+        out.copy_(x.view(-1)[: out.numel()])
+        return self
+
+    def wait(self) -> None:
+        """At once."""
+
+
+class _Nodes(fx.Interpreter):
+    """Runs the graph of a unit op by op, and each op's backward by itself, so that one that fails can be named."""
+
+    def __init__(self, unit: Unit, precision: str) -> None:
+        assert unit.graph is not None
+        super().__init__(nn.Module(), graph=unit.graph)
+        self.unit, self.precision = unit, precision
+        self.learning = _with_backward(unit)
+
+    def run_node(self, n: fx.Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        if getattr(n.target, "overloadpacket", n.target) in PRODUCTS:
+            return self._product(n, args, kwargs)
+        try:
+            with torch.enable_grad():
+                result = n.target(*args, **kwargs)
+            if n in self.learning:
+                self._backward(n, result)
+        except Exception as error:
+            if not lacks_kernel(error):
+                raise
+            _refuse(str(n.target).removeprefix("aten."), n.meta.get("path") or self.unit.name, self.precision, str(error))
+        return _apart(result)
+
+    @torch.no_grad()
+    def _product(self, n: fx.Node, args: Any, kwargs: Any) -> Tensor:
+        given = [v for i in n.all_input_nodes if isinstance(v := self.env[i], Tensor)]
+        args, kwargs = fx.node.map_aggregate((args, kwargs), _wide)
+        result: Tensor = n.target(*args, **kwargs)
+        return result.to(n.meta["val"].dtype).requires_grad_(any(v.requires_grad for v in given))
+
+    def _backward(self, n: fx.Node, result: Any) -> None:
+        given = [v for i in n.all_input_nodes if isinstance(v := self.env[i], Tensor) and v.requires_grad]
+        made = [
+            v for v in (result if isinstance(result, tuple | list) else [result]) if isinstance(v, Tensor) and v.requires_grad
+        ]
+        if given and made:
+            torch.autograd.grad(made, given, [torch.ones_like(v) for v in made], allow_unused=True)
+
+
+def _with_backward(unit: Unit) -> set[fx.Node]:
+    """The nodes that a gradient passes on its way from the unit's outputs."""
+    assert unit.graph is not None
+    output = next(n for n in unit.graph.nodes if n.op == "output")
+    stack = [n for n, good in zip(output.args[0], unit.output_grads, strict=False) if good]
+    found: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(i for i in node.all_input_nodes if i.meta.get("grad"))
+    return found
+
+
+def _wide(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype is torch.float16 else value
+
+
+def _apart(result: Any) -> Any:
+    """An op's result, cut off from its graph."""
+    if isinstance(result, tuple | list):
+        return type(result)(_apart(v) for v in result)
+    return result.detach().requires_grad_(result.requires_grad) if isinstance(result, Tensor) else result
+
+
+def _check_opaque(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
+    """Backward of the whole model; its forward has run for the trace."""
+    if any(p.is_meta for p in module.parameters()):
+        return
+    loss = first_loss(trace.units[0], module, batch, trace.precision, torch.device("cpu"))
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    except Exception as error:
+        if not lacks_kernel(error):
+            raise
+        _refuse("backward", "the model", trace.precision, str(error))
+
+
+def _refuse(op: str, path: str, precision: str, error: str) -> NoReturn:
+    raise ConfigError(
+        f'precision = "{precision}": a CPU cannot compute {op} in {path}: {error.splitlines()[0]}; legal: {KERNEL_ADVICE}'
+    )

@@ -1,0 +1,274 @@
+"""Running units on the meta device, as one rank would run them on its own device.
+
+Nothing is allocated; strides, views and shards are those of the real run.  What depends on the device is the table in
+``saved.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental import _config as fx_config
+
+from shardwise.core.errors import ConfigError
+from shardwise.graph.sizes import known, of_data
+from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
+from shardwise.kernels.flop_counter import Meter, storage, tensors_in
+from shardwise.ops.collectives import Env
+from shardwise.shard.sizes import local_shape
+from shardwise.units.selective_recompute import recalled
+from shardwise.units.trace import Trace, Unit
+from shardwise.units.weight_products import Product
+
+META = torch.device("meta")
+
+
+Places = Mapping[str, tuple[int, int]]
+"""For each axis of tensor parallelism the number of ranks along it, and which of them is meant."""
+
+
+def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tensor: Places | None) -> Places:
+    """Raise ConfigError, under the name ``what``, on numbers that the trace cannot take.
+
+    Gives ``tensor`` back; None is the last rank along each axis, which has the most.
+    """
+    if device not in DEVICES:
+        raise ConfigError(f"{what}: device {device!r} is not known; legal: {', '.join(DEVICES)}")
+    if rows < 1 or parts < 1:
+        raise ConfigError(f"{what}: rows {rows} over parts {parts} is not legal; legal: 1 or more of each")
+    if trace.rows not in (None, rows):
+        raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
+    places = {axis: (parts, parts - 1) for axis, parts in trace.tensor.items()} if tensor is None else dict(tensor)
+    if {axis: ranks for axis, (ranks, _) in places.items()} != trace.tensor or not all(0 <= i < n for n, i in places.values()):
+        legal = ", ".join(f"0 to {n - 1} of {n} along {axis}" for axis, n in trace.tensor.items()) or "none"
+        raise ConfigError(f"{what}: places {places} on axes of tensor parallelism are not the model's; legal: {legal}")
+    return places
+
+
+def largest_sizes() -> Any:
+    """A context in which a size that depends on data is the largest that it can be."""
+    return cast(Any, fx_config).patch(meta_nonzero_assume_all_nonzero=True)
+
+
+class Walk:
+    """The arguments of units on one rank for one microbatch; values keep their identity from unit to unit."""
+
+    def __init__(self, trace: Trace, env: Env, device: str) -> None:
+        self.env, self.device, self.frozen = env, device, set(trace.frozen)
+        self.captured = _captured(trace)
+        self.leaves: dict[tuple[str, str], Tensor] = {}
+        self.live: dict[str, Tensor] = {}
+
+    @staticmethod
+    def of(
+        trace: Trace, rows: int, parts: int, device: str, index: int | None = None, tensor: Places = MappingProxyType({}), **env: Any
+    ) -> Walk:  # fmt: skip
+        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows, at ``tensor`` on the other axes."""
+        counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
+        return Walk(
+            trace,
+            Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, tensor=tensor, **env),
+            device,
+        )
+
+    def publish(self, unit: Unit, results: Sequence[Tensor]) -> list[Tensor]:
+        """Make a unit's outputs live; returns those through which gradients come back."""
+        outputs = results[: len(unit.outputs)]
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=True):
+            self.live[name] = value.detach().requires_grad_(grad)
+        return [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
+
+    def arguments(self, unit: Unit) -> tuple[list[Tensor], ...]:
+        """Parameters, buffers, constants, batch fields and live inputs."""
+        parameters, buffers, batch = (
+            [self.leaf(kind, name) for name in names]
+            for kind, names in (("p", unit.parameters), ("b", unit.buffers), ("f", unit.fields))
+        )
+        constants = [torch.empty_like(c, device=META) for c in unit.constants]
+        return parameters, buffers, constants, batch, [self.live[n] for n in unit.inputs]
+
+    def leaf(self, kind: str, name: str) -> Tensor:
+        """What this rank has of a parameter, a buffer or a batch field."""
+        if (kind, name) not in self.leaves:
+            meta = self.captured[kind, name]
+            shape = local_shape(meta["val"], meta["layout"], self.env)
+            grad = kind == "p" and name not in self.frozen
+            self.leaves[kind, name] = torch.empty(shape, dtype=meta["val"].dtype, device=META, requires_grad=grad)
+        return self.leaves[kind, name]
+
+
+class Run:
+    """Runs graphs op by op, dropping each value after its last use as the graph's own code does.
+
+    ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.
+    ``weight_flops`` are those of ``products``, by the storage of the weight.
+    """
+
+    def __init__(self, walk: Walk, products: Mapping[fx.Node, Product]) -> None:
+        self.walk, self.products = walk, products
+        self.meter = Meter(walk.device)
+        self.unknown: set[str] = set()
+        self.weight_flops: dict[int, int] = {}
+
+    def forward(self, graph: fx.Graph, arguments: Sequence[Tensor]) -> Any:
+        values: dict[fx.Node, Any] = {}
+        feed = iter([self.walk.env, *arguments])
+        last = _last_uses(graph)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(feed)
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            else:
+                values[node] = self.call(node, _filled(node.args, values), _filled(node.kwargs, values))
+                for done in last[node]:
+                    del values[done]
+        raise AssertionError("a graph without output")
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
+        before = self.meter.flops
+        try:
+            if target is recalled:
+                env, number, read, target, *args = args
+                result = recalled(env, number, read, self.placed(target), *args, **kwargs)
+            else:
+                result = self.placed(target)(*args, **kwargs)
+        except (NotImplementedError, RuntimeError):  # no kernel for meta tensors, or one that needs to see values
+            self.unknown.add(str(target))
+            if node.target is recalled and self.walk.env.tape is not None:
+                self.walk.env.tape.kept[number] = None
+            return self.stand_in(node, args)
+        kept = not is_known(target) and any(r.requires_grad for r in tensors_in(result))
+        if kept or _depends_on_data(node):
+            self.unknown.add(str(target))
+        if node in self.products:
+            key = storage(args[self.products[node].at])
+            self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
+        return result
+
+    def placed(self, target: Any) -> Any:
+        """``target`` as the device composes it."""
+        return partial(COMPOSED[target], self.walk.device) if target in COMPOSED else target
+
+    def stand_in(self, node: fx.Node, args: Any) -> Any:
+        """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the largest."""
+        several = isinstance(node.meta["val"], tuple | list)
+        values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
+        operands = tensors_in(args)
+        most = max((o.numel() for o in operands), default=1)
+        made: list[Any] = []
+        for one, placed in zip(values, layouts, strict=True):
+            if not isinstance(one, Tensor):
+                made.append(known(one, self.walk.env.rows, most))
+                continue
+            shape = local_shape(one, placed, self.walk.env, most)
+            made.append(_StandIn.apply(shape, one.dtype, *operands))  # type: ignore[no-untyped-call]
+        return made if several else made[0]
+
+
+class _StandIn(torch.autograd.Function):
+    """An empty tensor that depends on ``operands`` and keeps nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: Sequence[int], dtype: torch.dtype, *operands: Tensor) -> Tensor:
+        ctx.like = [(o.shape, o.dtype) if o.is_floating_point() else None for o in operands]
+        return torch.empty(tuple(shape), dtype=dtype, device=META)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, None, *(None if o is None else torch.empty(o[0], dtype=o[1], device=META) for o in ctx.like)
+
+
+class _Silent:
+    """A communicator, and the handle of all its operations: what peers would send never matters."""
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> _Silent:
+        return self
+
+    all_gather = reduce_scatter = all_reduce
+
+    def wait(self) -> None:
+        """At once."""
+
+
+# ---- values of the capture -------------------------------------------------------------------------------------------
+
+
+def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """The values and layouts of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name), as capture saw them.
+
+    A buffer of which only updates are read is like its update, and a field that no unit reads is among the placeholders of the whole
+    graph, which end with the fields.
+    """
+    whole = next(node.graph for unit in trace.units for node in unit.values.values())
+    places = [n for n in whole.nodes if n.op == "placeholder"]
+    found = {("f", name): place.meta for name, place in zip(trace.fields, places[-len(trace.fields) :], strict=True)}
+    for unit in trace.units:
+        assert unit.graph is not None
+        mine = _outputs(unit.graph)
+        found.update((("b", n), u.meta) for n, u in zip(unit.updates, mine[len(unit.outputs) :], strict=True))
+        kinds = {"p": unit.parameters, "b": unit.buffers}
+        for place in (n for n in unit.graph.nodes if n.op == "placeholder" and n.name[0] in kinds):
+            kind = place.name[0]
+            found[kind, kinds[kind][int(place.name[1:])]] = place.meta
+    return found
+
+
+def _depends_on_data(node: fx.Node) -> bool:
+    """Whether the result's size does."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return False
+    return any(of_data(s) for v in tensors_in(node.meta["val"]) for s in v.shape)
+
+
+def _outputs(graph: fx.Graph) -> Sequence[fx.Node]:
+    nodes: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    return tuple(nodes)
+
+
+def _filled(arguments: Any, values: Mapping[fx.Node, Any]) -> Any:
+    """Arguments of a node with values in place of nodes, and the meta device in place of any other."""
+
+    def fill(a: Any) -> Any:
+        if isinstance(a, fx.Node):
+            return values[a]
+        return META if isinstance(a, torch.device) else a
+
+    return fx.node.map_aggregate(arguments, fill)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """What is not needed after a node: values of which it is the last user, and itself where it has none."""
+    last: dict[fx.Node, list[fx.Node]] = {n: [] for n in graph.nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if not node.users:
+            last[node].append(node)
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                last[node].append(used)
+    return last
+
+
+def failed_op(error: Exception) -> str:
+    """The op that a failure of autograd names."""
+    found = re.search(r"\w+::\w+", str(error))
+    return found[0] if found else "the unit"
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The bytes of each storage, by identity."""
+    return {storage(t): t.untyped_storage().nbytes() for t in tensors}
+
+
+def without(these: Mapping[int, int], *others: Mapping[int, int]) -> dict[int, int]:
+    """Those that are in none of the others."""
+    return {k: v for k, v in these.items() if not any(k in o for o in others)}

@@ -1,0 +1,413 @@
+"""What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a tracker.
+
+They are done here as ``runtime/computing.py`` does them, with the same objects held for as long, so that peaks are its peaks.
+Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of the others are
+made from what the first one's looked like.  Parameters, buffers, constants and batch fields are given and count nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.backend import Backend
+from shardwise.capture.casts import COMPUTE_DTYPE
+from shardwise.core.errors import ConfigError
+from shardwise.kernels.flop_counter import storage, tensors_in
+from shardwise.measure.meta_run import META, Places, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
+from shardwise.units.selective_recompute import Tape, recallable
+from shardwise.units.trace import Trace, Unit
+from shardwise.units.weight_products import Multiplier, Operand, expose, find, watch
+
+
+@dataclass(frozen=True)
+class Way:
+    """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and ``saved`` what
+    BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks.  Of a backward in two parts,
+    ``inputs`` and ``weights`` are the peaks, and ``putoff`` is what the first leaves for the second."""
+
+    forward: int = 0
+    kept: int = 0
+    recompute: int = 0
+    saved: int = 0
+    backward: int = 0
+    inputs: int = 0
+    putoff: int = 0
+    weights: int = 0
+
+
+@dataclass(frozen=True)
+class UnitMemory:
+    """The bytes of one unit on one rank for one microbatch.
+
+    Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
+    autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or to the weight
+    gradients that do, which come after all of these.  Peaks are the
+    most that an instruction adds to what was alive before it, and include what it leaves.
+    """
+
+    index: int
+    name: str
+    outputs: int = 0  # live outputs that the unit made itself
+    updates: int = 0  # new values of buffers, kept until the step ends
+    gradients: tuple[int, ...] = ()  # that BACKWARD leaves pending, by input of the unit
+    passed: tuple[int, ...] = ()  # that BACKWARD_INPUT does
+    alone: int = 0  # the peak of a FORWARD that keeps nothing for any backward
+    none: Way = Way()  # without RECOMPUTE
+    again: Way = Way()  # with that of the plan's ``recompute``, if it has one
+    unknown: tuple[str, ...] = ()  # ops whose memory is a guess or left out
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Of all units for one microbatch, and the peak of counting its targets (0 where the loss has none)."""
+
+    units: tuple[UnitMemory, ...]
+    count: int = 0
+
+
+def profile(
+    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None, recompute: str = "none",
+) -> Profile:  # fmt: skip
+    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at ``tensor`` on the axes of
+    tensor parallelism.
+
+    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.  ``device`` is "cpu" or "gpu", whichever is present here;
+    ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
+    where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too; ``recompute`` is a plan's.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    """
+    places = check_walk("memory", trace, rows, parts, device, tensor)
+    if index is not None and not 0 <= index < parts:
+        raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
+    if trace.opaque is not None:
+        return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
+    alone = microbatches == 1 and trace.precision != "fp16"
+    walk = Walk.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
+    with largest_sizes():
+        return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split, recompute).run()), _count(trace, walk))
+
+
+def _count(trace: Trace, walk: Walk) -> int:
+    targets = trace.targets
+    if targets is None:
+        return 0
+    kinds = (("p", targets.leaves), ("b", targets.buffers))
+    values = [walk.leaf(kind, name) for kind, names in kinds for name in names]
+    values += [torch.empty_like(c, device=META) for c in targets.constants]
+    values += [walk.leaf("f", name) for name in targets.fields]
+    tracker = StorageTracker(META.type)
+    with tracker, torch.no_grad():
+        Run(walk, {}).forward(targets.graph, values)
+    return tracker.peak
+
+
+# ---- equal units -------------------------------------------------------------------------------------------------------
+
+
+class _Form(NamedTuple):
+    """A tensor as others see it; ``source`` is its storage: of the known tensor of that index, or new ones from -1 downwards."""
+
+    source: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    grad: bool
+
+
+def _forms(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> tuple[_Form, ...]:
+    sources = {storage(t): i for i, t in reversed(list(enumerate(known)))}
+    new = 0
+    found = []
+    for t in tensors:
+        if (key := storage(t)) not in sources:
+            new -= 1
+            sources[key] = new
+        size = t.untyped_storage().nbytes()
+        found.append(_Form(sources[key], size, t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad))
+    return tuple(found)
+
+
+def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
+    """Tensors of these forms, on storages of their own where these are new."""
+    bases = {f.source: torch.empty(f.nbytes, dtype=torch.uint8, device=META) for f in forms if f.source < 0}
+    made = []
+    for f in forms:
+        base = (known[f.source] if f.source >= 0 else bases[f.source]).untyped_storage()
+        tensor = torch.empty(0, dtype=f.dtype, device=META).set_(base, f.offset, f.shape, f.stride)
+        made.append(tensor.requires_grad_(f.grad))
+    return made
+
+
+# ---- the walk ----------------------------------------------------------------------------------------------------------
+
+
+class _Profiler:
+    """All units forward, then all backward with the pending gradients that the later ones left."""
+
+    def __init__(
+        self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype], split: bool, recompute: str
+    ) -> None:
+        self.trace, self.walk, self.microbatches, self.split = trace, walk, microbatches, split
+        self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
+        self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
+        self.kernels = Kernels.of(Backend.of_kind("gpu" if walk.device == "gpu" else "cpu"), COMPUTE_DTYPE.get(trace.precision))
+        self.pending: dict[str, Tensor] = {}
+        self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
+        self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
+        self.producer = {n: u.index for u in trace.units for n in u.outputs}
+
+    def run(self) -> list[UnitMemory]:
+        units = self.trace.units
+        found = [self.forward(u) for u in units]
+        for u in reversed(units):
+            if u.differentiable:
+                found[u.index] = replace(found[u.index], **self.backward(u))
+        return found
+
+    def key(self, unit: Unit, arguments: Sequence[Tensor]) -> Any:
+        products = tuple(n in unit.products and self.goals[n] for n in unit.parameters)
+        return unit.code, products, unit.output_grads, unit.outputs.count("loss"), len(unit.updates), _forms(arguments)
+
+    def arguments(self, unit: Unit) -> list[Tensor]:
+        return [a for kind in self.walk.arguments(unit) for a in kind]
+
+    def forward(self, unit: Unit) -> UnitMemory:
+        arguments = self.arguments(unit)
+        key = self.key(unit, arguments)
+        if key not in self.forwards:
+            work = _Work(self, unit, arguments)
+            peak, _ = work.forward("alone")
+            made, updates = work.made()
+            memory = UnitMemory(unit.index, unit.name, made, updates, alone=peak, unknown=work.names_of_unknown())
+            self.forwards[key] = memory, _forms(work.live, arguments)
+        memory, forms = self.forwards[key]
+        for name, value in zip((n for n in unit.outputs if n != "loss"), _made(forms, arguments), strict=True):
+            self.walk.live[name] = value
+        return replace(memory, index=unit.index, name=unit.name)
+
+    def backward(self, unit: Unit) -> dict[str, Any]:
+        """The fields of a unit's memory that its backward decides; leaves its inputs' gradients pending."""
+        arguments = self.arguments(unit)
+        given = {n: self.pending.pop(n) for n in unit.outputs if n in self.pending}
+        names = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
+        before = [self.pending.get(n) for n in names]
+        producers = [self.producer[n] for n in names]
+        order = sorted(range(len(names)), key=producers.__getitem__)
+        key = (
+            self.key(unit, arguments), tuple(n in given for n in unit.outputs), _forms([*given.values()]),
+            tuple(b is None for b in before), tuple(order),
+        )  # fmt: skip
+        known = [*arguments, *given.values()]
+        if key not in self.backwards:
+            fields, grads = self.walk_backward(unit, arguments, given, before)
+            fields["gradients"] = _owned(unit, grads, order, storages(arguments))
+            if self.split:
+                fields |= self.walk_parts(unit, arguments, given, before, order, fields)
+            reached = tuple(g is not None for g in grads)
+            self.backwards[key] = fields, reached, _forms([g for g in grads if g is not None], known)
+        fields, reached, forms = self.backwards[key]
+        self.pending |= dict(zip(compress(names, reached), _made(forms, known), strict=True))
+        return fields
+
+    def walk_backward(
+        self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None]
+    ) -> tuple[dict[str, Any], list[Tensor | None]]:
+        """The ways of the unit, and the gradients that are pending then."""
+        found: dict[str, Any] = {}
+        unknown: set[str] = set()
+        for name, recompute in self.ways.items():
+            work = _Work(self, unit, arguments)
+            forward, kept, again, more = self.forwards[self.key(unit, arguments)][0].alone, 0, 0, 0
+            if recompute != "full":
+                forward, left = work.forward("save" if recompute == "none" else "record")
+                kept = left - sum(work.made())
+            if recompute != "none":
+                again, more = work.forward("again")
+            backward, grads = work.backward(given, before)
+            found[name] = Way(forward, kept, again, kept + more, backward)
+            unknown |= {*work.names_of_unknown()}
+        return {**found, "unknown": tuple(sorted(unknown))}, grads
+
+    def walk_parts(
+        self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
+        order: Sequence[int], ways: Mapping[str, Any],
+    ) -> dict[str, Any]:  # fmt: skip
+        """The ways completed by what the two parts of a backward need, and the gradients that the first leaves pending."""
+        found: dict[str, Any] = {}
+        for name, recompute in self.ways.items():
+            work, held = _Work(self, unit, arguments), deque[Factors]()
+            if recompute == "selective":
+                work.forward("record")
+            work.forward("save" if recompute == "none" else "again")
+            with work.tracker:  # the second part may end what the first was given
+                own = dict(zip(given, _made(_forms([*given.values()])), strict=True))
+            peak, grads = work.backward(own, before, held)
+            tensors = [t for one in held for t in tensors_in((one.dy, one.x, one.rest))]
+            elsewhere = storages([*arguments, *work.live])
+            putoff = without(storages(tensors), elsewhere)
+            found["passed"] = _owned(unit, grads, order, {**elsewhere, **putoff})
+            del tensors, grads, own
+            found[name] = replace(ways[name], inputs=peak, putoff=sum(putoff.values()), weights=work.backward_weight(held))
+        return found
+
+
+def _owned(
+    unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], elsewhere: Mapping[int, int]
+) -> tuple[int, ...]:  # fmt: skip
+    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last, if not ``elsewhere``."""
+    seen = set(elsewhere)
+    sizes = [0] * len(grads)
+    for i in order:
+        grad = grads[i]
+        if grad is not None and (key := storage(grad)) not in seen:
+            seen.add(key)
+            sizes[i] = grad.untyped_storage().nbytes()
+    left = iter(sizes)
+    return tuple(next(left) if g else 0 for g in unit.input_grads)
+
+
+class _Work(Multiplier):
+    """One unit's instructions on one way, as the interpreter does them."""
+
+    def __init__(self, owner: _Profiler, unit: Unit, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        trace = owner.trace
+        self.unit, self.arguments, self.kernels = unit, arguments, owner.kernels
+        self.run, self.tracker = Run(owner.walk, {}), StorageTracker(META.type)
+        self.live: list[Tensor] = []
+        self.updates: list[Tensor] = []
+        self.saved: tuple[list[Tensor], list[Operand]] | None = None
+        self.tape: Tape | None = None
+        wide = torch.float64 if trace.precision == "fp64" else torch.float32
+        self.loss = torch.empty((), dtype=wide, device=META)
+        self.weights = torch.empty(owner.microbatches, dtype=wide, device=META) if trace.targets is not None else None
+        self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
+        trained = dict(zip(unit.parameters, arguments, strict=False))
+        self.goals = {n: torch.empty(trained[n].shape, dtype=owner.goals[n], device=META) for n in unit.products}
+
+    def weight(self) -> Tensor:
+        """w_m of the interpreter: a new scalar, or one of all microbatches'."""
+        return torch.full((), 1.0, dtype=self.loss.dtype, device=META) if self.weights is None else self.weights[0]
+
+    def seed(self, name: str, value: Tensor, pending: Mapping[str, Tensor]) -> Tensor | None:
+        if name == "loss":
+            weight = self.weight()
+            return (weight if self.scale is None else weight * self.scale).to(value.dtype)
+        return pending.get(name)
+
+    def forward(self, what: Literal["alone", "save", "record", "again"]) -> tuple[int, int]:
+        """FORWARD that keeps nothing, what autograd keeps or what a tape does, or RECOMPUTE, from the tape where there is one.
+
+        Returns the peak, and what is left, both above what was there before.
+        """
+        unit, env = self.unit, self.run.walk.env
+        graph = unit.graph
+        assert graph is not None
+        own = len(unit.outputs) + len(unit.updates)
+        if what != "alone":
+            graph = recallable(expose(graph, find(graph, [n in unit.products for n in unit.parameters])), own)
+        env.tape, self.tape, env.again = self.tape, None, what == "again"
+        if what == "record":
+            env.tape = self.tape = Tape()
+        keep = what in ("save", "again")
+        before = self.tracker.mark()
+        with self.run.meter, self.tracker, self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep):
+            outputs = self.run.forward(graph, self.arguments)
+            outputs, operands = outputs[:own], outputs[own:]
+            if keep:
+                good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
+                self.saved = (good, [*map(Operand._make, operands)])
+                del good
+            if what != "again":
+                self.publish(outputs)
+        del outputs, operands
+        env.tape, env.again = None, False
+        return self.tracker.peak - before, self.tracker.current - before
+
+    def made(self) -> tuple[int, int]:
+        """Bytes of live outputs, and of new values of buffers."""
+        given = storages(self.arguments)
+        made = without(storages(self.live), given)
+        return sum(made.values()), sum(without(storages(self.updates), given, made).values())
+
+    def publish(self, outputs: Sequence[Tensor]) -> None:
+        unit = self.unit
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
+            detached = value.detach()
+            if name == "loss":
+                self.loss += detached.to(self.loss.dtype) * self.weight()
+            else:
+                self.live.append(detached.requires_grad_() if grad else detached)
+        self.updates = [value.detach() for value in outputs[len(unit.outputs) :]]
+
+    def backward(
+        self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[Factors] | None = None
+    ) -> tuple[int, list[Tensor | None]]:
+        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those ``before``.
+
+        With ``held`` it is BACKWARD_INPUT, which leaves products there.
+        """
+        self.run.walk.env.meanwhile = self.flush
+        add, behind = (self.multiply, self.behind) if held is None else (held.append, held.append)
+        unit = self.unit
+        assert self.saved is not None
+        parameters = [p for p in self.arguments[: len(unit.parameters)] if p.requires_grad]
+        inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
+        live = [x for x, g in zip(inputs, unit.input_grads, strict=True) if g]
+        start = self.tracker.mark()
+        with self.run.meter, self.tracker:
+            outputs, operands = self.saved
+            self.saved = None
+            names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
+            seeds = [
+                (value, seed)
+                for name, value in zip(names, outputs, strict=True)
+                if (seed := self.seed(name, value, pending)) is not None
+            ]
+            later = watch(unit.products, operands, add, behind)
+            wanted = [*parameters, *live, *(p.y for _, p in later)]
+            kept, given = zip(*seeds, strict=True)
+            del operands
+            grads = self.gradients(kept, wanted, given)
+            self.flush()
+            del outputs, kept, seeds
+            rest = grads[len(parameters) :]
+            for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
+                if dy is not None and operand.counts:
+                    add(operand.factors(name, dy))
+            both = zip(before, rest[: len(live)], strict=True)
+            found = [old if new is None else new if old is None else old + new for old, new in both]
+        return self.tracker.peak - start, found
+
+    def backward_weight(self, held: deque[Factors]) -> int:
+        """BACKWARD_WEIGHT: the peak."""
+        start = self.tracker.mark()
+        with self.run.meter, self.tracker:
+            while held:
+                self.multiply(held.popleft())
+        return self.tracker.peak - start
+
+    def multiply(self, factors: Factors) -> None:
+        accumulate(self.goals[factors.weight], factors, False, self.kernels)
+
+    def gradients(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
+        try:
+            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        except (NotImplementedError, RuntimeError) as error:
+            self.run.unknown.add(f"backward of {failed_op(error)}")
+            return [torch.empty_like(t) if isinstance(t, Tensor) else None for t in wanted]
+
+    def names_of_unknown(self) -> tuple[str, ...]:
+        return tuple(sorted(self.run.unknown))

@@ -1,0 +1,393 @@
+"""What local graphs call: differentiable collectives, and ops that mix the rows of a batch.
+
+On a group of axes a value is V (sharded), P (partial sum), I (replicated, its gradient too) or, as what an operand is required to be,
+R (replicated, its gradient partial).  The duals are I↔I, V↔V, R↔P, so each function names the move of the value and
+``dual`` says whether a replicated result is I or R.
+Every function takes an :class:`Env` first: the graph is shared by ranks, microbatches and steps, the Env is not.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.core.layout import shard_range
+from shardwise.core.mesh import joined
+
+ROWS = "rows"
+"""Stands in local graphs for the axes of the batch, which differ from plan to plan."""
+
+
+@dataclass
+class Env:
+    """Where and when a unit runs: this rank's place on the batch axes and one microbatch of one step.
+
+    ``tensor`` has, for each axis of tensor parallelism, the number of ranks along it and this one's place among them.
+    """
+
+    comm: Any = None  # a Communicator; None means one rank
+    axes: tuple[str, ...] = ()
+    parts: int = 1  # ranks over `axes`
+    index: int = 0  # this rank among them
+    rows: int = 0  # rows of the microbatch, of all ranks together
+    offset: int = 0  # the microbatch's first row in the batch of the step
+    seed: int = 0
+    step: int = 0
+    ordinal: int = 0  # of the first random op of the unit that runs
+    targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
+    tape: Any = None  # what selective recomputation keeps of the unit that runs: a Tape of `units/selective_recompute.py`
+    kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
+    again: bool = False  # whether the unit runs again, for its backward: what that does not read need not be communicated
+    alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
+    tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    meanwhile: Callable[[], None] | None = None  # work of a backward that nothing waits for
+
+    def wait(self, handle: Any) -> None:
+        """Until a collective is complete; what there is to do meanwhile is done first."""
+        if self.meanwhile is not None:
+            self.meanwhile()
+        handle.wait()
+
+    def range(self, index: int | None = None) -> tuple[int, int]:
+        """(start, stop) in the microbatch of the rows of a rank, by default this one."""
+        return shard_range(self.rows, self.parts, self.index if index is None else index)
+
+    def group(self, axes: Sequence[str]) -> tuple[int, int]:
+        """The number of ranks over ``axes``, of which ``ROWS`` may be one, and this rank's place among them."""
+        parts, index = 1, 0
+        for axis in axes:
+            size, own = (self.parts, self.index) if axis == ROWS else self.tensor.get(axis, (1, 0))
+            parts, index = parts * size, index * size + own
+        return parts, index
+
+    def real(self, axes: Sequence[str]) -> tuple[str, ...]:
+        """The mesh's axes that ``axes`` stand for."""
+        return joined(a for axis in axes for a in (self.axes if axis == ROWS else (axis,)))
+
+
+Groups = Sequence[str]
+"""Axes of tensor parallelism, and ``ROWS``."""
+
+
+class Cut(NamedTuple):
+    """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this rank.
+
+    ``size`` is the whole factor's, and ``parts`` are those of a concatenation; over ``outer`` axes it is sharded all the time, and ``axes``
+    shard each of these pieces.
+    """
+
+    axes: tuple[str, ...]
+    outer: tuple[str, ...]
+    dim: int
+    pre: int
+    size: int
+    post: int
+    parts: tuple[int, ...] = ()
+
+    def _ranges(self, env: Env) -> Iterator[list[tuple[int, int]]]:
+        """Of each rank (start, stop) in each part, counted from where in that the first of them begins."""
+        (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
+        sizes = self.parts or (self.size,)
+        firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]
+        for i in range(at * ranks, (at + 1) * ranks):
+            spans = (shard_range(size, above * ranks, i) for size in sizes)
+            yield [(a - first, b - first) for (a, b), first in zip(spans, firsts, strict=True)]
+
+    def pieces(self, env: Env) -> tuple[list[tuple[int, int]], int]:
+        """(start, stop) of each rank's piece within what they have together, one rank's after the other, and this rank's number."""
+        ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
+        return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
+
+    def order(self, env: Env, device: torch.device) -> Tensor:
+        """Where the elements of the pieces, one rank's after the other, lie within what they have together: part after part."""
+        each = list(self._ranges(env))
+        firsts = [0, *itertools.accumulate(stop for _, stop in each[-1])]
+        spans = [
+            torch.arange(first + a, first + b, device=device) for own in each for first, (a, b) in zip(firsts, own, strict=False)
+        ]
+        return torch.cat(spans)
+
+
+def rows(env: Env) -> int:
+    """Rows of the microbatch over all ranks: the batch dim of the captured graph."""
+    return env.rows
+
+
+def local_rows(env: Env) -> int:
+    """Rows of the microbatch on this rank."""
+    start, stop = env.range()
+    return stop - start
+
+
+def row_start(env: Env, axes: Groups = (ROWS,)) -> int:
+    """The first row of this rank in the microbatch, if ``axes`` shard it."""
+    return shard_range(env.rows, *env.group(axes))[0]
+
+
+def local_size(env: Env, size: int | Sequence[int], axes: Groups) -> int:
+    """This rank's part of ``size`` things, or of several kinds of things, that are sharded over ``axes``."""
+    spans = (shard_range(n, *env.group(axes)) for n in ([size] if isinstance(size, int) else size))
+    return sum(stop - start for start, stop in spans)
+
+
+# ---- collectives ---------------------------------------------------------------------------------------------------
+
+
+def in_memory(x: Tensor) -> Tensor:
+    """Contiguous, and as its memory has it: a conjugate may be a flag that a collective does not see."""
+    return x.resolve_conj().resolve_neg().contiguous()
+
+
+def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
+    """The sum over ranks, as a new tensor; no gradient flows through it."""
+    if env.group(axes)[0] == 1:
+        return x
+    own = in_memory(x)
+    out = own.new_empty(own.shape)
+    env.wait(env.comm.all_reduce(own, env.real(axes), lane="compute", what=what, out=out))
+    return out
+
+
+def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
+    """All ranks' pieces, in order; uneven ones travel padded."""
+    spans, index = cut.pieces(env)
+    if len(spans) == 1:
+        return x
+    sizes = [b - a for a, b in spans]
+    mine, most, whole = sizes[index], max(sizes), spans[-1][1]
+    shape = list(x.shape)
+    outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
+    shape[cut.dim] = cut.pre * whole * cut.post
+    even = min(sizes) == most
+    if even:
+        own = in_memory(x)
+    else:
+        own = x.new_zeros((outer, most, inner))
+        own[:, :mine] = x.reshape(outer, mine, inner)
+    out = x.new_empty((len(spans), outer, most, inner))
+    env.wait(env.comm.all_gather(out.view(-1), own.view(-1), env.real(cut.axes), lane="compute", what="all_gather"))
+    together = out.transpose(0, 1) if even else torch.cat([out[i, :, :n] for i, n in enumerate(sizes)], 1)
+    if cut.parts:
+        together = together.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device).argsort())
+    return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
+
+
+def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
+    """This rank's piece."""
+    spans, index = cut.pieces(env)
+    if len(spans) == 1:
+        return x
+    (start, stop), whole = spans[index], spans[-1][1]
+    if isinstance(cut.pre, int) and cut.pre == 1 and not cut.parts:
+        return x.narrow(cut.dim, start * cut.post, (stop - start) * cut.post)
+    shape = list(x.shape)
+    split = x.reshape(*shape[: cut.dim], cut.pre, whole, cut.post, *shape[cut.dim + 1 :])
+    shape[cut.dim] = cut.pre * (stop - start) * cut.post
+    if cut.parts:
+        return split.index_select(cut.dim + 1, cut.order(env, x.device)[start:stop]).reshape(shape)
+    return split.narrow(cut.dim + 1, start, stop - start).reshape(shape)
+
+
+def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
+    """This rank's piece of the sum over ranks; uneven pieces travel padded."""
+    spans, index = cut.pieces(env)
+    if len(spans) == 1:
+        return x
+    sizes = [b - a for a, b in spans]
+    mine, most, whole = sizes[index], max(sizes), spans[-1][1]
+    shape = list(x.shape)
+    outer, inner = math.prod(shape[: cut.dim]) * cut.pre, math.prod(shape[cut.dim + 1 :]) * cut.post
+    if cut.parts:
+        x = x.reshape(outer, whole, inner).index_select(1, cut.order(env, x.device))
+    if min(sizes) == most:
+        pieces = in_memory(x.reshape(outer, len(spans), most, inner).transpose(0, 1))
+    else:
+        folded = x.reshape(outer, whole, inner)
+        pieces = x.new_zeros((len(spans), outer, most, inner))
+        for i, (start, stop) in enumerate(spans):
+            pieces[i, :, : stop - start] = folded[:, start:stop]
+    out = x.new_empty((outer, most, inner))
+    env.wait(env.comm.reduce_scatter(out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"))
+    shape[cut.dim] = cut.pre * mine * cut.post
+    return out[:, :mine].reshape(shape)
+
+
+class _Move(torch.autograd.Function):
+    """A move of a value and the move of its gradient, each a function of (env, tensor, where)."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
+        ctx.env, ctx.where, ctx.back = env, where, back
+        # No view of x to autograd, be it all of x or a slice: parameters change their memory while a graph holds them.
+        out: Tensor = there(env, x, where).data
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor, None, None, None]:
+        return None, ctx.back(ctx.env, grads[0], ctx.where), None, None, None
+
+
+def _move(env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
+    if env.group(where.axes if isinstance(where, Cut) else where)[0] == 1:
+        return x
+    result: Tensor = _Move.apply(env, x, where, there, back)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _same(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    return x
+
+
+def _first_only(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    return x if env.group(axes)[1] == 0 else torch.zeros_like(x)
+
+
+def _reduce(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    return all_sum(env, x, axes, "all_reduce")
+
+
+def all_reduce(env: Env, x: Tensor, axes: Groups, dual: str = "I") -> Tensor:
+    """P → I or R: the sum over ranks."""
+    return _move(env, x, axes, _reduce, _same if dual == "I" else _reduce)
+
+
+def replicate(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    """I → R: unchanged; its gradient is summed over ranks."""
+    return _move(env, x, axes, _same, _reduce)
+
+
+def own(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    """R → I, for a parameter (whose gradients are summed later) used where all ranks compute the same: one of them contributes."""
+    return _move(env, x, axes, _same, _first_only)
+
+
+def is_first(env: Env, axes: Groups) -> bool:
+    """Whether this rank is the one that contributes where all compute the same."""
+    return env.group(axes)[1] == 0
+
+
+def partial(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    """I → P: kept on the first rank, zero on the others."""
+    return _move(env, x, axes, _first_only, _same)
+
+
+def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
+    """V → I or R: every rank's piece."""
+    return _move(env, x, Cut(*cut), _gather, _own if dual == "I" else _scatter)
+
+
+def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """I → V: this rank's piece."""
+    return _move(env, x, Cut(*cut), _own, _gather)
+
+
+def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """R → V: this rank's piece, zeros elsewhere in the gradient."""
+    return _own(env, x, Cut(*cut))
+
+
+def same(env: Env, x: Tensor, axes: Groups) -> Tensor:
+    """V → V, cut in the same places."""
+    return x
+
+
+def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """P → V: this rank's piece of the sum."""
+    return _move(env, x, Cut(*cut), _scatter, _gather)
+
+
+# ---- rows of a table that is sharded --------------------------------------------------------------------------------------
+
+
+Factors = Sequence[tuple[int, Groups]]
+"""Of a dim, the major one first: the size of each, and the axes that shard it."""
+
+
+def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+    """Where rows lie within this rank's part of a table, and whether they do."""
+    local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    for number, (size, axes) in reversed(list(enumerate(factors))):
+        start, stop = shard_range(size, *env.group(axes))
+        digit = index % size if number else index
+        index = index // size if number else index
+        here &= (digit >= start) & (digit < stop)
+        local, each = local + (digit - start) * each, each * (stop - start)
+    return local, here
+
+
+def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
+    """Indices into this rank's part of the rows; of those of other ranks, its first row.  What is no row of the whole table stays outside
+    of every part: the lookup fails on all ranks as it does on one device."""
+    local, here = _found(env, index, factors)
+    another = (index >= 0) & (index < math.prod(size for size, _ in factors)) & ~here
+    return torch.where(here, local, index).masked_fill(another, 0)
+
+
+def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: int = -1) -> Tensor:
+    """What was looked up, zero where the row is another rank's; where it is row ``padding``, without a gradient."""
+    _, here = _found(env, index, factors)
+    out = found.masked_fill(~here[..., None], 0)
+    return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
+
+
+# ---- heads that groups of queries share -----------------------------------------------------------------------------------
+
+Span = tuple[int, Groups, int]
+"""(size, axes, post): so many pieces of ``post`` heads each, sharded over axes."""
+
+
+def _heads(env: Env, span: Span) -> tuple[int, int]:
+    size, axes, post = span
+    start, stop = shard_range(size, *env.group(axes))
+    return start * post, stop * post
+
+
+def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Span, keys: Span) -> Tensor:
+    """Of keys or values, whose heads ``each`` so many queries share, the head of each of this rank's queries."""
+    first, _ = _heads(env, keys)
+    used = torch.arange(*_heads(env, queries), device=x.device) // each - first
+    return x.index_select(dim, used)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def never_empty(op: Callable[..., Any], dim: int, x: Tensor, *args: Any, **options: Any) -> Any:
+    """``op(x, …)``, whose results keep ``dim``, where the op's kernel wants at least one row in it."""
+    if x.shape[dim]:
+        return op(x, *args, **options)
+    found = op(_one_more(x, dim), *args, **options)
+    return found.narrow(dim, 0, 0) if isinstance(found, Tensor) else tuple(one.narrow(dim, 0, 0) for one in found)
+
+
+def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """The sum of ``op(…)``, a loss of each row: its kernel's own sum is not defined where there are no rows (``multi_margin_loss``)."""
+    return op(*args, **options).sum()
+
+
+def convolution(
+    op: Callable[..., Tensor], rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **options: Any
+) -> Tensor:
+    """``op``, one of torch's convolutions in one group, whose kernels want a channel at both ends: a rank may have none of either; ``rows`` is that
+    dim of the weight which has those that come in."""
+    channels = x.dim() - weight.dim() + 1
+    count = weight.shape[1 - rows]
+    if not weight.shape[rows]:
+        x, weight = _one_more(x, channels), _one_more(weight, rows)
+    if not count:
+        weight = _one_more(weight, 1 - rows)
+        bias = None if bias is None else _one_more(bias, 0)
+    return op(x, weight, bias, *args, **options).narrow(channels, 0, count)
+
+
+def _one_more(x: Tensor, dim: int) -> Tensor:
+    """With one more in ``dim``, of zeros."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    return torch.cat([x, x.new_zeros(shape)], dim)

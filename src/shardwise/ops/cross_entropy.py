@@ -1,0 +1,247 @@
+"""Cross-entropy over the rows of all ranks, in pieces that stay in the cache, of scores whose classes ranks may share out.
+
+A row of scores z has the loss Σ a_c (log Σ exp z - z_c), where a_c is what is wanted of class c: w_c ((1 - s) t_c + s / C), of C classes with weights w, a target
+t, or 1 for the class that it names, and label smoothing s.  Its gradient Σ a · softmax(z) - a needs nothing that forward does not have, so forward makes
+it, with one exponential for each score in all, and keeps it in place of the log-probabilities.  Nothing of the size of the scores is
+held in fp32 where they are in lower precision.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.core.layout import shard_range
+from shardwise.ops import collectives
+from shardwise.ops.collectives import Env, Groups
+from shardwise.ops.softmax import joined, largest
+
+PIECE = {
+    "cpu": 1 << 20,
+    "gpu": 1 << 26,
+}  # scores that are worked on at once: what fits a core's cache; on a GPU, a bound on memory
+REDUCTIONS = ("none", "mean", "sum")  # by torch's number
+NONE, MEAN, SUM = range(3)
+Share = tuple[int, tuple[str, ...]]
+"""(classes, axes): each rank over the axes has some of so many classes."""
+
+
+def numbers(probabilities: bool) -> int:
+    """What ranks that share out the classes exchange of a row: its largest score, the sum of the powers, Σ a z, and of probabilities Σ a too."""
+    return 3 + probabilities
+
+
+def cross_entropy(
+    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, smoothing: float, reduction: int, counted: bool,
+    log_probabilities: bool, summand: bool, share: Share | None, spread: Groups,
+) -> Tensor:  # fmt: skip
+    """Cross-entropy of scores (n, classes, ...), by torch's number of the reduction.  A mean is one over the rows of all ranks, as a partial sum: own sum over
+    everybody's count (or weight) of targets.
+
+    ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
+    ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of those whose sum it is.  Those over ``spread`` each have some
+    rows.  With ``share`` all ranks get the same; but of log-probabilities a summand each.  bf16 and fp16 scores count as cast to fp32 before.
+    """
+    wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
+    count = None
+    if reduction == MEAN:
+        count = _count(env, logits, target, weight, ignore_index, counted, spread).to(wide)
+    if log_probabilities:
+        found = _nll(
+            env, logits.to(wide), target, weight, ignore_index, REDUCTIONS[SUM if reduction == MEAN else reduction], share
+        )
+        return found if count is None else found / count
+    plain = weight is None and not smoothing and not target.is_floating_point() and logits.dim() == 2
+    if share is not None or (plain and logits.requires_grad and torch.is_grad_enabled()):
+        scale = torch.ones((), dtype=wide, device=logits.device) if count is None else count.reciprocal()
+        share = share or (logits.shape[1], ())
+        kind = _Chances if target.is_floating_point() else _Named
+        wanted = kind(env, target, weight, ignore_index, smoothing, wide, share)
+        result: Tensor = _CrossEntropy.apply(env, logits, target, wanted, scale, reduction == NONE, env.alone and summand, share)  # type: ignore[no-untyped-call]
+        return result
+    assert count is not None
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": "sum"}
+    return F.cross_entropy(logits.to(wide), target, weight, **options) / count
+
+
+def _count(
+    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, counted: bool, spread: Groups
+) -> Tensor:
+    """The targets of all ranks together, or the sum of their weights."""
+    if counted and env.targets is not None:
+        return env.targets.clamp(min=1)
+    if target.is_floating_point():
+        count = logits.new_full((), logits.numel() // logits.shape[1], dtype=torch.float64)
+    elif weight is None:
+        count = (target != ignore_index).sum().double()
+    else:
+        valid = target != ignore_index
+        count = (weight[target.where(valid, 0)] * valid).sum()
+    return collectives.all_sum(env, count, spread, "targets of the cross-entropy")
+
+
+def _own(env: Env, target: Tensor, ignore_index: int, share: Share) -> tuple[Tensor, Tensor]:
+    """Targets counted from a rank's first class, and whether they are its own; also of what is no class at all: whoever looks that up fails."""
+    classes, axes = share
+    if not axes:
+        return target, target != ignore_index
+    start, stop = shard_range(classes, *env.group(axes))
+    another = ((target >= 0) & (target < start)) | ((target >= stop) & (target < classes))
+    return target - start, (target != ignore_index) & ~another
+
+
+def _mine(env: Env, weight: Tensor | None, share: Share) -> Tensor | None:
+    """The weights of a rank's classes."""
+    classes, axes = share
+    return None if weight is None else weight[slice(*shard_range(classes, *env.group(axes)))]
+
+
+def _nll(
+    env: Env, chances: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, share: Share | None
+) -> Tensor:
+    """Of log-probabilities; with ``share`` of those rows whose targets are this rank's classes."""
+    if share is not None:
+        target, own = _own(env, target, ignore_index, share)
+        target, weight, ignore_index = target.where(own, -100), _mine(env, weight, share), -100
+    return F.nll_loss(chances, target, weight, reduction=reduction, ignore_index=ignore_index)
+
+
+class _Named:
+    """What is wanted of a rank's classes, a (n, classes, ...), by targets that each name a class; pieces are of the n rows."""
+
+    def __init__(
+        self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype, share: Share
+    ) -> None:  # fmt: skip
+        index, own = (one.unsqueeze(1) for one in _own(env, target, ignore_index, share))
+        self.index, self.own = index.where(own, 0), own
+        self.valid = (target != ignore_index).unsqueeze(1) if share[1] else own
+        self.named: Tensor | None = None  # what is wanted of the class that is named; none: 1 of each
+        self.every: Tensor | None = None  # what is wanted of each class beside that
+        if weight is not None or smoothing:
+            named = (
+                torch.ones_like(target, dtype=wide) if weight is None else weight.to(wide)[target.where(self.valid.squeeze(1), 0)]
+            )
+            self.named = named.unsqueeze(1) * (1 - smoothing)
+        if smoothing:
+            even = torch.ones(share[0], dtype=wide, device=target.device) if weight is None else weight.to(wide)
+            even = even * (smoothing / share[0])
+            self.total = even.sum()
+            self.every = _mine(env, even, share).view(-1, *[1] * (target.dim() - 1))
+
+    def sums(self, piece: slice, scores: Tensor) -> tuple[Tensor, ...]:
+        """Of the rank's classes: Σ a z."""
+        found = scores.gather(1, self.index[piece]).where(self.own[piece], 0)
+        found = found if self.named is None else found * self.named[piece]
+        return (found if self.every is None else found + (scores * self.every).sum(1, keepdim=True),)
+
+    def amount(self, piece: slice, *sums: Tensor) -> Tensor | None:
+        """Σ a of all classes, where ``sums`` are those of all ranks; None: 1 of each row."""
+        if self.named is None:
+            return None
+        return self.named[piece] if self.every is None else self.named[piece] + self.total
+
+    def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
+        """Take a off, times ``scale``."""
+        taken = -scale if self.named is None else -scale * self.named[piece]
+        powers.scatter_add_(1, self.index[piece], taken.where(self.own[piece], 0))
+        if self.every is not None:
+            powers.sub_((self.every * scale) * self.valid[piece])
+
+
+class _Chances:
+    """The same, by targets that are probabilities of all the classes, of which a rank has those of its own."""
+
+    def __init__(
+        self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype, share: Share
+    ) -> None:  # fmt: skip
+        self.target, self.wide, self.keep, self.each = target, wide, 1 - smoothing, smoothing / share[0]
+        own = _mine(env, weight, share)
+        self.weight = None if own is None else own.to(wide).view(-1, *[1] * (target.dim() - 2))
+        self.valid = torch.ones_like(target[:, :1], dtype=torch.bool)
+
+    def all(self, piece: slice) -> Tensor:
+        found = self.target[piece].to(self.wide) * self.keep + self.each
+        return found if self.weight is None else found * self.weight
+
+    def sums(self, piece: slice, scores: Tensor) -> tuple[Tensor, ...]:
+        """Σ a z and Σ a."""
+        wanted = self.all(piece)
+        return (wanted * scores).sum(1, keepdim=True), wanted.sum(1, keepdim=True)
+
+    def amount(self, piece: slice, *sums: Tensor) -> Tensor | None:
+        return sums[1]
+
+    def take(self, piece: slice, powers: Tensor, scale: Tensor) -> None:
+        powers.sub_(self.all(piece).mul_(scale))
+
+    def lesson(self, losses: Tensor) -> Tensor:
+        """The gradient of the targets, where these are the losses of the classes."""
+        return losses * self.keep if self.weight is None else losses * self.keep * self.weight
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The cross-entropies of the rows of ``logits`` (n, classes, ...), computed in the dtype of ``scale``: their sum times that, or ``by_row`` (n, ...).
+
+    ``is_loss`` says that the gradient that comes in is known to be 1, where a tensor on meta cannot say.  ``share`` is (classes, axes) of which
+    these are the logits of this rank's part: for each piece the ranks exchange some :func:`numbers` a row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, env: Env, logits: Tensor, target: Tensor, wanted: _Named | _Chances, scale: Tensor, by_row: bool, is_loss: bool, share: Share
+    ) -> Tensor:  # fmt: skip
+        where, wide = env.kind or logits.device.type, scale.dtype
+        rows, (classes, axes) = len(logits), share
+        gradient = torch.empty_like(logits)
+        lesson = torch.empty_like(target) if ctx.needs_input_grad[2] else None
+        losses = torch.empty_like(wanted.valid, dtype=wide)
+        most = -(-classes // env.group(axes)[0]) * math.prod(logits.shape[2:])  # of a row on any rank: all have as many pieces
+        step = max(1, PIECE.get(where, PIECE["gpu"]) // max(most, 1))
+        starts = range(0, rows, step)
+        for start in starts[:2] if logits.is_meta and where != "meta" else starts:  # for their memory, two stand for all
+            piece = slice(start, start + step)
+            scores = logits[piece].to(wide)
+            own = largest(scores, 1)
+            sums = wanted.sums(piece, scores)
+            powers = torch.sub(scores, own, out=scores if wide != logits.dtype and lesson is None else None).exp_()
+            top, total, *sums = joined(env, axes, own, powers.sum(1, keepdim=True), *sums)
+            amount, every = wanted.amount(piece, *sums), total.log() + top
+            losses[piece] = (every if amount is None else amount * every) - sums[0]
+            if lesson is not None:
+                lesson[piece] = wanted.lesson(every - scores) * scale
+            factor = (scale if amount is None else scale * amount) / total
+            factor = factor * (own - top).exp_() if axes else factor
+            powers.mul_(factor.where(wanted.valid[piece], 0))
+            wanted.take(piece, powers, scale)
+            gradient[piece] = powers
+        ctx.save_for_backward(gradient, lesson, wanted.valid.any())
+        ctx.where, ctx.is_loss, ctx.by_row = where, is_loss, by_row
+        losses = losses.where(wanted.valid, 0)
+        return losses.squeeze(1) if by_row else losses.sum() * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradient, lesson, any_valid = ctx.saved_tensors
+        seed = grads[0].where(any_valid, 0)  # no targets at all: the loss is 0/0, its gradient nothing
+        if ctx.by_row:
+            seed = seed.unsqueeze(1)
+        elif ctx.where == "cpu":  # there a look costs nothing, and mostly it is 1
+            is_one = seed == 1
+            if ctx.is_loss if seed.is_meta else bool(is_one):
+                return None, gradient, lesson, *[None] * 5
+        learned = None if lesson is None else lesson * seed.to(lesson.dtype)
+        return None, gradient * seed.to(gradient.dtype), learned, *[None] * 5
+
+
+def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
+    """The number of this rank's targets that count, as int64; with those of other ranks over ``axes``, which have the same rows."""
+    return collectives.all_sum(env, (target != ignore_index).sum(), axes, "targets")
+
+
+def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
+    """The same of targets that every rank has: the first rank counts them for all."""
+    return valid_targets(env, target, ignore_index, axes) * (env.index == 0)

@@ -1,0 +1,137 @@
+"""Norms whose statistics are of what several ranks have: of the rows of a batch, or of a width that is sharded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.ops.collectives import ROWS, Env, Groups, all_sum
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+) -> tuple[Tensor, ...]:
+    """BatchNorm in training, functional: (y, new running mean, new running variance), or (y,) without running statistics."""
+    if mean is None or var is None:
+        return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
+    mean, var = mean.clone(), var.clone()
+    return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
+
+
+def statistics(channels: int) -> int:
+    """The numbers that each rank gives to a synchronised BatchNorm in forward."""
+    return 2 * channels + 1
+
+
+def sync_batch_norm(
+    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float,
+    eps: float, axes: Groups = (ROWS,), stand_in: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """BatchNorm over dim 0 of all ranks over ``axes``, whatever they have of it: ``x`` is V on that dim, the statistics I, weight and bias R.
+    ``stand_in`` says that ``x`` stands for no rows at all and has no part in the statistics."""
+    if env.group(axes)[0] == 1:
+        return batch_norm(x, weight, bias, mean, var, momentum, eps)
+    result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, axes, stand_in)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _SyncBatchNorm(torch.autograd.Function):
+    """One gather of (means, variances, how many elements they are of) in forward, one stacked all-reduce in backward; statistics combined as by Chan et al. (1979)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        env: Env,
+        x: Tensor,
+        weight: Any,
+        bias: Any,
+        running_mean: Any,
+        running_var: Any,
+        momentum: float,
+        eps: float,
+        axes: Groups,
+        stand_in: bool,
+    ) -> Any:
+        dims = [0, *range(2, x.dim())]
+        wide = x.to(torch.promote_types(x.dtype, torch.float32) if running_mean is None else running_mean.dtype)
+        channels, elements = x.shape[1], 0 if stand_in else x.shape[0] * math.prod(x.shape[2:])
+        local = torch.zeros(statistics(channels), dtype=wide.dtype, device=x.device)
+        if elements:
+            v, m = torch.var_mean(wide, dims, correction=0)
+            local[:channels], local[channels:-1] = m, v
+            local[-1].fill_(elements)  # an assignment of a number would copy it to the device, and the host would wait
+        every = torch.empty((env.group(axes)[0], *local.shape), dtype=local.dtype, device=x.device)
+        env.comm.all_gather(every.view(-1), local, env.real(axes), lane="compute", what="BatchNorm statistics").wait()
+        means, variances, counts = every[:, :channels], every[:, channels:-1], every[:, -1:]
+        total = counts.sum()
+        mean = (means * counts).sum(0) / total
+        var = ((variances + (means - mean) ** 2) * counts).sum(0) / total
+        y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+        ctx.save_for_backward(x, weight, mean, torch.rsqrt(var + eps), total)
+        ctx.env, ctx.axes, ctx.stand_in, ctx.has_bias = env, axes, stand_in, bias is not None
+        if running_mean is None:
+            return (y,)
+        unbiased = var * (total / (total - 1).clamp(min=1))
+        new_mean = torch.lerp(running_mean, mean, momentum)
+        new_var = torch.lerp(running_var, unbiased, momentum)
+        ctx.mark_non_differentiable(new_mean, new_var)
+        return y, new_mean, new_var
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, weight, mean, inverse, elements = ctx.saved_tensors
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        dims = [0, *range(2, x.dim())]
+        dy = grads[0].to(mean.dtype)
+        xhat = (x.to(mean.dtype) - mean.view(shape)) * inverse.view(shape)
+        sums = torch.stack([dy.sum(dims), (dy * xhat).sum(dims)])
+        total = all_sum(ctx.env, sums, ctx.axes, "BatchNorm gradient") / elements
+        scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+        dx = (dy - total[0].view(shape) - xhat * total[1].view(shape)) * scale.view(shape)
+        if ctx.stand_in:
+            dx = torch.zeros_like(dx)
+        dw = None if weight is None else sums[1].to(weight.dtype)
+        db = sums[0].to(grads[0].dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return None, dx.to(x.dtype), dw, db, None, None, None, None, None, None
+
+
+def norm_of_width(
+    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, width: int, axes: Groups, centred: bool
+) -> Tensor:
+    """LayerNorm (``centred``) or RMSNorm over a last dim of ``width`` that ``axes`` shard, as they do weight and bias."""
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    result: Tensor = _NormOfWidth.apply(env, x, eps, width, axes, centred)  # type: ignore[no-untyped-call]
+    if weight is not None:
+        result = result * weight
+    return result if bias is None else result + bias
+
+
+class _NormOfWidth(torch.autograd.Function):
+    """The normalised ``x``: one stacked all-reduce forward, and one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, eps: float, width: int, axes: Groups, centred: bool) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        ctx.mean_of = lambda t: all_sum(env, t, axes, "statistics of a norm") / width
+        mean = ctx.mean_of(wide.sum(-1, keepdim=True)) if centred else None
+        if mean is not None:
+            wide = wide - mean
+        inverse = torch.rsqrt(ctx.mean_of(wide.square().sum(-1, keepdim=True)) + eps)
+        normal = wide * inverse
+        ctx.save_for_backward(normal, inverse)
+        ctx.centred = centred
+        return normal.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        normal, inverse = ctx.saved_tensors
+        dy = grads[0].to(normal.dtype)
+        sums = [(dy * normal).sum(-1, keepdim=True), *([dy.sum(-1, keepdim=True)] if ctx.centred else [])]
+        along, *mean = ctx.mean_of(torch.cat(sums, -1)).split(1, -1)
+        dx = dy - normal * along
+        return None, ((dx - mean[0] if mean else dx) * inverse).to(grads[0].dtype), None, None, None, None

@@ -1,0 +1,141 @@
+"""What local graphs call to draw random numbers: a rank draws of a tensor what it has of it, keyed by where that stands in the whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.layout import shard_range
+from shardwise.ops import keyed_random as keyed
+from shardwise.ops.collectives import Env, Factors, Groups, row_start
+
+ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
+
+
+def _row_start(env: Env, spread: Groups) -> int:
+    return env.offset + row_start(env, spread)
+
+
+Grid = Sequence[Factors] | None
+"""For each dim the factors of what a sample has of it."""
+
+
+def _columns(env: Env, grid: Grid, batch: tuple[int, int] | None, device: Any) -> Tensor | None:
+    """The indices in a sample's whole tensor of what this rank has of it, 1-d; None where that is all."""
+    if grid is None:
+        return None
+    found = torch.zeros((), dtype=torch.int64, device=device)
+    for factors in grid:
+        for size, axes in factors:
+            own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
+            found = found[..., None] * size + own
+    return found.reshape(-1)
+
+
+def dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Dropout with a keyed mask; ``spread`` are the axes over which ``x`` has a part of the rows each; ``shape`` is the mask's, if not x's."""
+    columns = _columns(env, grid, batch, x.device)
+    return keyed.keyed_dropout(
+        x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
+    )
+
+
+def feature_dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
+) -> Tensor:
+    """Dropout of whole channels (dim 1)."""
+    return dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
+
+
+def alpha_dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
+    shape: Sequence[int] | None = None,
+) -> Tensor:  # fmt: skip
+    """Dropout to SELU's limit, then the affine map that keeps mean and variance (Klambauer et al. 2017)."""
+    if p in (0, 1):
+        return dropout(env, x, p, ordinal, batch, spread, grid, shape)
+    row = _row_start(env, spread)
+    keep = keyed.keyed_mask(
+        p,
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        x.shape if shape is None else shape,
+        batch,
+        row,
+        x.device,
+        env.kind,
+        _columns(env, grid, batch, x.device),
+    )
+    scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
+    kept = keep.to(x.dtype)
+    return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
+
+
+def feature_alpha_dropout(
+    env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
+) -> Tensor:
+    """Alpha dropout of whole channels (dim 1)."""
+    return alpha_dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
+
+
+def attention(
+    env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
+    batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention with dropout on its probabilities, spelled out so that the mask is keyed."""
+    if enable_gqa and q.shape[-3] != k.shape[-3]:
+        k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
+        v = v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+    scores = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if causal:
+        allowed = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
+    dead = torch.isneginf(scores).all(-1, keepdim=True)  # a query that may look at nothing gives zeros, as in the fused kernels
+    chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
+    return dropout(env, chances, p, ordinal, batch, spread, grid) @ v
+
+
+def random_like(
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, x: Tensor, a: float, b: float
+) -> Tensor:
+    """Uniform in [a, b), or normal with mean a and deviation b, of x's shape and dtype."""
+    return random_of(env, kind, ordinal, batch, spread, grid, x.shape, x.dtype, x.device, a, b)
+
+
+def random_of(
+    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, shape: Sequence[int],
+    dtype: torch.dtype | None, device: Any, a: float, b: float,
+) -> Tensor:  # fmt: skip
+    """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
+    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
+    columns = _columns(env, grid, batch, device or "cpu")
+    if kind == "randint":
+        return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
+    dtype = dtype or torch.get_default_dtype()
+    if kind == "normal":
+        return keyed.keyed_normal(*key, columns=columns, dtype=dtype).mul_(b).add_(a)
+    return keyed.keyed_uniform(*key, columns=columns, dtype=dtype).mul_(b - a).add_(a)
+
+
+def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None) -> Tensor:
+    """1 with probability p, else 0."""
+    return keyed.keyed_bernoulli(
+        p,
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        batch,
+        _row_start(env, spread),
+        env.kind,
+        _columns(env, grid, batch, p.device),
+    )

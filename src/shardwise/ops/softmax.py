@@ -1,0 +1,97 @@
+"""Softmax along a dim that ranks share out: of each row they exchange the largest value and the sum of the powers, never the row.
+
+Which rank has which elements does not matter, so it may be cut anyhow; but each rank has to have some.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.ops import collectives
+from shardwise.ops.collectives import Env, Groups
+
+NUMBERS = 2
+"""What ranks exchange of a row: its largest value and the sum of its powers."""
+
+
+def largest(x: Tensor, dim: int) -> Tensor:
+    """The largest of each row, kept as a dim of one; where all are -inf the least number that is finite, so that their powers are 0 and not NaN."""
+    return x.amax(dim, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
+
+
+def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
+    """Of all ranks over ``axes`` together: the largest value, the sum of the powers relative to it, and ``sums``; all of one shape."""
+    parts = env.group(axes)[0]
+    if parts == 1:
+        return top, total, *sums
+    own = torch.stack([top, total, *sums])
+    every = own.new_empty((parts, *own.shape))
+    env.comm.all_gather(
+        every.view(-1), own.view(-1), env.real(axes), lane="compute", what="softmax over shards of classes"
+    ).wait()
+    tops, totals, *others = every.unbind(1)
+    top = tops.amax(0)
+    return top, (totals * (tops - top).exp_()).sum(0), *(one.sum(0) for one in others)
+
+
+def softmax(env: Env, x: Tensor, dim: int, axes: Groups, dtype: torch.dtype | None, log: bool) -> Tensor:
+    """Softmax of ``x``, or its logarithm, over a ``dim`` that ``axes`` shard; ``x`` is cast to ``dtype`` before."""
+    result: Tensor = _Softmax.apply(env, x if dtype is None else x.to(dtype), dim, axes, log)  # type: ignore[no-untyped-call]
+    return result
+
+
+def logsumexp(env: Env, x: Tensor, dim: int, axes: Groups, keepdim: bool) -> Tensor:
+    """The logarithm of the sum of the powers of ``x`` over a ``dim`` that ``axes`` shard: every rank has it."""
+    result: Tensor = _LogSumExp.apply(env, x, dim, axes)  # type: ignore[no-untyped-call]
+    return result if keepdim else result.squeeze(dim)
+
+
+def _logarithm(env: Env, x: Tensor, dim: int, axes: Groups) -> Tensor:
+    """That of the sum of the powers of all ranks."""
+    top = largest(x, dim)
+    top, total = joined(env, axes, top, (x - top).exp_().sum(dim, keepdim=True))
+    return total.log() + top
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class _Softmax(torch.autograd.Function):
+    """One gather of two numbers a row forward, one sum of one in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, dim: int, axes: Groups, log: bool) -> Tensor:
+        wide = _wide(x)
+        y = wide - _logarithm(env, wide, dim, axes)
+        y = (y if log else y.exp_()).to(x.dtype)
+        ctx.save_for_backward(y)
+        ctx.sum_of = lambda t: collectives.all_sum(env, t.sum(dim, keepdim=True), axes, "gradient of a softmax over shards")
+        ctx.log = log
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        y, dy = _wide(ctx.saved_tensors[0]), _wide(grads[0])
+        dx = dy - y.exp() * ctx.sum_of(dy) if ctx.log else y * (dy - ctx.sum_of(dy * y))
+        return None, dx.to(grads[0].dtype), None, None, None
+
+
+class _LogSumExp(torch.autograd.Function):
+    """The same gather forward; every rank knows the gradient of its own elements."""
+
+    @staticmethod
+    def forward(ctx: Any, env: Env, x: Tensor, dim: int, axes: Groups) -> Tensor:
+        result = _logarithm(env, _wide(x), dim, axes)
+        ctx.save_for_backward(x, result)
+        ctx.dim = dim
+        return result.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, result = ctx.saved_tensors
+        dy = grads[0] if grads[0].dim() == x.dim() else grads[0].unsqueeze(ctx.dim)
+        return None, ((_wide(x) - result).exp_() * dy).to(x.dtype), None, None, None

@@ -1,0 +1,94 @@
+"""Which strategy each op has on a group of axes: a walk over the captured graph, from states of operands to states of results.
+
+Over the batch axes nothing is to choose: fields come in sharded, and what is sharded stays so as long as ops take it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import fx
+
+from shardwise.graph.schema import is_tensor
+from shardwise.shard.assignment import Assignment
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.op_spec import Form, Place, State, Strategy
+
+
+class Walk:
+    """The walk for the axes of the batch."""
+
+    def __init__(self, context: ShardingContext) -> None:
+        self.context, self.forms = context, context.forms
+        self.found = Assignment()
+        self.grad = context.carrying
+
+    def run(self) -> Assignment:
+        for node in self.context.normal.graph.nodes:
+            if node.op == "placeholder":
+                self.found.states[node] = (self.birth(node),)
+            elif node.op == "call_function" and is_tensor(node):
+                self.visit(node)
+        return self.found
+
+    def visit(self, node: fx.Node) -> None:
+        """Choose the strategy of an op."""
+        form, states = self.forms.get(node), self.found.states
+        if node not in self.forms:  # one of several results
+            states[node] = (states[node.args[0]][node.args[1]],)
+        elif form is None:
+            states[node] = ("I",) * len(self.context.shapes(node))
+        else:
+            self.found.strategies[node] = strategy = self.choose(form)
+            states[node] = strategy.results
+
+    def birth(self, node: fx.Node) -> State:
+        """The state of a placeholder."""
+        captured = self.context.captured
+        return Place(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
+
+    def state(self, node: fx.Node) -> State:
+        """Of an operand."""
+        return self.found.states[node][0]
+
+    def choose(self, form: Form) -> Strategy:
+        """The sharding of the largest operand that the op takes; else it is applied to a partial sum; else to whole operands."""
+        states = [self.state(o) for o, _ in form.operands]
+        sizes = [math.prod(self.context.shape(o)) for o, _ in form.operands]
+        for i in sorted(range(len(states)), key=lambda i: -sizes[i]):
+            state = states[i]
+            found = form.shards(i, state) if isinstance(state, Place) else None
+            if found is not None:
+                return found
+        partial = [i for i, s in enumerate(states) if s == "P"]
+        if form.keeps(partial):
+            return form.on_partial(partial)
+        if form.fresh is not None:
+            return Strategy(("R",) * len(states), (form.fresh,))
+        return self.replicated(form, states)
+
+    def replicated(self, form: Form, states: list[State]) -> Strategy:
+        """Of whole operands; of nothing but parameters a partial gradient passes through to them."""
+        carrying = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o]]
+        return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
+
+
+def postpone(context: ShardingContext, axis: str, rows: Assignment, found: Assignment) -> None:
+    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them alone: their gradients
+    are summed over ranks once a step, as over the axes of the batch, and not for each microbatch where they are used."""
+    nodes, wanted = list(context.normal.graph.nodes), set[fx.Node]()
+    alone = {n for n, states in rows.states.items() if context.carrying.get(n) and set(states) == {"R"}}
+    for node, strategy in found.strategies.items():
+        form = context.forms[node]
+        operands = (o for o, _ in form.operands) if form is not None else ()
+        wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Place)}
+    for node in reversed(nodes):
+        name = context.captured.parameters.get(node.name)
+        if name is not None and context.tensor.layouts is not None:
+            (wanted.add if axis in context.tensor.summed.get(name, ()) else wanted.discard)(node)
+        if node in alone and node in wanted and set(found.states[node]) == {"I"}:
+            found.states[node] = ("R",) * len(found.states[node])
+            form = context.forms.get(node)
+            if form is not None:
+                found.strategies[node] = form.whole("R")
+            wanted |= set(node.all_input_nodes)

@@ -1,0 +1,190 @@
+"""What is known of a captured graph that is to be sharded: its ops as the rules describe them, its sizes, and the layouts that values have in given states.
+
+Walks and solvers choose from this, and the emitter makes the local graph by it.  Sizes are expressions in the number of rows where the
+batch dim is symbolic.  Nothing here changes after it is made, except what is noted for the user.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.core.layout import Factor, Layout
+from shardwise.core.mesh import Mesh
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.functional import Normal
+from shardwise.graph.schema import differentiable, is_tensor, picks
+from shardwise.graph.sizes import concrete, expression
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.assignment import Tensors
+from shardwise.shard.op_spec import Form, Labels, Place, State
+from shardwise.shard.sizes import factored
+
+Rule = Callable[["ShardingContext", fx.Node], Form | None]
+"""Describes a captured op; None where it does not cover the op as it is used."""
+
+
+class ShardingContext:
+    """The captured graph ``normal``, to be sharded over the axes of the batch and over those of ``tensor``.
+
+    ``rules`` finds the rule of an op.  ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` are
+    what :func:`loss.summands` finds.  ``notes`` are what a user should know of the choices made here, and ``decided`` tells which pin or op made each
+    parameter's layout, by name and axis.
+    """
+
+    def __init__(
+        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: Tensors, *, counted: fx.Node | None = None,
+        summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
+        self.counted, self.summands, self.dropout, self.device = counted, summands, dropout, device or torch.device("cpu")
+        self.carrying = with_gradient(normal)
+        self.symbol: Any = None  # the number of rows; None where the batch dim is static
+        self.example = 0  # the number of rows in the shapes of the captured graph
+        for node in normal.graph.find_nodes(op="placeholder"):
+            size = node.meta["val"].shape[0] if node.name in self.captured.fields else None
+            if isinstance(size, torch.SymInt):
+                self.symbol, self.example = size.node.expr, concrete(size)
+        self.notes: dict[str, None] = {}
+        self.decided: dict[str, dict[str, str]] = {}
+
+    def over(self, axes: Mapping[str, int]) -> ShardingContext:
+        """The same graph, with other axes of tensor parallelism."""
+        return ShardingContext(
+            self.normal, self.rules, replace(self.tensor, axes=axes), counted=self.counted, summands=self.summands, dropout=self.dropout,
+            device=self.device,
+        )  # fmt: skip
+
+    @cached_property
+    def forms(self) -> Mapping[fx.Node, Form | None]:
+        """How each op treats shards; None where no rule covers it."""
+        ops = [n for n in self.normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)]
+        return {node: rule(self, node) if (rule := self.rules(node)) is not None else None for node in ops}
+
+    def labelled(
+        self, node: fx.Node, operands: Sequence[tuple[fx.Node, Labels]], labels: Labels | Sequence[Labels],
+        linear: str | Sequence[int] = (), several: bool = False, **more: Any,
+    ) -> Form:  # fmt: skip
+        """The form of an op; ``labels`` are those of its result, or of each of ``several``."""
+        how: frozenset[int] | str = linear if isinstance(linear, str) else frozenset(linear)
+        return Form(node, list(operands), list(labels) if several else [labels], how, **more)
+
+    # ---- whole tensors -------------------------------------------------------------------------------------------
+
+    def shape(self, node: fx.Node) -> tuple[int, ...]:
+        return tuple(concrete(s) for s in node.meta["val"].shape)
+
+    def shapes(self, node: fx.Node) -> list[tuple[int, ...]]:
+        value = node.meta["val"]
+        return [tuple(concrete(s) for s in v.shape) for v in (value if isinstance(value, tuple | list) else [value])]
+
+    def expressions(self, node: fx.Node) -> list[Any]:
+        """The sizes of a tensor, comparable for every number of rows."""
+        return [expression(s) for s in node.meta["val"].shape]
+
+    def learned(self, node: fx.Node) -> bool:
+        """Whether a captured node's value follows from parameters alone."""
+        while node.op == "call_function" and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        return node.op == "placeholder" and node.name in self.captured.parameters
+
+    @property
+    def rows(self) -> Any:
+        """The number of rows as an expression: a symbol, or a number where the batch dim is static."""
+        return self.captured.rows if self.symbol is None else self.symbol
+
+    def size(self, node: fx.Node, place: Place) -> Any:
+        """The size, as an expression, of the factor at ``place`` of a captured node's value."""
+        found = self.expressions(node)[place.dim]
+        return found // (place.pre * place.post) if isinstance(found, int) else found / (place.pre * place.post)
+
+    def shared_out(self, node: fx.Node, place: Place) -> bool:
+        """Whether what is cut at ``place`` are no rows of the batch, and every rank has some of it."""
+        size = self.size(node, place)
+        if size == self.rows or not isinstance(size, int):
+            return False
+        return size >= math.prod(self.tensor.axes.values()) or self.stands_for_pieces(size)
+
+    def stands_for_pieces(self, size: Any) -> bool:
+        """Whether a factor of this size stands for equal pieces, within which other axes have theirs: it has as many elements as ranks."""
+        return all(n in (1, size) for n in self.tensor.axes.values())
+
+    def layout_of(self, shape: Sequence[int], states: Mapping[str, State]) -> Layout:
+        """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within the other."""
+        dims: list[list[Factor]] = [[Factor(s)] for s in shape]
+        for d, size in enumerate(shape):
+            found = [(g, s) for g, s in states.items() if isinstance(s, Place) and s.dim == d]
+            if found:
+                dims[d] = factored(size, [(g, self.behind_rows(states, s)) for g, s in found], self.tensor.axes)
+        return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
+
+    def behind_rows(self, states: Mapping[str, State], place: Place) -> Place:
+        """A place with its ``pre`` as a number; what is behind rows goes only together with shards of these."""
+        if isinstance(place.pre, int):
+            return place
+        rows = states.get(ROWS)
+        if not isinstance(rows, Place) or rows.dim != place.dim or rows.pre != 1:
+            raise Uncapturable("a dim is sharded behind rows of the batch that are whole")
+        return place._replace(pre=int(place.pre.subs(self.symbol, self.example)))
+
+    def fits(self, shape: Sequence[int], states: Mapping[str, State]) -> bool:
+        """Whether a tensor can be in these states together."""
+        try:
+            self.layout_of(shape, states)
+        except Uncapturable:
+            return False
+        return True
+
+    def same_cut(self, value: fx.Node, states: Mapping[str, State], dim: int) -> bool:
+        """Whether ranks have of a dim of a value what they would in other states."""
+        if not isinstance(expression(value.meta["val"].shape[dim]), int):
+            return False
+        mesh, here = Mesh.spanned(self.tensor.axes), value.meta["layout"]
+        if not self.fits(here.shape, states):
+            return False
+        there = self.layout_of(here.shape, states)
+        if any(ROWS in f.axes for f in (*here.dims[dim], *there.dims[dim])):
+            return False
+        return all(here.intervals(mesh, rank)[dim] == there.intervals(mesh, rank)[dim] for rank in range(mesh.size))
+
+    def minors(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> list[str]:
+        """Other groups that shard the same factor as ``groups`` within their shards."""
+        place = states[groups[0]]
+        assert isinstance(place, Place)
+        layout = self.layout_of(value.meta["layout"].shape, states)
+        axes = next(f.axes for f in layout.dims[place.dim] if groups[0] in f.axes)
+        return [a for a in axes[axes.index(groups[0]) :] if a not in groups]
+
+    # ---- sizes in rows -------------------------------------------------------------------------------------------
+
+    def multiple(self, size: Any) -> int | None:
+        """m where a size is m times the symbolic number of rows."""
+        if not isinstance(size, torch.SymInt) or self.symbol is None:
+            return None
+        ratio = size.node.expr / self.symbol
+        return int(ratio) if ratio.is_Integer else None
+
+    def is_rows(self, size: Any) -> bool:
+        """Whether a size is the symbolic number of rows."""
+        return self.multiple(size) == 1
+
+
+def with_gradient(normal: Normal) -> dict[fx.Node, bool]:
+    """Whether a node's value depends on trainable parameters in a differentiable way."""
+    found: dict[fx.Node, bool] = {}
+    for node in normal.graph.nodes:
+        if node.op == "placeholder":
+            name = normal.captured.parameters.get(node.name)
+            found[node] = name is not None and bool(normal.captured.trainable.get(name, True))
+        elif node.op == "call_function":
+            value: Any = node.meta.get("val")
+            reached = any(found.get(n, False) for n in node.all_input_nodes)
+            good = isinstance(value, Tensor | tuple | list) and differentiable(value)
+            found[node] = reached and good and node.target is not torch.ops.aten.detach.default
+    return found

@@ -1,0 +1,224 @@
+"""The local graph of one rank, from what has been chosen for each op of the captured graph.
+
+Operands are moved to the states that an op's strategies want, sizes become local, and results get their layouts.  All values keep the meta
+data of the whole batch's graph.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.core.layout import Layout
+from shardwise.graph.captured import Uncapturable
+from shardwise.graph.naming import module_path
+from shardwise.graph.normalise import eliminate_dead
+from shardwise.graph.schema import differentiable, is_tensor, op_name, picks
+from shardwise.graph.sizes import of_data
+from shardwise.graph.torch_private import schema
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.assignment import Assignment
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.local_graph import LocalGraph
+from shardwise.shard.op_spec import Form, Solved, State
+from shardwise.shard.redistribute import Moves
+
+aten = torch.ops.aten
+
+_BY_STRIDE = {"as_strided", "as_strided_scatter", "as_strided_copy", "_reshape_alias"}
+_LIKE = {f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")} | {
+    f"new_{name}" for name in ("zeros", "ones", "full", "empty")
+}  # of the shape of a tensor, and no more of it: without a gradient
+_FACTORY_OPTIONS = ("pin_memory", "layout")
+
+
+class Emitter(LocalGraph):
+    """Makes the local graph by ``assignments``, one for each group of axes.
+
+    Its output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every rank computes whole, by (op, module
+    path); ``layouts`` those of the parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are
+    partial sums.
+    """
+
+    def __init__(self, context: ShardingContext, assignments: Mapping[str, Assignment]) -> None:
+        super().__init__(context)
+        self.assignments, self.groups = assignments, (ROWS, *context.tensor.axes)
+        self.moves = Moves(self)
+        self.of_batch = _following(context.normal.graph, context.captured.fields)
+        self.replicated: dict[tuple[str, str], list[fx.Node]] = {}
+        self.layouts: dict[str, Layout] = {}
+        self.summed: dict[str, tuple[str, ...]] = {}
+
+    def run(self) -> None:
+        """Make the whole graph."""
+        for node, copy in zip(self.places, self.copies, strict=True):
+            self.placeholder(node, copy)
+        for node in self.context.normal.graph.nodes:
+            self.current = node
+            if node.op == "call_function":
+                self.value[node] = self.held(node, self.step(node))
+            elif node.op == "output":
+                loss, *updates = node.args[0]
+                partial = self.convert(self.value[loss], dict.fromkeys(self.groups, "P"))
+                self.graph.output((partial, *(self.whole(u) for u in updates)))
+        eliminate_dead(self.graph)
+
+    def placeholder(self, node: fx.Node, new: fx.Node) -> None:
+        value = node.meta["val"]
+        new.meta["val"] = value
+        parameter = self.context.captured.parameters.get(node.name)
+        states = {group: one.states[node][0] for group, one in self.assignments.items()}
+        # A field comes with all rows of this rank's part of the batch, of which axes that shard rows again take theirs.
+        born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
+        layout = self.context.layout_of(self.context.shape(node), born)
+        if parameter is not None and layout.axes_used:
+            self.layouts[parameter] = layout
+        if parameter is not None:
+            self.summed[parameter] = tuple(g for g, s in states.items() if s == "R" and g != ROWS)
+        grad = parameter is not None and bool(self.context.captured.trainable.get(parameter, True))
+        self.annotate(new, layout, born, grad)
+        self.value[node] = self.convert(new, states)
+
+    def step(self, node: fx.Node) -> Any:
+        if picks(node):
+            source, index = self.value[node.args[0]], node.args[1]
+            new = self.graph.call_function(operator.getitem, (source, index))
+            states = source.meta["states"][index]
+            grad = source.meta["grad"] and differentiable(node.meta["val"]) and index not in source.meta.get("alike", ())
+            self.annotate(new, source.meta["layout"][index], states, grad, node)
+            self.learn_sizes(new, node.meta["val"])
+            return new
+        if not is_tensor(node):
+            return self.number(node)
+        form = self.context.forms[node]
+        return self.replicate(node) if form is None else self.local(node, form)
+
+    def held(self, node: fx.Node, value: Any) -> Any:
+        """The value of a node, moved to where users want it to be."""
+        goals = {group: one.held[node] for group, one in self.assignments.items() if node in one.held}
+        return self.convert(value, goals) if goals else value
+
+    def local(self, node: fx.Node, form: Form) -> fx.Node:
+        """Emit an op by its strategies."""
+        strategies = {group: one.strategies[node] for group, one in self.assignments.items()}
+        goals = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
+        values = [self.convert(self.value[o], goal) for (o, _), goal in zip(form.operands, goals, strict=True)]
+        states = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
+        layouts = [self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)]
+        solved = Solved(values, layouts, strategies)
+        new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
+        several = isinstance(node.meta["val"], tuple | list)
+        new.meta["states"] = states if several else states[0]
+        new.meta["alike"] = form.alike
+        return new
+
+    def plain(self, node: fx.Node, solved: Solved) -> fx.Node:
+        """The same op, on local operands."""
+        args, kwargs = self.filled(node, solved.values)
+        several = isinstance(node.meta["val"], tuple | list)
+        return self.emit(node, args, kwargs, solved.layouts if several else solved.layout)
+
+    def number(self, node: fx.Node) -> Any:
+        """Arithmetic on sizes; an op that reads a tensor's value (``item``) reads that of the whole batch."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and not of_data(value):
+            return self.sizes.node(value)
+        new = self.graph.call_function(node.target, self.operands(node.args), self.operands(node.kwargs))
+        if isinstance(value, torch.SymInt):
+            self.sizes.data[value.node.expr] = new
+        return new
+
+    def replicate(self, node: fx.Node) -> fx.Node:
+        """The fall-back: every rank computes the op whole."""
+        name = getattr(schema(node.target), "name", str(node.target)).removeprefix("aten::")
+        if getattr(schema(node.target), "is_mutable", False) or "ordinal" in node.meta:
+            raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
+        if name in _BY_STRIDE:
+            raise Uncapturable(f"{node.target} depends on how a tensor lies in memory, which is different on several ranks")
+        operands = [a for a in node.all_input_nodes if is_tensor(a)]
+        if (self.context.tensor.axes or node in self.of_batch) and self.large(node, operands):
+            self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
+        layouts = [Layout.replicated(s) for s in self.context.shapes(node)]
+        many = isinstance(node.meta["val"], tuple | list)
+        new = self.emit(node, self.operands(node.args), self.operands(node.kwargs), layouts if many else layouts[0])
+        states = dict.fromkeys(self.groups, "I")
+        new.meta["states"] = [states] * len(layouts) if many else states
+        if not many:
+            self.learn_sizes(new, node.meta["val"])
+        return new
+
+    def large(self, node: fx.Node, operands: Sequence[fx.Node]) -> bool:
+        """Whether an op has to do with more than single numbers; what it costs is measured when that is asked for."""
+        shapes = [*self.context.shapes(node), *(shape for o in operands for shape in self.context.shapes(o))]
+        return any(math.prod(shape) > 1 for shape in shapes)
+
+    def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
+        """Sizes that depend on data can be asked of the tensor that has them."""
+        for d, size in enumerate(value.shape):
+            if of_data(size) and size.node.expr.is_Symbol and size.node.expr not in self.sizes.data:
+                self.sizes.data[size.node.expr] = self.graph.call_function(aten.sym_size.int, (new, d))
+
+    # ---- values ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def layout(value: Any) -> Any:
+        return value.meta["layout"]
+
+    def operands(self, argument: Any) -> Any:
+        """Arguments with every tensor as I."""
+        return fx.map_arg(argument, lambda n: self.whole(n) if is_tensor(n) else self.value[n])
+
+    def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+        """``value`` in other states."""
+        return self.moves.convert(value, goals)
+
+    def whole(self, node: fx.Node) -> fx.Node:
+        """A captured node's value as I."""
+        return self.convert(self.value[node], dict.fromkeys(self.groups, "I"))
+
+    # ---- what rules emit ------------------------------------------------------------------------------------
+
+    def filled(self, node: fx.Node, values: Sequence[fx.Node]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a node with its tensors, in their order, replaced."""
+        feed = iter(values)
+
+        def replaced(a: fx.Node) -> Any:
+            return next(feed) if is_tensor(a) else self.value[a]
+
+        args = fx.map_arg(node.args, replaced)
+        return args, fx.map_arg(node.kwargs, replaced)
+
+    def emit(self, node: fx.Node, args: Any, kwargs: Any, layout: Any, target: Any = None) -> fx.Node:
+        """Add an op; factories get this rank's device."""
+        target = target or node.target
+        kwargs = {k: (self.context.device if k == "device" else v) for k, v in dict(kwargs).items() if k not in _FACTORY_OPTIONS}
+        if _is_factory(target):
+            kwargs["device"] = self.context.device
+        new = self.graph.call_function(target, tuple(args), kwargs)
+        operands = [a for a in new.all_input_nodes if "grad" in a.meta]
+        grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"])
+        grad = grad and target is not aten.detach.default and op_name(node) not in _LIKE
+        return self.annotate(new, layout, None, grad, node)
+
+
+def _following(graph: fx.Graph, names: Collection[str]) -> set[fx.Node]:
+    """The nodes that depend on the placeholders ``names``."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.name in names if node.op == "placeholder" else any(i in found for i in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _is_factory(target: Any) -> bool:
+    described = schema(target)
+    return (
+        described is not None
+        and any(a.name == "device" for a in described.arguments)
+        and not any(isinstance(a.type, torch.TensorType) for a in described.arguments)
+    )

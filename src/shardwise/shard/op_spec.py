@@ -1,0 +1,150 @@
+"""How an op of a captured graph treats shards of its operands: pure descriptions, which rules make and others read.
+
+On a group of mesh axes a value is in one *state*: sharded at a :class:`Place` (V), a partial sum ("P"), replicated with a replicated
+gradient ("I"), or replicated with a partial gradient ("R").  Most ops are described by labels for the dims of operands and results, as
+in an einsum: a sharded label makes results that have it sharded and results that lack it partial sums.  Whatever the group, one
+sentence gives all gradient reductions: *an op whose result is sharded or partial needs its replicated operands as R*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import fx
+
+
+class Place(NamedTuple):
+    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a concatenation, each of its ``parts``.
+
+    ``pre`` is an expression of the number of rows where a dim has these before the factor: rows × heads.
+    """
+
+    dim: int
+    pre: Any = 1
+    post: int = 1
+    parts: tuple[int, ...] = ()
+
+
+State = Place | str
+"""A place, or "P", "I", "R"."""
+
+Label = Any
+"""Of a dim; None: the op needs the dim whole."""
+
+Labels = Sequence[Label]
+
+
+class Strategy(NamedTuple):
+    """What an op's operands have to be on one group of axes, and what its results are then."""
+
+    operands: tuple[State, ...]
+    results: tuple[State, ...]
+
+    @property
+    def sharded(self) -> bool:
+        """Whether an operand or a result is."""
+        return any(isinstance(s, Place) for s in (*self.operands, *self.results))
+
+
+class Solved(NamedTuple):
+    """What an op is emitted with: the values of its operands, the layouts of its results, and its strategy on each group."""
+
+    values: list[fx.Node]
+    layouts: list[Any]
+    strategies: dict[str, Strategy]
+
+    @property
+    def layout(self) -> Any:
+        """Of the only result."""
+        return self.layouts[0]
+
+
+Shards = Callable[[int, Place], Strategy | None]
+Emit = Callable[[Any, Solved], fx.Node]
+"""Adds the local op; called with the :class:`~shardwise.shard.emit.Emitter`."""
+Exchange = Callable[[Strategy, Sequence[tuple[int, ...]], int], Iterable[tuple[bool, str, int]]]
+
+
+@dataclass
+class Form:
+    """A captured op ``node`` with labels for its tensor ``operands``, in the order of its arguments, and for its ``results``.
+
+    ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them together.  ``added``
+    are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
+    shards of an operand lead to, or None where the op does not take them; ``spread`` is another way, with more operands whole, where
+    groups of axes would not go together so: ``agree`` tells from the layouts of the operands.  ``fresh`` is where the result may be made sharded, although no operand is.
+    ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those behind rows.
+    ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
+    same one.  ``exchange``, of an op that communicates by itself, says what: (whether in backward, kind, bytes of a whole), from a strategy, the local
+    shapes of operands and the number of ranks.
+    """
+
+    node: fx.Node
+    operands: list[tuple[fx.Node, Labels]]
+    results: list[Labels]
+    linear: frozenset[int] | str = frozenset()
+    added: frozenset[int] = frozenset()
+    moves: Shards | None = None
+    spread: Shards | None = None
+    agree: Callable[[Sequence[Any]], bool] | None = None
+    fresh: Place | None = None
+    alike: frozenset[int] = frozenset()
+    emit: Emit | None = None
+    exchange: Exchange | None = None
+    factors: bool = False
+
+    def shards(self, position: int, place: Place) -> Strategy | None:
+        """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
+        if (
+            (place.parts or not isinstance(place.pre, int))
+            and not self.factors
+            and (self.moves is not None or self.emit is not None)
+        ):
+            return None
+        return self.by_label(position, place) if self.moves is None else self.moves(position, place)
+
+    def by_label(self, position: int, place: Place) -> Strategy | None:
+        """What :meth:`shards` says by labels alone."""
+        label = self.operands[position][1][place.dim]
+        if label is None:
+            return None
+
+        def at(labels: Labels, rest: State) -> State:
+            return place._replace(dim=list(labels).index(label)) if label in labels else rest
+
+        results = tuple("I" if i in self.alike else at(labels, "P") for i, labels in enumerate(self.results))
+        partial = "P" in results
+        operands = tuple(at(labels, "P" if partial and i in self.added else "R") for i, (_, labels) in enumerate(self.operands))
+        return Strategy(operands, results)
+
+    def sums(self, label: Label) -> bool:
+        """Whether the op sums over a label."""
+        return label is not None and all(label not in labels for labels in self.results) and self.moves is None
+
+    def contracts(self, position: int) -> bool:
+        """Whether the op sums over a label that operand ``position`` shares with others."""
+        others = {label for j, (_, theirs) in enumerate(self.operands) if j != position for label in theirs}
+        return any(self.sums(label) and label in others for label in self.operands[position][1])
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether it is an op of several operands that sums over a label: a product, or a lookup."""
+        return len(self.operands) > 1 and any(self.sums(label) for _, labels in self.operands for label in labels)
+
+    def keeps(self, partial: Sequence[int]) -> bool:
+        """Whether the op can be applied to partial sums of just these operands."""
+        if not partial:
+            return False
+        return self.linear == "add" or (len(partial) == 1 and partial[0] in self.linear)
+
+    def on_partial(self, partial: Sequence[int]) -> Strategy:
+        """The strategy that does so."""
+        every = self.linear == "add"
+        operands = tuple("P" if every or i in partial else "R" for i in range(len(self.operands)))
+        return Strategy(operands, ("P",) * len(self.results))
+
+    def whole(self, state: str) -> Strategy:
+        """All operands replicated, "I" or "R", and so the results."""
+        return Strategy((state,) * len(self.operands), (state,) * len(self.results))

@@ -1,0 +1,97 @@
+"""What becomes of a product's result, for a recipe that decides by the way: is it read by products that add to it, is it scores?
+
+A recipe walks forward, and one product by columns and the next by rows is the least that a chain of products can communicate.  It
+is not where what is cut by columns is a *stream*: read by the products of one layer after the other, each of which adds its result to it.
+A transformer that begins with a product instead of a table (ViT's patches) has one, and so has what modulates another's stream (DiT).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shardwise.graph.schema import is_tensor, op_name
+from shardwise.shard.context import ShardingContext
+
+_LOSSES = frozenset(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"))
+
+
+@dataclass
+class Reach:
+    """What a value reaches through ops that are no products: those ops, and the products of a weight that read it there."""
+
+    ops: dict[fx.Node, None] = field(default_factory=dict)
+    products: dict[fx.Node, None] = field(default_factory=dict)
+
+
+class Ahead:
+    """Looks at the ops after a product, before states are chosen for them."""
+
+    def __init__(self, context: ShardingContext) -> None:
+        self.context, self.forms = context, context.forms
+
+    def is_stream(self, product: fx.Node) -> bool:
+        """Whether products that read the result add to it, and more is summed if it is cut by columns than if it is whole.
+
+        Cut, the results of those that read it are partial sums; whole, it is gathered, and so are summed what is added to it.
+        """
+        reach = self.reach(product)
+        spared = 2 * sum(map(self.size, reach.products)) - 2 * self.size(product)
+        if spared <= 0:
+            return False
+        added = self.added(reach)
+        return bool(added) and spared > 2 * sum(map(self.size, added))
+
+    def is_scores(self, product: fx.Node) -> bool:
+        """Whether a cross-entropy takes the result, by classes."""
+        return any(op_name(node) in _LOSSES for node in self.reach(product).ops)
+
+    def size(self, node: fx.Node) -> int:
+        return sum(map(math.prod, self.context.shapes(node)))
+
+    def multiplies(self, node: fx.Node) -> list[fx.Node]:
+        """The operands that an op sums over together with others; of one of several results there is no form."""
+        form = self.forms.get(node)
+        return [] if form is None else [o for i, (o, _) in enumerate(form.operands) if form.contracts(i)]
+
+    def weighted(self, node: fx.Node) -> bool:
+        """Whether an op multiplies by a weight."""
+        return any(map(self.context.learned, self.multiplies(node)))
+
+    def reach(self, product: fx.Node) -> Reach:
+        found, todo = Reach({product: None}), [product]
+        while todo:
+            for user in todo.pop().users:
+                if user in found.ops or not is_tensor(user) or self.forms.get(user, ...) is None:
+                    continue  # an op without a rule takes whole operands
+                if self.weighted(user):
+                    found.products[user] = None
+                elif not self.multiplies(user):
+                    found.ops[user] = None
+                    todo.append(user)
+        return found
+
+    def added(self, reach: Reach) -> dict[fx.Node, None]:
+        """The products whose results join what is reached, and that come after products that read it."""
+        after = set(reach.products)
+        for node in self.context.normal.graph.nodes:
+            if any(n in after for n in node.all_input_nodes):
+                after.add(node)
+        found: dict[fx.Node, None] = {}
+        seen = set(reach.ops)
+        todo = [o for node in reach.ops for o in node.all_input_nodes]
+        while todo:
+            node = todo.pop()
+            if node in seen or node not in after:
+                continue
+            seen.add(node)
+            if self.weighted(node):
+                found[node] = None
+            else:
+                todo += node.all_input_nodes
+        return found
+
+
+__all__ = ["Ahead"]

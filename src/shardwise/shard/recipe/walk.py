@@ -1,0 +1,429 @@
+"""What the ops of a model are on an axis of tensor parallelism, by a recipe: which parameters are sharded, and where ranks communicate.
+
+``1d`` (Shoeybi et al., arXiv 1909.08053, section 3): a product whose input is whole has its weight split by columns, and one whose
+input is sharded along what it sums over, by rows; a table is split by rows where indices come from the batch, and a cross-entropy takes
+scores that are split by classes.  ``ahead.py`` says where these turns would communicate more than they have to.  For a transformer
+layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section 4.2.2): what comes between the products is sharded along the
+sequence; the all-reduces become a reduce-scatter and an all-gather each, of the same volume.  The others, and their volumes, are in
+``parallel/tensor.py``.
+
+Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits that come after.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from shardwise.core.mesh import axis_of, sub_axes
+from shardwise.ops import collectives
+from shardwise.parallel.tensor import Role, role
+from shardwise.shard.assignment import Assignment, place_of
+from shardwise.shard.batch_walk import Walk
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.recipe.lookahead import Ahead
+from shardwise.shard.recipe.split_points import Cuts
+
+OPEN = "?"
+"""The state of a parameter that nothing has used yet, and of views of it."""
+
+TABLE = 8
+"""Rows a rank from which on a table is split."""
+
+
+class TensorWalk(Walk):
+    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the assignments of those before it.
+
+    ``known`` is what the axis does; none: all compute the same over it.
+    """
+
+    def __init__(
+        self, context: ShardingContext, axis: str, rows: Assignment, before: Mapping[str, Assignment],
+        known: Role | None,
+    ) -> None:  # fmt: skip
+        super().__init__(context)
+        self.axis, self.rows, self.before = axis, rows, before
+        # Sub-axes cut alike, one within the other, so that both decide as the axis does.
+        own = [name for name in context.tensor.axes if axis_of(name) == axis_of(axis)]
+        self.parts, self.major = math.prod(context.tensor.axes[name] for name in own), context.tensor.axes[own[0]]
+        self.divided, self.outer = len(own) > 1, axis == own[0]
+        self.few = 1  # ranks among which heads can be shared out that are not enough for all
+        self.shared: set[fx.Node] = (
+            set()
+        )  # products that are the same on several ranks, each of which uses a part of what follows
+        self.role, self.inert = known or Role(), known is None
+        self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
+        self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
+        self.made: set[fx.Node] = set()  # partial sums that products made
+        self.cuts = Cuts(context, self.parts)
+        self.ahead = Ahead(context)
+        self.streams: set[fx.Node] = set()  # products by columns whose result is gathered, for it is what others add to
+
+    @property
+    def alternates(self) -> bool:
+        """Whether products by columns and by rows take turns by themselves."""
+        return self.role.stream in ("whole", "sequence") and not self.role.rows
+
+    def run(self) -> Assignment:
+        super().run()
+        for node in list(self.views):
+            self.settle(node, None)
+        return self.found
+
+    def visit(self, node: fx.Node) -> None:
+        """Views of open parameters stay open; what else reads these decides on them."""
+        form = self.forms.get(node)
+        if form is not None and len(form.operands) == 1 and form.operands[0][0] in self.origin:
+            self.found.states[node] = (OPEN,) * len(form.results)
+            self.remember(node, form.operands[0][0])
+            return
+        if node in self.forms and form is None:
+            for operand in filter(self.origin.__contains__, node.all_input_nodes):
+                self.close(operand, None)
+        super().visit(node)
+        if node not in self.forms and node.args[0] in self.origin:
+            self.remember(node, node.args[0])
+
+    # ---- parameters ------------------------------------------------------------------------------------------------
+
+    def birth(self, node: fx.Node) -> State:
+        name = self.context.captured.parameters.get(node.name)
+        if name is None or self.inert:
+            return Place(0) if self.role.rows and node.name in self.context.captured.fields else "I"
+        if self.context.tensor.layouts is not None:
+            layout = self.context.tensor.layouts.get(name)
+            return place_of(layout, self.axis, self.context.tensor.axes)
+        self.views[node], self.origin[node] = [], node
+        return OPEN
+
+    def remember(self, node: fx.Node, source: fx.Node) -> None:
+        self.origin[node] = self.origin[source]
+        self.views[self.origin[source]].append(node)
+
+    def close(self, node: fx.Node, wanted: State | None) -> bool:
+        """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.  Whether it is."""
+        if node not in self.origin:
+            return self.found.states[node][0] == wanted
+        parameter = self.origin[node]
+        for place in self.candidates(parameter, node, wanted) if isinstance(wanted, Place) else ():
+            if self.under(parameter, place).get(node, (None,))[0] == wanted:
+                self.settle(parameter, place)
+                return True
+        self.settle(parameter, None)
+        return False
+
+    def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Place) -> Iterator[Place]:
+        """Where a parameter might be sharded for a view of it to be sharded as wanted."""
+        shape, size = self.context.shape(parameter), self.context.shape(node)[wanted.dim]
+        for dim, whole in enumerate(shape):
+            for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
+                if whole % (pre * wanted.post) == 0:
+                    yield wanted._replace(dim=dim, pre=pre)
+
+    def under(self, parameter: fx.Node, place: Place | None) -> dict[fx.Node, tuple[State, ...]]:
+        """The states of a parameter and its views if it is sharded there."""
+        found: dict[fx.Node, tuple[State, ...]] = {parameter: ("I" if place is None else place,)}
+        for node in self.views[parameter]:
+            form = self.forms.get(node)
+            if form is None:
+                found[node] = (found[node.args[0]][node.args[1]],)
+                continue
+            strategy = self.of_view(form, found[form.operands[0][0]][0])
+            found[node] = strategy.results
+        return found
+
+    @staticmethod
+    def of_view(form: Form, state: State) -> Strategy:
+        found = form.shards(0, state) if isinstance(state, Place) else None
+        return form.whole("I") if found is None else found
+
+    def settle(self, parameter: fx.Node, place: Place | None) -> None:
+        self.found.states |= (states := self.under(parameter, place))
+        for node in self.views.pop(parameter):
+            form = self.forms.get(node)
+            if form is not None:
+                self.found.strategies[node] = self.of_view(form, states[form.operands[0][0]][0])
+        for node in states:
+            del self.origin[node]
+
+    # ---- ops -----------------------------------------------------------------------------------------------------------
+
+    def state(self, node: fx.Node) -> State:
+        """As the ops see it that read it."""
+        return "I" if node in self.streams else super().state(node)
+
+    def choose(self, form: Form) -> Strategy:
+        opened = [i for i, (o, _) in enumerate(form.operands) if o in self.origin]
+        if opened:
+            self.decide(form, opened)
+        states = [self.state(o) for o, _ in form.operands]
+        if self.context.tensor.layouts is not None:
+            whole = [i for i, (o, _) in enumerate(form.operands) if states[i] == "I" and self.context.learned(o)]
+            self.by_rows(form, whole) or self.by_columns(form, whole)
+        if form.node in self.shared:
+            return form.whole("R")
+        found = self.column(form, states) or self.sharded(form, states)
+        if found is not None:
+            return self.noted(form, found)
+        partial = [i for i, s in enumerate(states) if s == "P"]
+        if partial and form.keeps(partial) and self.keeps(form, partial):
+            return self.noted(form, form.on_partial(partial))
+        for i in partial:
+            found = self.in_stream(form, i)
+            if found is not None:
+                return found
+        passing = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)]
+        return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
+
+    def shards(self, form: Form, position: int, place: Place) -> Strategy | None:
+        """A form's strategy whose shards go together with those of other axes."""
+        for way in (form.shards, form.spread):
+            strategy = None if way is None else way(position, place)
+            if strategy is not None and self.together(form, strategy):
+                return strategy
+        return None
+
+    def fits(self, node: fx.Node, place: Place) -> bool:
+        """Whether a value can be sharded at ``place`` beside what other axes make of it."""
+        others = {group: one.states[node][0] for group, one in ((collectives.ROWS, self.rows), *self.before.items())}
+        return self.context.fits(self.context.shape(node), {**others, self.axis: place})
+
+    def together(self, form: Form, strategy: Strategy) -> bool:
+        """Whether a strategy's shards go together with those of other axes."""
+        walked = {collectives.ROWS: self.rows, **self.before}
+        known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
+        every = {**known, self.axis: strategy}
+        shapes = [self.context.shape(o) for o, _ in form.operands]
+        operands = [{g: s.operands[i] for g, s in every.items()} for i in range(len(shapes))]
+        results = [{g: s.results[i] for g, s in every.items()} for i in range(len(form.results))]
+        if not all(
+            self.context.fits(shape, states)
+            for shape, states in zip((*shapes, *self.context.shapes(form.node)), (*operands, *results), strict=True)
+        ):
+            return False
+        return form.agree is None or form.agree([self.context.layout_of(*one) for one in zip(shapes, operands, strict=True)])
+
+    def sharded(self, form: Form, states: list[State]) -> Strategy | None:
+        """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
+        order = []
+        for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
+            if isinstance(state, Place):
+                mine = self.context.learned(operand)
+                if not (mine and self.role.at_use and not self.large_table(form, i)):
+                    shape = self.context.shape(operand)
+                    coarse = self.divided and self.context.size(operand, state) < self.parts
+                    order.append((not mine, coarse, -math.prod(shape), i, state))
+        for *_, i, state in sorted(order, key=lambda one: one[:4]):
+            found = self.shards(form, i, state)
+            if found is not None:
+                return found
+        return None
+
+    def column(self, form: Form, states: list[State]) -> Strategy | None:
+        """Of a product by rows, if products are all by columns: its weight sharded otherwise than it rests."""
+        if self.role.stream != "width":
+            return None
+        for i, (operand, labels) in enumerate(form.operands):
+            state = states[i]
+            if isinstance(state, Place) and self.context.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
+                place = self.by_columns(form, [i])
+                return None if place is None else self.shards(form, *place)
+        return None
+
+    def noted(self, form: Form, strategy: Strategy) -> Strategy:
+        """Remember where a partial sum is that of a product, and where a stream begins."""
+        product = any(
+            form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.context.learned(o)
+        )
+        if "P" in strategy.results:
+            if product or any(o in self.made for o, _ in form.operands):
+                self.made.add(form.node)
+        elif product and self.alternates and isinstance(strategy.results[0], Place) and self.ahead.is_stream(form.node):
+            self.streams.add(form.node)
+        return strategy
+
+    def keeps(self, form: Form, partial: list[int]) -> bool:
+        """Whether an op is applied to a partial sum, which is reduced later."""
+        others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
+        if others:
+            return False
+        small = not self.context.shape(form.operands[partial[0]][0])
+        together = form.linear == "add" and len(partial) == len(form.operands) > 1
+        later = self.role.stream != "whole" and form.operands[0][0] in self.made and self.in_stream(form, partial[0]) is None
+        return small or together or later
+
+    def large_table(self, form: Form, table: int) -> bool:
+        """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
+        rows, found = math.prod(self.context.shape(form.operands[table][0])), sum(map(math.prod, self.context.shapes(form.node)))
+        return self.looks_up(form, table) and rows > found
+
+    def looks_up(self, form: Form, table: int) -> bool:
+        """Whether an op looks up rows of the operand ``table``."""
+        labels = form.operands[table][1]
+        return not form.contracts(table) and len(form.operands) > 1 and any(form.sums(label) for label in labels)
+
+    def decide(self, form: Form, opened: list[int]) -> None:
+        """Close the open operands of an op: as its other operands want it, or as the recipe says where these are whole."""
+        if self.role.rows:
+            place = self.at_rest(form, opened)
+        else:
+            place = self.by_rows(form, opened) or self.by_table(form, opened) or self.by_columns(form, opened)
+        strategy = None if place is None else self.shards(form, *place)
+        if place is None:
+            known = [(i, self.state(o)) for i, (o, _) in enumerate(form.operands) if i not in opened]
+            sharded = [(i, s) for i, s in known if isinstance(s, Place)]
+            strategy = next((found for one in sharded if (found := self.shards(form, *one)) is not None), None)
+        order = [place[0]] if place is not None and place[0] in opened else []
+        for i in [*order, *(i for i in opened if i not in order)]:
+            if self.role.at_use:
+                wanted = place[1] if place is not None and i in order else None
+            else:
+                wanted = None if strategy is None else strategy.operands[i]
+            good = self.close(form.operands[i][0], wanted)
+            if not good and i in order:
+                strategy = None
+
+    def at_rest(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(weight, where it rests) of a product whose weight is gathered where it is used: along what is summed over, else any dim."""
+        if not self.role.at_use:
+            return None
+        for i in opened:
+            operand, labels = form.operands[i]
+            if not (form.contracts(i) or self.looks_up(form, i)):
+                continue
+            dims = sorted(range(len(labels)), key=lambda d: not form.sums(labels[d]))
+            for dim in dims:
+                size, inner = self.context.shape(operand)[dim], self.within(operand, dim)
+                if inner is not None and size % (inner * self.parts) == 0:
+                    return i, Place(dim, inner, size // (inner * self.parts))
+        return None
+
+    def within(self, operand: fx.Node, dim: int) -> int | None:
+        """The number of pieces into which others cut a dim of a parameter; None where there is no telling."""
+        pieces = 1
+        for one in self.before.values():
+            state = one.states[operand][0]
+            if isinstance(state, Place) and state.dim == dim:
+                if state.pre != 1 or pieces != 1:
+                    return None
+                pieces = self.context.shape(operand)[dim] // state.post
+        return pieces
+
+    def by_rows(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
+        for i, (operand, labels) in enumerate(form.operands if self.role.stream != "width" else ()):
+            if i in opened:
+                continue
+            for place in self.pieces(operand):
+                label = labels[place.dim]
+                if form.sums(label) and any(label in form.operands[j][1] for j in opened):
+                    return None if self.keeps_scores(form, i) else (i, place)
+        return None
+
+    def keeps_scores(self, form: Form, position: int) -> bool:
+        """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are not to be whole."""
+        sizes = [math.prod(self.context.shape(node)) for node in (form.node, form.operands[position][0])]
+        return self.alternates and sizes[0] > sizes[1] and self.ahead.is_scores(form.node)
+
+    def pieces(self, operand: fx.Node) -> list[Place]:
+        """Where an operand is sharded, or where slices of a whole one may begin the turns of columns and rows."""
+        state = self.state(operand)
+        if state == "I" and self.role.turned and not self.context.learned(operand):
+            sizes = self.context.expressions(operand)
+            return [self.cuts.even(s, d) for d, s in enumerate(sizes) if isinstance(s, int) and s and s % self.parts == 0]
+        return [state] if isinstance(state, Place) else []
+
+    def by_columns(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(weight, where to shard it): along a dim of the result that the weight alone has, of a product."""
+        for i in opened:
+            labels = form.operands[i][1]
+            others = {label for j, (_, theirs) in enumerate(form.operands) if j not in opened for label in theirs}
+            if not any(form.sums(label) and label in others for label in labels):
+                continue
+            for dim, label in enumerate(labels):
+                if label is not None and label in form.results[0] and label not in others:
+                    place = self.column_of(form, i, dim, list(form.results[0]).index(label))
+                    if place is not None or form.node in self.shared:
+                        return None if place is None else (i, place)
+        return None
+
+    def column_of(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
+        """Where to cut a weight by columns.
+
+        Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut among as many of
+        the ranks as can have whole ones: those of the major sub-axis; over the other all have the same.
+        """
+        found = self.cuts.split(form, weight, dim, result)
+        lost, place = found or (1, None)
+        if not lost or self.role.stream not in ("whole", "sequence") or not self.cuts.multiplied(form.node):
+            return place
+        number, heads = self.fewer(form, weight, dim, result)
+        if number == 1 or (self.divided and not self.outer and number == self.major):
+            self.shared.add(form.node)
+            return None
+        self.few = max(self.few, 1 if self.divided else number)
+        return heads if self.divided and number == self.major else place
+
+    def fewer(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place | None]:
+        """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and how."""
+        for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
+            found = Cuts(self.context, number).split(form, weight, dim, result)
+            whole = self.context.shape(form.operands[weight][0])[dim]
+            if found is not None and not found[0] and whole // (found[1].pre * found[1].post) % number == 0:
+                return number, found[1]
+        return 1, None
+
+    def by_table(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+        """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of each."""
+        for i in opened:
+            operand, labels = form.operands[i]
+            if not self.looks_up(form, i):
+                continue
+            shape = self.context.shape(operand)
+            row = next(d for d, label in enumerate(labels) if form.sums(label))
+            if self.role.turned or self.role.stream == "width":
+                wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
+                return (i, self.cuts.even(shape[wide[-1]], wide[-1])) if wide else None
+            looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
+            if looked and shape[row] >= TABLE * self.parts:
+                return i, self.cuts.even(shape[row], row)
+        return None
+
+    def in_stream(self, form: Form, position: int) -> Strategy | None:
+        """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes between products."""
+        operand = form.operands[position][0]
+        if operand not in self.made:
+            return None
+        rows, shape = self.rows.states[operand][0], self.context.shape(operand)
+        if self.role.rows or self.role.stream == "rows":
+            return self.shards(form, position, rows) if isinstance(rows, Place) else None
+        if self.role.stream != "sequence":
+            return None
+        at = rows.dim if isinstance(rows, Place) else -1
+        for dim in range(len(shape) - 1):
+            if dim != at and shape[dim] >= self.parts and isinstance(self.context.expressions(operand)[dim], int):
+                return self.shards(form, position, self.cuts.even(shape[dim], dim))
+        return None
+
+
+def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
+    """What the ops are on each axis by the recipe, and the axes with one as two sub-axes, if there are few heads for its ranks."""
+    found: dict[str, Assignment] = {}
+    roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
+    # What rests within others' pieces comes last.
+    for axis, known in sorted(roles.items(), key=lambda one: one[1] is not None and one[1].at_use):
+        walk = TensorWalk(context, axis, rows, found, known)
+        found[axis] = walk.run()
+        if walk.few > 1:
+            inner = walk.parts // walk.few
+            both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
+            return found, {
+                name: n for a, size in context.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()
+            }
+    return found, None
+
+
+__all__ = ["TensorWalk", "recipe"]

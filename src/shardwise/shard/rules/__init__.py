@@ -1,0 +1,39 @@
+"""How each op of a captured graph treats a sharded batch: tables of small functions, a file for each family.
+
+Most ops are one line: labels for the dims of operands and result, as in an einsum.  A rule returns None where the op, so used, is not
+covered; it is then computed whole on every rank, and reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from torch import fx
+
+from shardwise.ops import norms
+from shardwise.shard.context import Rule
+from shardwise.shard.rules import attention, draws, elementwise, lookups, losses, products, reductions, shapes
+from shardwise.shard.rules.table import op_name, pointwise
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **elementwise.RULES, **shapes.RULES, **lookups.RULES, **products.RULES, **attention.RULES, **reductions.RULES, **losses.RULES, **draws.RULES,
+        "batch_norm of rows": reductions.batch_norm,
+    }
+)  # fmt: skip
+"""By the name of the op, whatever its overload."""
+
+
+def find(node: fx.Node) -> Rule | None:
+    """The rule of an op, if there is one."""
+    if node.target is norms.batch_norm:
+        return RULES["batch_norm of rows"]
+    rule = RULES.get(op_name(node))
+    if rule is None and torch.Tag.pointwise in getattr(node.target, "tags", ()) and "ordinal" not in node.meta:
+        return pointwise
+    return rule
+
+
+__all__ = ["RULES", "find"]

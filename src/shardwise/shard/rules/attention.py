@@ -1,0 +1,124 @@
+"""Attention, whose heads of keys and values may be fewer than those of queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Mesh
+from shardwise.ops import collectives, random_ops
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Emit, Form, Place, Solved, State, Strategy
+from shardwise.shard.rules.draws import keys, ordered
+from shardwise.shard.rules.table import Table, aligned, given, rank_of
+
+RULES = Table()
+
+
+@RULES.rule("scaled_dot_product_attention")
+def _attention(context: ShardingContext, node: fx.Node) -> Any:
+    q, k, v = node.args[:3]
+    mask = given(node, "attn_mask")
+    lead = rank_of(context, q) - 2
+    leads = [context.expressions(x)[:lead] for x in (q, k, v)]
+    if any(rank_of(context, x) != lead + 2 for x in (k, v)):
+        return None
+    # A dim that differs is of heads that share keys, or is broadcast: whole.
+    names: list[Any] = [d if len({s[d] for s in leads}) == 1 else None for d in range(lead)]
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*names, None, None]) for x in (q, k, v)]
+    if isinstance(mask, fx.Node):
+        ((_, labels),) = aligned(context, [mask], [*context.expressions(node)[:lead], None, None])
+        operands.append((mask, [names[d] if d is not None and d < lead else None for d in labels]))
+    out = [*[d if d is not None else f"w{i}" for i, d in enumerate(names)], "q", "e"]
+    form = context.labelled(node, operands, out)
+    if lead and context.shape(q)[lead - 1] != context.shape(k)[lead - 1]:
+        _share_heads(context, form, lead - 1)
+    if "ordinal" not in node.meta:
+        form.emit = lambda emitter, solved: emitter.plain(node, _matched(emitter, node, solved))
+        return form
+    form.emit = _attention_dropout(node, given(node, "is_causal", False))
+    return form if context.dropout == "fast" else ordered(context, form)
+
+
+def _share_heads(context: ShardingContext, form: Form, dim: int) -> None:
+    """Groups of queries share the heads of keys and values: pieces of these go with pieces of those, or every rank has these whole."""
+    sizes = [context.shape(x)[dim] for x, _ in form.operands[:3]]
+    queries, keys = sizes[:2]
+    mask = context.shape(form.operands[3][0]) if len(form.operands) > 3 else ()
+    if len(mask) > 2 and mask[-3] != 1:
+        return  # a mask for each head
+    masks: list[State] = ["R"] * (len(form.operands) - 3)
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim or place.pre != 1 or position > 2:
+            return form.by_label(position, place)
+        pieces = sizes[position] // place.post
+        if position and queries % pieces:
+            return None
+        own = place if position == 0 else Place(dim, 1, queries // pieces)
+        shared = math.gcd(pieces, keys)
+        rest: State = Place(dim, 1, keys // shared) if shared > 1 else "R"
+        return Strategy((own, rest, rest, *masks), (own,))
+
+    def spread(position: int, place: Place) -> Strategy | None:
+        return Strategy((place, "R", "R", *masks), (place,)) if position == 0 and place.dim == dim else None
+
+    def agree(layouts: Sequence[Layout]) -> bool:
+        each = queries // keys
+        return all(a == b or (c * each <= a and b <= d * each) for (a, b), (c, d) in _spans(context, layouts, dim))
+
+    form.moves, form.spread, form.agree = moves, spread, agree
+
+
+def _spans(context: ShardingContext, layouts: Sequence[Layout], dim: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Of each rank, of the axes of tensor parallelism, the (start, stop) of its heads of queries and of keys."""
+    mesh, found = Mesh.spanned(context.tensor.axes), []
+    for rank in range(mesh.size):
+        own = [layout.intervals(mesh, rank)[dim] for layout in layouts[:2]]
+        queries, keys = ((one[0][0], one[-1][1]) if one else (0, 0) for one in own)
+        found.append((queries, keys))
+    return found
+
+
+def _matched(emitter: Emitter, node: fx.Node, solved: Solved) -> Solved:
+    """With those of a rank's heads of keys and values that its queries use, one for each, if these are not as regular as in the whole."""
+    q, k = node.args[:2]
+    dim = rank_of(emitter.context, q) - 3
+    if dim < 0 or emitter.context.shape(q)[dim] == emitter.context.shape(k)[dim]:
+        return solved
+    layouts = [emitter.layout(value) for value in solved.values[:2]]
+    each = emitter.context.shape(q)[dim] // emitter.context.shape(k)[dim]
+    spans = _spans(emitter.context, layouts, dim)
+    if all((a, b) == (c * each, d * each) or (a < b and d - c == 1) for (a, b), (c, d) in spans):
+        return solved
+    where = [(f[0].size, f[0].axes, math.prod(one.size for one in f[1:])) for f in (layout.dims[dim] for layout in layouts)]
+    values = list(solved.values)
+    for i in (1, 2):
+        values[i] = emitter.emit(
+            node.args[i], (emitter.env, values[i], dim, each, *where), {}, values[i].meta["layout"], collectives.heads_used
+        )
+    return solved._replace(values=values)
+
+
+def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
+    """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is allowed to differ."""
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        q, k = node.args[:2]
+        solved = _matched(emitter, node, solved)
+        sharded = any(s.sharded for s in solved.strategies.values())
+        if emitter.context.dropout == "fast" and sharded:
+            return emitter.plain(node, solved)
+        sizes = [*q.meta["val"].shape[:-1], k.meta["val"].shape[-2]]
+        key = keys(emitter.context, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
+        mask = solved.values[3] if len(solved.values) > 3 else None
+        args = (emitter.env, *solved.values[:3], mask, given(node, "dropout_p", 0.0), causal, *key)
+        kwargs = {k: node.kwargs[k] for k in ("scale", "enable_gqa") if k in node.kwargs}
+        return emitter.emit(node, args, kwargs, solved.layout, random_ops.attention)
+
+    return emit

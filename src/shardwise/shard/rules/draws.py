@@ -1,0 +1,153 @@
+"""Random ops, keyed by the sample's index in the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.graph.captured import Uncapturable
+from shardwise.ops import random_ops
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Form, Place, Solved, State, Strategy
+from shardwise.shard.rules.table import Table, given, op_name, rank_of
+
+aten = torch.ops.aten
+RULES = Table()
+
+Batch = tuple[int, int] | None
+
+
+def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Place | None) -> Batch:
+    """Where the samples are in a random tensor of these sizes, as (dim, minor)."""
+    if place is not None:
+        return place.dim, place.post
+    if context.symbol is not None:
+        return next(((d, m) for d, s in enumerate(sizes) if (m := context.multiple(s))), None)
+    dims = [d for d, s in enumerate(sizes) if int(s) % context.rows == 0]
+    if not dims:
+        return None
+    if dims != [0]:
+        raise Uncapturable(f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known")
+    return 0, int(sizes[0]) // context.rows
+
+
+def keys(context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, State]) -> tuple[Any, ...]:
+    """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, spread, grid).
+
+    ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it, each with the axes
+    of tensor parallelism that shard it; None where nothing does.
+    """
+    places = {g: s for g, s in states.items() if isinstance(s, Place)}
+    first = places.get(ROWS) or next(
+        (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
+    )
+    spread = tuple(g for g, s in places.items() if s == first)
+    batch = sample_dim(context, sizes, first)
+    tensor = {g: s for g, s in places.items() if g not in spread}
+    if not tensor:
+        return node.meta["ordinal"], batch, spread, None
+    minor = {batch[0]: batch[1]} if batch is not None else {}
+    if any(s.dim in minor for s in tensor.values()):
+        raise Uncapturable("random numbers for samples that are sharded within a dim of the batch")
+    layout = context.layout_of([int(minor.get(d, s)) for d, s in enumerate(sizes)], tensor)
+    return node.meta["ordinal"], batch, spread, tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
+
+
+def ordered(context: ShardingContext, form: Form) -> Form:
+    """``form``, which does not take rows in another order than one device numbers samples in."""
+    inner = form.moves or form.by_label
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        operand = form.operands[position][0]
+        return None if place.pre != 1 and context.size(operand, place) == context.rows else inner(position, place)
+
+    form.moves = moves
+    return form
+
+
+def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> Form:
+    """An op each element of whose operand gets a random number; ``emit(emitter, key, value, layout)``."""
+    labels = range(rank_of(context, x))
+
+    def local(emitter: Emitter, solved: Solved) -> fx.Node:
+        states = {g: s.results[0] for g, s in solved.strategies.items()}
+        made: fx.Node = emit(emitter, lambda sizes: keys(context, node, sizes, states), solved.values[0], solved.layout)
+        return made
+
+    return ordered(context, context.labelled(node, [(x, labels)], labels, emit=local))
+
+
+_DROPOUTS = {"dropout": random_ops.dropout, "feature_dropout": random_ops.feature_dropout, "alpha_dropout": random_ops.alpha_dropout,
+             "feature_alpha_dropout": random_ops.feature_alpha_dropout}  # fmt: skip
+
+
+@RULES.rule(*_DROPOUTS)
+def _dropout(context: ShardingContext, node: fx.Node) -> Any:
+    x, feature = node.args[0], op_name(node).startswith("feature")
+    sizes = node.meta["val"].shape
+    if feature:
+        sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
+
+    def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        return emitter.emit(node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)])
+
+    form = _drawn(context, node, x, emit)
+    if feature:
+        form.operands = [(x, [d if d < 2 else None for d in range(rank_of(context, x))])]
+    return form
+
+
+_KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal", "rand": "uniform",
+          "randn": "normal", "randint": "randint"}  # fmt: skip
+
+
+@RULES.rule("rand_like", "randn_like", "uniform", "normal_functional")
+def _random_like(context: ShardingContext, node: fx.Node) -> Any:
+    kind = _KINDS[op_name(node)]
+    first, second = ("from", "to") if kind == "uniform" else ("mean", "std")
+    a, b = given(node, first, 0.0), given(node, second, 1.0)
+
+    def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        if node.meta["val"].dtype != node.args[0].meta["val"].dtype:
+            value = emitter.emit(node, (value, node.meta["val"].dtype), {}, layout, aten.to.dtype)
+        return emitter.emit(
+            node, (emitter.env, kind, *key(node.meta["val"].shape), value, a, b), {}, layout, random_ops.random_like
+        )
+
+    return _drawn(context, node, node.args[0], emit)
+
+
+@RULES.rule("bernoulli")
+def _bernoulli(context: ShardingContext, node: fx.Node) -> Any:
+    chance = given(node, "p")
+    x = chance if isinstance(chance, fx.Node) else node.args[0]
+    if context.expressions(x) != context.expressions(node):
+        raise Uncapturable("bernoulli with a probability that is broadcast")
+
+    def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
+        if chance is not None and x is not chance:
+            value = emitter.emit(node, (value, chance), {}, layout, aten.full_like.default)
+        return emitter.emit(node, (emitter.env, value, *key(node.meta["val"].shape)), {}, layout, random_ops.bernoulli)
+
+    return _drawn(context, node, x, emit)
+
+
+@RULES.rule("rand", "randn", "randint")
+def _random(context: ShardingContext, node: fx.Node) -> Any:
+    sizes = node.meta["val"].shape
+    fresh = [d for d, s in enumerate(sizes) if context.is_rows(s)]
+    kind = _KINDS[op_name(node)]
+    low, high = (given(node, "low", 0), given(node, "high", 1)) if kind == "randint" else (0, 1)
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        key = keys(context, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
+        local = emitter.local_sizes(node, solved.layout)
+        args = (emitter.env, kind, *key, local, node.meta["val"].dtype, context.device, low, high)
+        return emitter.emit(node, args, {}, solved.layout, random_ops.random_of)
+
+    return context.labelled(node, [], range(len(sizes)), fresh=Place(fresh[0]) if fresh else None, emit=emit)

@@ -1,0 +1,75 @@
+"""Elementwise ops.  Those that torch tags as pointwise need no entry, unless they are linear: these keep partial sums partial."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from shardwise.graph.schema import is_tensor
+from shardwise.graph.sizes import expression
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.rules.table import Table, aligned, given, pointwise, rank_of, tensors
+
+RULES = Table()
+
+RULES.same(
+    pointwise,
+    """masked_fill copy fill softplus log_sigmoid hardswish floor_divide true_divide __and__ __or__ __xor__ zeros_like ones_like
+    full_like empty_like rsub isclose isreal absolute arctan2 fix polar complex greater greater_equal less less_equal not_equal
+    special_erf special_xlogy special_expit logit""",
+)
+
+
+@RULES.rule("where")
+def _where(context: ShardingContext, node: fx.Node) -> Any:
+    return (
+        pointwise(context, node) if given(node, "self") is not None else None
+    )  # of a condition alone: the positions where it holds
+
+
+@RULES.rule("add", "sub", "subtract")
+def _add(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node, "add" if len(tensors(node)) == 2 else ())
+
+
+@RULES.rule("mul", "multiply")
+def _mul(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node, (0, 1))
+
+
+@RULES.rule("div", "divide")
+def _div(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node, (0,) if is_tensor(node.args[0]) and not given(node, "rounding_mode") else ())
+
+
+@RULES.rule("neg", "negative", "clone", "contiguous", "alias", "detach", "positive", "to", "_to_copy", "type_as", "lift_fresh_copy",
+            "real", "imag", "conj", "_conj", "conj_physical", "resolve_conj", "resolve_neg")  # fmt: skip
+def _linear(context: ShardingContext, node: fx.Node) -> Any:
+    source, value = tensors(node)[0].meta["val"], node.meta["val"]
+    wide = all(v.is_floating_point() or v.is_complex() for v in (source, value))
+    return pointwise(context, node, (0,) if wide and len(tensors(node)) == 1 else ())
+
+
+@RULES.rule("prelu")
+def _prelu(context: ShardingContext, node: fx.Node) -> Any:
+    x, weight = tensors(node)
+    labels = list(range(rank_of(context, x)))
+    channels: list[Any] = [1 if len(labels) > 1 and context.shape(weight) != (1,) else None] if rank_of(context, weight) else []
+    return context.labelled(node, [(x, labels), (weight, channels)], labels)
+
+
+@RULES.rule("glu")
+def _glu(context: ShardingContext, node: fx.Node) -> Any:
+    rank = rank_of(context, node)
+    dim = given(node, "dim", -1) % rank
+    labels: list[Any] = [d if d != dim else None for d in range(rank)]
+    return context.labelled(node, [(tensors(node)[0], labels)], [d if d != dim else "half" for d in range(rank)])
+
+
+@RULES.rule("broadcast_tensors")
+def _broadcast_tensors(context: ShardingContext, node: fx.Node) -> Any:
+    operands = tensors(node)
+    sizes = [expression(s) for s in node.meta["val"][0].shape]
+    labels = list(range(len(sizes)))
+    return context.labelled(node, aligned(context, operands, sizes), [labels] * len(operands), several=True)

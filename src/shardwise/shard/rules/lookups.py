@@ -1,0 +1,205 @@
+"""Embeddings, gathers, indexing: rows that look up, in tables or in themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.graph.sizes import expression
+from shardwise.ops import collectives
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Form, Place, Solved, Strategy
+from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+
+aten = torch.ops.aten
+RULES = Table()
+
+
+@RULES.rule("embedding")
+def _embedding(context: ShardingContext, node: fx.Node) -> Any:
+    weight, index = node.args[:2]
+    if given(node, "scale_grad_by_freq", False):
+        return None  # a gradient divided by how often a row occurs in the batch
+    labels = [f"i{d}" for d in range(rank_of(context, index))]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        (table, where), padding = solved.values, given(node, "padding_idx", -1)
+        factors = tuple((factor.size, factor.axes) for factor in table.meta["layout"].dims[0])
+        if not any(axes for _, axes in factors):
+            return emitter.emit(node, (table, where, padding), {}, solved.layout)
+        own = emitter.emit(index, (emitter.env, where, factors), {}, where.meta["layout"], collectives.own_index)
+        found = emitter.emit(node, (table, own, -1), {}, solved.layout)
+        return emitter.emit(node, (emitter.env, found, where, factors, padding), {}, solved.layout, collectives.own_only)
+
+    return context.labelled(node, [(weight, ["row", "width"]), (index, labels)], [*labels, "width"], emit=emit)
+
+
+@RULES.rule("one_hot")
+def _one_hot(context: ShardingContext, node: fx.Node) -> Any:
+    labels = list(range(rank_of(context, node.args[0])))
+    return context.labelled(node, [(node.args[0], labels)], [*labels, "classes"])
+
+
+@RULES.rule("gather", "scatter", "scatter_add", "scatter_reduce")
+def _gather(context: ShardingContext, node: fx.Node) -> Any:
+    """Along ``dim`` every operand is whole; another dim passes where all operands have it in full."""
+    operands = tensors(node)
+    rank = rank_of(context, node)
+    dim = given(node, "dim") % rank if rank else 0
+    sizes = [context.expressions(o) for o in operands]
+    if any(len(s) != rank for s in sizes):
+        return None
+    labels: list[Any] = [d if d != dim and all(s[d] == sizes[0][d] for s in sizes) else None for d in range(rank)]
+    out = [d if d in labels else f"w{d}" for d in range(rank)]
+    return context.labelled(node, [(o, labels) for o in operands], out)
+
+
+@RULES.rule("take_along_dim")
+def _take_along_dim(context: ShardingContext, node: fx.Node) -> Any:
+    operands, dim = tensors(node), given(node, "dim")
+    if dim is None:
+        return None
+    rank = rank_of(context, node)
+    sizes = broadcast(context, operands)
+    pairs = [(o, [lab if lab != dim % rank else None for lab in labels]) for o, labels in aligned(context, operands, sizes)]
+    return context.labelled(node, pairs, [d if d != dim % rank else "taken" for d in range(rank)])
+
+
+@RULES.rule("index_select")
+def _index_select(context: ShardingContext, node: fx.Node) -> Any:
+    x, dim, index = node.args
+    rank = rank_of(context, x)
+    labels: list[Any] = [d if d != dim % rank else None for d in range(rank)]
+    return context.labelled(
+        node, [(x, labels), (index, ["i"] * rank_of(context, index))], [d if d is not None else "i" for d in labels]
+    )
+
+
+# ---- x[i, j] ------------------------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("index", "index_put", "_unsafe_index", "_unsafe_index_put")
+def _index(context: ShardingContext, node: fx.Node) -> Any:
+    x, indices = node.args[:2]
+    present = [(d, i) for d, i in enumerate(indices) if isinstance(i, fx.Node)]
+    put = op_name(node).endswith("put")
+    if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for _, i in present):
+        return _masked_put(context, node) if put else None  # how many elements are taken depends on data
+    mine = _own_rows(context, x, present)
+    if put and given(node, "accumulate", False) and mine is None:
+        return None
+    apart, together = _indexed(context, node, present, put, None), _indexed(context, node, present, put, mine)
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Rows that look at themselves go together with their numbers."""
+        own = mine is not None and position == 0 and place == Place(mine[0])
+        return (together if own else apart).by_label(position, place)
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        feed = iter(solved.values)
+        source = next(feed)
+        places = {g: q for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place)}
+        rows = tuple(g for g, q in places.items() if mine is not None and q.dim == mine[0])
+        local = []
+        for index in indices:
+            value = next(feed) if isinstance(index, fx.Node) else None
+            if rows and mine is not None and index is mine[2]:
+                assert value is not None  # global numbers of own rows, as positions among own rows
+                start = emitter.graph.call_function(collectives.row_start, (emitter.env, rows))
+                value = emitter.emit(index, (value, start), {}, emitter.layout(value), aten.sub.Tensor)
+            local.append(value)
+        return emitter.emit(node, (source, local, *feed, *emitter.arguments(node.args[3:])), {}, solved.layout)
+
+    apart.moves, apart.emit = moves, emit
+    return apart
+
+
+def _indexed(
+    context: ShardingContext,
+    node: fx.Node,
+    present: Sequence[tuple[int, fx.Node]],
+    put: bool,
+    mine: tuple[int, int, fx.Node] | None,
+) -> Form:
+    """The labels of ``x[i, j]``, if rows look at themselves as ``mine`` says."""
+    x = node.args[0]
+    block = broadcast(context, [i for _, i in present])
+    indexed = {d for d, _ in present}
+    own: list[Any] = [("x", d) if d not in indexed else None for d in range(rank_of(context, x))]
+    names: list[Any] = [("i", d) for d in range(len(block))]
+    if mine is not None:
+        own[mine[0]] = names[mine[1]]
+    elif put:
+        names = [None] * len(block)  # rows may write to the same place
+    first = min(indexed)
+    at = first if max(indexed) - first + 1 == len(indexed) else 0
+    rest = [("x", d) for d in range(rank_of(context, x)) if d not in indexed]
+    result = [*rest[:at], *names, *rest[at:]]
+    operands = [(x, own), *((i, [names[lab] if lab is not None else None for lab in labs])
+                            for i, labs in aligned(context, [i for _, i in present], block))]  # fmt: skip
+    if not put:
+        return context.labelled(node, operands, [n if n is not None else "w" for n in result])
+    values = node.args[2]
+    sizes = _result_sizes(context, x, indexed, block, at)
+    ((_, labels),) = aligned(context, [values], sizes)
+    operands.append((values, [result[lab] if lab is not None else None for lab in labels]))
+    return context.labelled(node, operands, [lab if lab is not None else f"w{d}" for d, lab in enumerate(own)])
+
+
+def _masked_put(context: ShardingContext, node: fx.Node) -> Any:
+    """``x[mask] = number`` is elementwise, with the mask's dims in front."""
+    x, masks, value = node.args[:3]
+    mask, *others = list(masks)
+    if others or mask is None or context.shape(value) not in ((), (1,)) or given(node, "accumulate", False):
+        return None
+    labels = list(range(rank_of(context, x)))
+    pairs = [(mask, labels[: rank_of(context, mask)]), (value, [None] * rank_of(context, value)), (x, labels)]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        where, number, source = solved.values
+        for d in labels[rank_of(context, mask) :]:
+            where = emitter.emit(mask, (where, d), {}, solved.layout, aten.unsqueeze.default)
+        return emitter.emit(node, (where, number, source), {}, solved.layout, aten.where.self)
+
+    return context.labelled(node, pairs, labels, emit=emit)
+
+
+def _result_sizes(context: ShardingContext, x: fx.Node, indexed: set[int], block: Sequence[Any], at: int) -> list[Any]:
+    rest = [s for d, s in enumerate(context.expressions(x)) if d not in indexed]
+    return [*rest[:at], *block, *rest[at:]]
+
+
+def _own_rows(context: ShardingContext, x: fx.Node, present: Sequence[tuple[int, fx.Node]]) -> tuple[int, int, fx.Node] | None:
+    """(dim of x, dim of the indices' block, index) where rows may look at themselves: ``x[arange(rows), …]`` of an x with so many rows."""
+    rank, sizes = len(broadcast(context, [i for _, i in present])), context.expressions(x)
+    for d, index in present:
+        if sizes[d] == context.rows:
+            axis = _row_numbers(context, index)
+            if axis is not None:
+                return d, axis + rank - rank_of(context, index), index
+    return None
+
+
+def _row_numbers(context: ShardingContext, node: fx.Node) -> int | None:
+    """The dim along which a tensor is 0, 1, … up to the number of rows and along all others constant, if it is known to be so."""
+    name = op_name(node)
+    if name == "arange":
+        plain = node.target is aten.arange.default or (given(node, "start") == 0 and given(node, "step", 1) == 1)
+        integer = not node.meta["val"].is_floating_point()
+        return 0 if plain and integer and expression(node.meta["val"].shape[0]) == context.rows else None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if name in ("to", "clone", "contiguous", "alias") and not node.meta["val"].is_floating_point():
+        return _row_numbers(context, source)
+    if name in ("unsqueeze", "expand", "view", "reshape"):
+        axis = _row_numbers(context, source)
+        found = [d for d, s in enumerate(context.expressions(node)) if s == context.rows]
+        others = [s for s in context.expressions(source) if s != 1]
+        one = len(found) == 1 and len(others) == 1  # nothing but the row numbers themselves: the dim is known by its size
+        return found[0] if axis is not None and one else None
+    return None

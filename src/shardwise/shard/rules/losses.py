@@ -1,0 +1,161 @@
+"""Losses: a mean over rows is this rank's sum over everybody's count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.graph.torch_private import schema
+from shardwise.ops import collectives, cross_entropy
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Form, Place, Solved, Strategy
+from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+
+aten = torch.ops.aten
+RULES = Table()
+
+
+@RULES.rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
+    x, target = node.args[:2]
+    weight, reduction = given(node, "weight"), given(node, "reduction", cross_entropy.MEAN)
+    chances = op_name(node) != "cross_entropy_loss"  # log-probabilities, not scores
+    rank = rank_of(context, x)
+    if rank < 2:
+        return None
+    labels: list[Any] = ["b", "class", *range(2, rank)]
+    classes = rank_of(context, target) == rank  # probabilities, not indices
+    theirs = labels if classes else ["b", *range(2, rank)]
+    operands: list[tuple[fx.Node, list[Any]]] = [(x, labels), (target, theirs)]
+    if isinstance(weight, fx.Node):
+        operands.append((weight, [None]))
+    ignore, smoothing = given(node, "ignore_index", -100), 0.0 if chances else given(node, "label_smoothing", 0.0)
+    form = context.labelled(node, operands, ["b", *range(2, rank)] if reduction == cross_entropy.NONE else [])
+
+    def of_classes(strategy: Strategy) -> bool:
+        at = strategy.operands[0]
+        return isinstance(at, Place) and labels[at.dim] == "class"
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is log-probabilities already they add up."""
+        strategy = form.by_label(position, place)
+        if strategy is None or not of_classes(strategy):
+            return strategy
+        if not context.shared_out(x, place) or not _at_every_so_many(context, x, place):
+            return None
+        return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        values = list(solved.values)
+        weights = values[2] if len(values) > 2 else None
+        axes = tuple(g for g, s in solved.strategies.items() if of_classes(s))
+        spread = tuple(g for g, s in solved.strategies.items() if isinstance(s.operands[0], Place) and g not in axes)
+        if not axes and (reduction != cross_entropy.MEAN or not spread):
+            tail = (weights, reduction, ignore) if chances else (weights, reduction, ignore, smoothing)
+            return emitter.emit(node, (*values[:2], *tail), {}, solved.layout)
+        counted = node is context.counted
+        if not counted and spread and reduction == cross_entropy.MEAN:
+            emitter.count("all_reduce", "count of targets")
+        if axes and not chances:
+            emitter.count("all_gather", "softmax over shards of classes")
+        options = {
+            "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": counted and ROWS in spread,
+            "log_probabilities": chances, "summand": node in context.summands, "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
+        }  # fmt: skip
+        return emitter.emit(
+            node, (emitter.env, _before_cast(values[0]), values[1], weights), options, solved.layout, cross_entropy.cross_entropy
+        )
+
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
+        if of_classes(strategy):
+            rows = math.prod(shapes[0]) // max(shapes[0][1], 1)
+            if not chances:
+                yield False, "all_gather", parts * cross_entropy.numbers(classes) * rows * max(x.meta["val"].dtype.itemsize, 4)
+        elif isinstance(strategy.operands[0], Place) and reduction == cross_entropy.MEAN and node is not context.counted:
+            yield False, "all_reduce", 8 if weight is None or classes else weight.meta["val"].dtype.itemsize
+
+    form.moves, form.emit, form.exchange = moves, emit, exchange
+    return form
+
+
+def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Place) -> bool:
+    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even over all axes that may
+    share in it."""
+    if place.pre != 1:
+        return False
+    if place.post == 1:
+        return True
+    size = context.size(x, place)
+    return size % math.prod(context.tensor.axes.values()) == 0 or context.stands_for_pieces(size)
+
+
+def _before_cast(scores: fx.Node) -> fx.Node:
+    """Scores before they were cast to fp32: the cross-entropy casts them piece by piece."""
+    narrow = (torch.bfloat16, torch.float16)
+    if scores.target is not aten.to.dtype or scores.meta["val"].dtype is not torch.float32:
+        return scores
+    source = scores.args[0]
+    return source if isinstance(source, fx.Node) and source.meta["val"].dtype in narrow else scores
+
+
+@RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",
+            "binary_cross_entropy_with_logits", "poisson_nll_loss", "margin_ranking_loss", "hinge_embedding_loss")  # fmt: skip
+def _elementwise_loss(context: ShardingContext, node: fx.Node) -> Any:
+    operands = tensors(node)
+    sizes = broadcast(context, operands)
+    return _reduced(context, node, aligned(context, operands, sizes), list(range(len(sizes))), sizes)
+
+
+@RULES.rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
+def _row_loss(context: ShardingContext, node: fx.Node) -> Any:
+    """One number a row: of vectors, and some of them with a target a row; one vector or target may be for all rows."""
+    operands, target, weight = tensors(node), given(node, "target"), given(node, "weight")
+    numbers = [o for o in operands if o is target and rank_of(context, o) == 1]
+    vectors = [o for o in operands if o is not weight and o not in numbers]
+    width = broadcast(context, vectors)
+    if len(width) != 2:
+        return None
+    rows = next((s for s in (width[0], *(context.expressions(o)[0] for o in numbers)) if s != 1), 1)
+    labels = dict(aligned(context, vectors, [rows, width[1]]) + aligned(context, numbers, [rows]))
+    pairs = [(o, ["b" if d == 0 else None for d in labels.get(o, [None])]) for o in operands]
+    return _reduced(context, node, pairs, ["b"], [rows], apart=True)
+
+
+def _reduced(
+    context: ShardingContext, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any], apart: bool = False
+) -> Form:  # fmt: skip
+    """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number.
+
+    ``apart``: it is summed behind its kernel, whose own sum of no rows may be anything.
+    """
+    reduction = given(node, "reduction", cross_entropy.MEAN)
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        args, kwargs = emitter.filled(node, solved.values)
+        sharded = any(s.sharded for s in solved.strategies.values())
+        if not sharded or reduction == cross_entropy.NONE or (reduction == cross_entropy.SUM and not apart):
+            return emitter.emit(node, args, kwargs, solved.layout)
+        at = [a.name for a in schema(node.target).arguments].index("reduction")
+        args, kwargs, how = list(args), dict(kwargs), cross_entropy.NONE if apart else cross_entropy.SUM
+        if len(args) > at:
+            args[at] = how
+        else:
+            kwargs["reduction"] = how
+        if apart:
+            total = emitter.emit(node, (node.target, *args), kwargs, solved.layout, collectives.summed)
+        else:
+            total = emitter.emit(node, args, kwargs, solved.layout)
+        return (
+            total
+            if reduction == cross_entropy.SUM
+            else emitter.emit(node, (total, emitter.sizes.product(sizes)), {}, solved.layout, aten.div.Scalar)
+        )
+
+    return context.labelled(node, pairs, labels if reduction == cross_entropy.NONE else [], emit=emit)

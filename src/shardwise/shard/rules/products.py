@@ -1,0 +1,162 @@
+"""Contractions: matrix products, convolutions, recurrent layers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.core.mesh import Mesh
+from shardwise.ops import collectives
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Solved
+from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+
+aten = torch.ops.aten
+RULES = Table()
+
+
+@RULES.rule("linear")
+def _linear(context: ShardingContext, node: fx.Node) -> Any:
+    x, w = node.args[:2]
+    bias = given(node, "bias")
+    lead = list(range(rank_of(context, x) - 1))
+    columns = ["n"] if rank_of(context, w) == 2 else []
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(x, [*lead, "k"]), (w, [*columns, "k"])]
+    if isinstance(bias, fx.Node):
+        operands.append((bias, columns))
+    biased = isinstance(bias, fx.Node)
+    return context.labelled(node, operands, [*lead, *columns], () if biased else (0,), added=frozenset([2] if biased else []))
+
+
+@RULES.rule("matmul", "bmm", "mm", "mv", "dot", "vdot", "inner_product")
+def _matmul(context: ShardingContext, node: fx.Node) -> Any:
+    a, b = node.args[:2]
+    ranks = rank_of(context, a), rank_of(context, b)
+    batch = max(*ranks, 2) - 2
+    sizes = context.expressions(node)[:batch]
+    mine, theirs = (
+        [
+            batch - (r - 2) + d if s == sizes[batch - (r - 2) + d] else None
+            for d, s in enumerate(context.expressions(x)[: max(r - 2, 0)])
+        ]
+        for x, r in ((a, ranks[0]), (b, ranks[1]))
+    )
+    rows, columns = (["m"] if ranks[0] > 1 else []), (["n"] if ranks[1] > 1 else [])
+    out = [*range(batch), *rows, *columns]
+    return context.labelled(node, [(a, [*mine, *rows, "k"]), (b, [*theirs, "k", *columns])], out, (0, 1))
+
+
+@RULES.rule("addmm", "baddbmm")
+def _addmm(context: ShardingContext, node: fx.Node) -> Any:
+    bias, a, b = node.args[:3]
+    lead = list(range(rank_of(context, a) - 2))
+    out = [*lead, "m", "n"]
+    ((_, labels),) = aligned(context, [bias], context.expressions(node))
+    names = [out[d] if d is not None else None for d in labels]
+    return context.labelled(node, [(bias, names), (a, [*lead, "m", "k"]), (b, [*lead, "k", "n"])], out, added=frozenset([0]))
+
+
+@RULES.rule("outer", "ger")
+def _outer(context: ShardingContext, node: fx.Node) -> Any:
+    return context.labelled(node, [(node.args[0], ["m"]), (node.args[1], ["n"])], ["m", "n"], (0, 1))
+
+
+@RULES.rule("einsum")
+def _einsum(context: ShardingContext, node: fx.Node) -> Any:
+    equation, operands = node.args[0].replace(" ", ""), list(node.args[1])
+    left, _, right = equation.partition("->")
+    terms = left.split(",")
+    ranks = [rank_of(context, o) for o in operands]
+    wide = max((r - len(t) + 3 for t, r in zip(terms, ranks, strict=True) if "..." in t), default=0)
+    dots = [f".{i}" for i in range(wide)]
+    names = [_letters(t, dots, r) for t, r in zip(terms, ranks, strict=True)]
+    if any(len(set(n)) != len(n) for n in names):
+        return None  # a diagonal
+    if "->" in equation:
+        out = _letters(right, dots, len(right.replace("...", "")) + (wide if "..." in right else 0))
+    else:
+        plain = left.replace("...", "").replace(",", "")
+        out = [*dots, *sorted(c for c in set(plain) if plain.count(c) == 1)]
+    sizes = [context.expressions(o) for o in operands]
+    full = {n: s for ns, ss in zip(names, sizes, strict=True) for n, s in zip(ns, ss, strict=True) if s != 1}
+    pairs = [
+        (o, [n if s == full.get(n, 1) else None for n, s in zip(ns, ss, strict=True)])
+        for o, ns, ss in zip(operands, names, sizes, strict=True)
+    ]
+    return context.labelled(node, pairs, out, range(len(pairs)))
+
+
+def _letters(term: str, dots: list[str], rank: int) -> list[str]:
+    """The labels of one term of an einsum of so many dims, its ellipsis spelled out."""
+    before, _, after = term.partition("...")
+    hidden = rank - len(before) - len(after)
+    return [*before, *dots[len(dots) - hidden :], *after]
+
+
+@RULES.rule("bilinear")
+def _bilinear(context: ShardingContext, node: fx.Node) -> Any:
+    a, b, w = node.args[:3]
+    bias = given(node, "bias")
+    lead = list(range(rank_of(context, a) - 1))
+    operands: list[tuple[fx.Node, Sequence[Any]]] = [(a, [*lead, None]), (b, [*lead, None]), (w, [None] * 3)]
+    if isinstance(bias, fx.Node):
+        operands.append((bias, [None]))
+    return context.labelled(node, operands, [*lead, "n"])
+
+
+@RULES.rule("cdist")
+def _cdist(context: ShardingContext, node: fx.Node) -> Any:
+    a, b = node.args[:2]
+    lead = broadcast(context, [a, b])[:-2]
+    pairs = []
+    for x, name in ((a, "m"), (b, "n")):
+        own = context.expressions(x)[:-2]
+        shift = len(lead) - len(own)
+        pairs.append((x, [*(d + shift if s == lead[d + shift] else None for d, s in enumerate(own)), name, None]))
+    return context.labelled(node, pairs, [*range(len(lead)), "m", "n"])
+
+
+@RULES.rule("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def _conv(context: ShardingContext, node: fx.Node) -> Any:
+    operands = tensors(node)
+    spatial = rank_of(context, operands[1]) - 2
+    lead = ["b"] if rank_of(context, operands[0]) == spatial + 2 else []
+    inner: list[Any] = [None] * spatial
+    single = given(node, "groups", 1) == 1
+    n, c = ("n", "c") if single else (None, None)
+    rows = 0 if op_name(node).startswith("conv_transpose") else 1
+    weight = [n, n]
+    weight[rows] = c
+    pairs: list[tuple[fx.Node, Sequence[Any]]] = [(operands[0], [*lead, c, *inner]), (operands[1], [*weight, *inner])]
+    pairs += [(o, [n]) for o in operands[2:]]
+    out = [*lead, n or "channels", *[f"s{i}" for i in range(spatial)]]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        kernel, mesh = solved.values[1].meta["layout"], Mesh.spanned(context.tensor.axes)
+        if all(math.prod(kernel.local_shape(mesh, rank)) for rank in range(mesh.size)):
+            return emitter.plain(node, solved)
+        args, options = emitter.filled(node, solved.values)
+        return emitter.emit(node, (node.target, rows, *args), options, solved.layout, collectives.convolution)
+
+    return context.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit if single else None, factors=True)
+
+
+@RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(context: ShardingContext, node: fx.Node) -> Any:
+    """Sequences of one length; packed ones have no batch dim."""
+    x = node.args[0]
+    if rank_of(context, x) != 3 or not isinstance(given(node, "batch_first"), bool):
+        return None
+    batch = 0 if given(node, "batch_first") else 1
+    labels: list[Any] = [None] * 3
+    labels[batch] = "b"
+    state: list[Any] = [None, "b", None]
+    states = set(given(node, "hx")) if op_name(node) == "lstm" else {given(node, "hx")}
+    pairs = [(o, labels if o is x else state if o in states else [None] * rank_of(context, o)) for o in tensors(node)]
+    outputs = [[lab or f"w{i}" for i, lab in enumerate(one)] for one in (labels, state, state)]
+    return context.labelled(node, pairs, outputs[: len(node.meta["val"])], several=True)

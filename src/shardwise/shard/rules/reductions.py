@@ -1,0 +1,316 @@
+"""Reductions, norms, pooling, sorting: a sum over rows is a partial sum, everything else wants its dims whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.ops import norms, softmax
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Place, Solved, Strategy
+from shardwise.shard.rules.table import (
+    Table,
+    aligned,
+    broadcast,
+    dims_of,
+    given,
+    has_argument,
+    op_name,
+    pointwise,
+    rank_of,
+    tensors,
+    whole_dims,
+)  # fmt: skip
+
+aten = torch.ops.aten
+RULES = Table()
+
+
+def _kept(rank: int, dims: Sequence[int], keep: bool) -> list[Any]:
+    return [f"r{d}" if d in dims else d for d in range(rank) if keep or d not in dims]
+
+
+@RULES.rule("sum", "mean", "nansum", "count_nonzero")
+def _sum(context: ShardingContext, node: fx.Node) -> Any:
+    x, name = node.args[0], op_name(node)
+    rank = rank_of(context, x)
+    dims, keep = dims_of(node, rank), bool(given(node, "keepdim", False))
+    out = _kept(rank, dims, keep)
+    form = context.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        """A mean over what is sharded is this rank's sum over everybody's number."""
+        places = [s.operands[0] for s in solved.strategies.values()]
+        if not any(isinstance(q, Place) and q.dim in dims for q in places):
+            return emitter.plain(node, solved)
+        kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
+        total = emitter.emit(node, (solved.values[0], dims, keep), kwargs, solved.layout, aten.sum.dim_IntList)
+        count = emitter.sizes.product([x.meta["val"].shape[d] for d in dims])
+        return emitter.emit(node, (total, count), {}, solved.layout, aten.div.Scalar)
+
+    form.emit = emit if name == "mean" else None
+    return form
+
+
+def _whole(context: ShardingContext, node: fx.Node) -> Any:
+    """Reductions that cannot be finished from partial results."""
+    x = node.args[0]
+    rank = rank_of(context, x)
+    dims, keep = dims_of(node, rank, none=_default_dims(node, rank)), bool(given(node, "keepdim", False))
+    labels: list[Any] = [d if d not in dims else None for d in range(rank)]
+    out = _kept(rank, dims, keep)
+    value = node.meta["val"]
+    many = isinstance(value, tuple | list)
+    return context.labelled(node, [(x, labels)], [out] * len(value) if many else out, several=many)
+
+
+def _default_dims(node: fx.Node, rank: int) -> list[int]:
+    last = op_name(node) in ("kthvalue", "mode") and has_argument(node, "dim")
+    return [rank - 1] if last and rank else list(range(rank))
+
+
+@RULES.rule("histc")
+def _histc(context: ShardingContext, node: fx.Node) -> Any:
+    if given(node, "min", 0) == given(node, "max", 0):
+        return None  # between the least and the largest of all
+    x = node.args[0]
+    return context.labelled(node, [(x, range(rank_of(context, x)))], ["bins"])
+
+
+RULES.same(
+    _whole,
+    """amax amin argmax argmin prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm norm
+    aminmax""",
+)
+
+
+@RULES.rule("max", "min")
+def _max(context: ShardingContext, node: fx.Node) -> Any:
+    return pointwise(context, node) if len(tensors(node)) == 2 else _whole(context, node)
+
+
+@RULES.rule("cosine_similarity", "pairwise_distance")
+def _between(context: ShardingContext, node: fx.Node) -> Any:
+    operands = tensors(node)
+    sizes = broadcast(context, operands)
+    dim = (given(node, "dim", 1) if op_name(node) == "cosine_similarity" else -1) % len(sizes)
+    keep = bool(given(node, "keepdim", False))
+    pairs = [(o, [lab if lab != dim else None for lab in labels]) for o, labels in aligned(context, operands, sizes)]
+    return context.labelled(node, pairs, _kept(len(sizes), [dim], keep))
+
+
+# ---- along a dim -----------------------------------------------------------------------------------------------------------
+
+_named = whole_dims(lambda n, r: dims_of(n, r))
+_last = whole_dims(lambda n, r: dims_of(n, r, none=[-1]))
+
+RULES.same(_named, "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin")
+RULES.same(_last, "sort argsort topk")
+RULES.same(whole_dims(lambda n, r: dims_of(n, r, none=[-1]), never_empty=True), "fft_fft fft_ifft fft_rfft fft_irfft")
+RULES["msort"] = whole_dims(lambda n, r: [0])
+
+FEW = 8
+"""Numbers a rank: a softmax of less, as of a router's experts, gathers them rather than what it would exchange."""
+
+
+@RULES.rule("softmax", "log_softmax", "logsumexp")
+def _softmax(context: ShardingContext, node: fx.Node) -> Any:
+    """Along what is shared out, ranks exchange two numbers a row."""
+    x, name = node.args[0], op_name(node)
+    sums = name == "logsumexp"
+    form = (_whole if sums else _named)(context, node)
+    dims = dims_of(node, rank_of(context, x))
+    if len(dims) != 1:
+        return form
+    (dim,) = dims
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim:
+            return form.by_label(position, place)
+        simple = (
+            isinstance(place.pre, int)
+            and not place.parts
+            and context.shape(x)[dim] >= FEW * math.prod(context.tensor.axes.values())
+        )
+        return Strategy((place,), ("I" if sums else place,)) if simple and context.shared_out(x, place) else None
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == dim)
+        if not axes:
+            return emitter.plain(node, solved)
+        for kind in ("all_gather", *(() if sums else ("all_reduce in backward",))):
+            emitter.count(kind, "softmax over shards")
+        if sums:
+            args = (emitter.env, *solved.values, dim, axes, bool(given(node, "keepdim", False)))
+            return emitter.emit(node, args, {}, solved.layout, softmax.logsumexp)
+        args = (emitter.env, *solved.values, dim, axes, given(node, "dtype"), name == "log_softmax")
+        return emitter.emit(node, args, {}, solved.layout, softmax.softmax)
+
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """Two numbers a row, and a sum of one in backward."""
+        at = strategy.operands[0]
+        if isinstance(at, Place) and at.dim == dim:
+            each = math.prod(n for d, n in enumerate(shapes[0]) if d != dim) * _wide(x if sums else node)
+            yield False, "all_gather", parts * softmax.NUMBERS * each
+            if not sums:
+                yield True, "all_reduce", each
+
+    form.moves, form.emit, form.exchange, form.factors = moves, emit, exchange, True
+    return form
+
+
+# ---- norms ---------------------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("layer_norm", "rms_norm")
+def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
+    x, shape = node.args[:2]
+    rank = rank_of(context, x)
+    labels: list[Any] = [d if d < rank - len(shape) else None for d in range(rank)]
+    operands = [(x, labels), *((o, [None] * rank_of(context, o)) for o in tensors(node)[1:])]
+    form = context.labelled(node, operands, [d if d is not None else "w" for d in labels])
+    if len(shape) > 1:
+        return form
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Along the width the ranks exchange what a row's statistics need."""
+        width = rank - 1 if position == 0 else 0
+        if place.dim != width or place.pre != 1 or context.size(operands[position][0], place) == context.rows:
+            return form.by_label(position, place)
+        x_at, at = Place(rank - 1, 1, place.post), Place(0, 1, place.post)
+        return Strategy((x_at, *[at] * (len(operands) - 1)), (x_at,))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == rank - 1)
+        if not axes:
+            return emitter.plain(node, solved)
+        for kind in ("all_reduce", "all_reduce in backward"):
+            emitter.count(kind, "statistics over shards of the width")
+        feed = iter(solved.values)
+        value = next(feed)
+        weight, bias = (next(feed) if isinstance(given(node, name), fx.Node) else None for name in ("weight", "bias"))
+        eps = given(node, "eps", 1e-5 if op_name(node) == "layer_norm" else None)
+        args = (emitter.env, value, weight, bias, eps, context.shape(x)[-1], axes, op_name(node) == "layer_norm")
+        return emitter.emit(node, args, {}, solved.layout, norms.norm_of_width)
+
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """The statistics of each row."""
+        at, sums = strategy.operands[0], 1 + (op_name(node) == "layer_norm")
+        if isinstance(at, Place) and at.dim == rank - 1:
+            each = math.prod(shapes[0][:-1]) * _wide(x)
+            yield from [(False, "all_reduce", each)] * sums
+            yield True, "all_reduce", sums * each
+
+    form.moves, form.emit, form.exchange = moves, emit, exchange
+    return form
+
+
+def _wide(node: fx.Node) -> int:
+    """Bytes of a number in which statistics of a tensor are taken."""
+    return int(torch.promote_types(node.meta["val"].dtype, torch.float32).itemsize)
+
+
+@RULES.rule("group_norm", "batch_norm")
+def _per_sample_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is ``norms.batch_norm``.)"""
+    operands = tensors(node)
+    rank = rank_of(context, node)
+    pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
+    return context.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]])
+
+
+@RULES.rule("instance_norm")
+def _instance_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """As a group norm of one channel a group, which takes a rank without rows."""
+    operands = tensors(node)
+    if given(node, "running_mean") is not None:
+        return None
+    rank = rank_of(context, node)
+    pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        feed = iter(solved.values[1:])
+        weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
+        args = (solved.values[0], context.shape(node)[1], weight, bias, given(node, "eps"))
+        return emitter.emit(node, args, {}, solved.layout, aten.group_norm.default)
+
+    return context.labelled(node, pairs, ["b", *[f"w{d}" for d in range(1, rank)]], emit=emit)
+
+
+def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
+    """BatchNorm over dim 0 of all ranks, channel by channel; the other dims are gathered."""
+    operands = tensors(node)
+    shapes = context.shapes(node)
+    rank = len(shapes[0])
+    labels: list[Any] = ["b", "c", *[None] * (rank - 2)]
+    out = [["b", "c", *[f"w{d}" for d in range(2, rank)]], *[["c"]] * (len(shapes) - 1)]
+    form = context.labelled(
+        node, [(operands[0], labels), *((o, ["c"]) for o in operands[1:])], out, several=True,
+        alike=frozenset(range(1, len(shapes))),
+    )  # fmt: skip
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if labels[place.dim] == "b" and position == 0:
+            return form.by_label(position, place)
+        every = form.by_label(position, place)
+        at = Place(0, place.pre, place.post)
+        return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0)
+        if not axes:
+            return emitter.plain(node, solved)
+        rest = iter(solved.values[1:])
+        others = [
+            next(rest) if a in operands[1:] else emitter.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]
+        ]
+        for kind in ("all_gather", "all_reduce in backward"):
+            emitter.count(kind, "batch_norm")
+        args = (emitter.env, solved.values[0], *others, axes)
+        return emitter.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
+
+    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+        """Means and variances of each channel."""
+        at, channels, each = strategy.operands[0], shapes[0][1], _wide(operands[0])
+        if isinstance(at, Place) and at.dim == 0:
+            yield False, "all_gather", parts * norms.statistics(channels) * each
+            yield True, "all_reduce", 2 * channels * each
+
+    form.moves, form.emit, form.exchange = moves, emit, exchange
+    return form
+
+
+# ---- pooling and resampling ------------------------------------------------------------------------------------------------
+
+
+def _unbatched(node: fx.Node, rank: int) -> bool:
+    """Whether a pooling takes dim 0 for channels, of which it wants some: two dims for one that is pooled, and so on."""
+    return rank == 1 + next(int(c) for c in op_name(node) if c.isdigit())
+
+
+RULES.same(
+    whole_dims(lambda n, r: range(1, r), never_empty=_unbatched),
+    """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices""",
+)
+_sample = whole_dims(lambda n, r: range(1, r))
+RULES.same(
+    _sample,
+    """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
+    channel_shuffle""",
+)
+
+
+@RULES.rule("im2col", "col2im")
+def _patches(context: ShardingContext, node: fx.Node) -> Any:
+    """Of one image by itself dim 0 are channels, and patches are within them."""
+    batched = rank_of(context, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
+    return _sample(context, node) if batched else None
+
+
+RULES.same(whole_dims(lambda n, r: range(r - 3, r), never_empty=True), "pixel_shuffle pixel_unshuffle")

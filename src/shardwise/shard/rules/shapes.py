@@ -1,0 +1,431 @@
+"""Views, slices, concatenations: where the rows are after a change of shape."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.core.layout import Factor, Layout
+from shardwise.graph.sizes import expression
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Place, Solved, Strategy
+from shardwise.shard.rules.table import Table, aligned, given, op_name, rank_of, tensors, unary, whole_dims, with_rows
+from shardwise.shard.sizes import ratio, regrouped
+
+aten = torch.ops.aten
+RULES = Table()
+
+_END = 1 << 62  # slices to the end of a dim end at the largest integer
+
+
+@RULES.rule("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "ravel")
+def _view(context: ShardingContext, node: fx.Node) -> Any:
+    """A row-major regrouping of dims: a sharded factor stays in one dim, or the operand is gathered."""
+    if node.target is aten.view.dtype:
+        return None
+    x = node.args[0]
+    sizes = given(node, "size") or given(node, "shape") if op_name(node) in ("view", "reshape", "_unsafe_view") else None
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        after = regrouped(context.expressions(x), place, context.expressions(node), context.size(x, place))
+        return None if after is None else Strategy((place,), (after,))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        local = emitter.local_sizes(node, solved.layout, sizes)
+        return emitter.emit(node, (solved.values[0], local), {}, solved.layout, aten.reshape.default)
+
+    return unary(context, node, moves, emit, factors=True)
+
+
+# ---- dims added, removed, reordered ----------------------------------------------------------------------------------------
+
+
+@RULES.rule("unsqueeze")
+def _unsqueeze(context: ShardingContext, node: fx.Node) -> Any:
+    x, dim = node.args
+    labels: list[Any] = list(range(rank_of(context, x)))
+    out = [*labels]
+    out.insert(dim % (len(labels) + 1), "new")
+    return context.labelled(node, [(x, labels)], out, (0,))
+
+
+@RULES.rule("squeeze")
+def _squeeze(context: ShardingContext, node: fx.Node) -> Any:
+    """By name of the dims that have one element in the whole batch: a rank may happen to have one row."""
+    x = node.args[0]
+    sizes, rank = context.expressions(x), rank_of(context, x)
+    wanted = node.args[1] if len(node.args) > 1 else range(rank)
+    dims = {d % rank for d in ([wanted] if isinstance(wanted, int) else wanted)} if rank else set()
+    gone = sorted(d for d in dims if sizes[d] == 1)
+    labels: list[Any] = [d if d not in gone else None for d in range(rank)]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        return emitter.emit(node, (solved.values[0], gone), {}, solved.layout, aten.squeeze.dims)
+
+    return context.labelled(node, [(x, labels)], [d for d in labels if d is not None], (0,), emit=emit)
+
+
+def _reordered(context: ShardingContext, node: fx.Node, order: Sequence[int]) -> Any:
+    return context.labelled(node, [(node.args[0], range(len(order)))], list(order), (0,))
+
+
+@RULES.rule("transpose", "swapaxes", "swapdims")
+def _transpose(context: ShardingContext, node: fx.Node) -> Any:
+    order = list(range(rank_of(context, node)))
+    if order:
+        a, b = (d % len(order) for d in node.args[1:3])
+        order[a], order[b] = order[b], order[a]
+    return _reordered(context, node, order)
+
+
+@RULES.rule("t", "numpy_T", "mT", "mH", "matrix_H", "adjoint")
+def _t(context: ShardingContext, node: fx.Node) -> Any:
+    order = list(range(rank_of(context, node)))
+    if op_name(node) in ("t", "numpy_T"):
+        return _reordered(context, node, order[::-1])
+    return _reordered(context, node, [*order[:-2], order[-1], order[-2]])
+
+
+@RULES.rule("permute")
+def _permute(context: ShardingContext, node: fx.Node) -> Any:
+    rank = rank_of(context, node)
+    return _reordered(context, node, [d % rank for d in node.args[1]])
+
+
+@RULES.rule("movedim", "moveaxis")
+def _movedim(context: ShardingContext, node: fx.Node) -> Any:
+    cube = torch.empty([2] * rank_of(context, node), device="meta")  # its strides are all different and name the dims
+    moved = torch.movedim(cube, *node.args[1:3])
+    return _reordered(context, node, [cube.stride().index(s) for s in moved.stride()])
+
+
+@RULES.rule("diagonal")
+def _diagonal(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    rank = rank_of(context, x)
+    pair = {given(node, "dim1", 0) % rank, given(node, "dim2", 1) % rank}
+    labels: list[Any] = [d if d not in pair else None for d in range(rank)]
+    return context.labelled(node, [(x, labels)], [*(d for d in labels if d is not None), "diagonal"], (0,))
+
+
+@RULES.rule("unfold")
+def _unfold(context: ShardingContext, node: fx.Node) -> Any:
+    x, dim = node.args[:2]
+    rank = rank_of(context, x)
+    labels: list[Any] = [d if d != dim % rank else None for d in range(rank)]
+    return context.labelled(node, [(x, labels)], [*(d if d is not None else "windows" for d in labels), "window"], (0,))
+
+
+@RULES.rule("view_as_real", "view_as_complex")
+def _view_as_complex(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    labels: list[Any] = list(range(rank_of(context, x)))
+    if op_name(node) == "view_as_real":
+        return context.labelled(node, [(x, labels)], [*labels, "parts"], (0,))
+    return context.labelled(node, [(x, [*labels[:-1], None])], labels[:-1], (0,))
+
+
+# ---- more of the same ---------------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("expand", "expand_as", "broadcast_to")
+def _expand(context: ShardingContext, node: fx.Node) -> Any:
+    x, shape = node.args[0], context.shape(node)
+    ((_, labels),) = aligned(context, [x], context.expressions(node))
+    fresh = [d for d, s in enumerate(node.meta["val"].shape) if context.is_rows(s) and d not in labels]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        return emitter.emit(
+            node, (solved.values[0], emitter.local_sizes(node, solved.layout)), {}, solved.layout, aten.expand.default
+        )
+
+    # A free choice: each rank expands to its own rows.
+    place = Place(fresh[0]) if fresh else None
+    return context.labelled(node, [(x, labels)], range(len(shape)), (0,), fresh=place, emit=emit)
+
+
+@RULES.rule("repeat", "tile")
+def _repeat(context: ShardingContext, node: fx.Node) -> Any:
+    x, times = node.args
+    if not all(isinstance(t, int) for t in times):
+        return None
+    times = [1] * (rank_of(context, node) - len(times)) + list(times)
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        dim = place.dim + len(times) - rank_of(context, x)
+        return Strategy((place,), (Place(dim, place.pre * times[dim], place.post),)) if times[dim] else None
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        return emitter.emit(node, (solved.values[0], times), {}, solved.layout, aten.repeat.default)
+
+    return unary(context, node, moves, emit)
+
+
+@RULES.rule("repeat_interleave")
+def _repeat_interleave(context: ShardingContext, node: fx.Node) -> Any:
+    dim, times = given(node, "dim"), given(node, "repeats")
+    if node.target is not aten.repeat_interleave.self_int or dim is None or not isinstance(times, int) or times < 1:
+        return None
+    dim = dim % rank_of(context, node.args[0])
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        post = place.post * times if place.dim == dim else place.post
+        return Strategy((place,), (Place(place.dim, place.pre, post),))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        return emitter.emit(node, (solved.values[0], times, dim), {}, solved.layout)
+
+    return unary(context, node, moves, emit)
+
+
+@RULES.rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d", "replication_pad1d",
+            "replication_pad2d", "replication_pad3d")  # fmt: skip
+def _pad(context: ShardingContext, node: fx.Node) -> Any:
+    x, pads = node.args[:2]
+    rank = rank_of(context, x)
+    padded = {rank - 1 - i // 2 for i, n in enumerate(pads) if not isinstance(n, int) or n != 0}
+    labels: list[Any] = [d if d not in padded else None for d in range(rank)]
+    form = context.labelled(node, [(x, labels)], [d if d not in padded else "pad" for d in range(rank)])
+    constant = op_name(node) == "constant_pad_nd" or (op_name(node) == "pad" and given(node, "mode", "constant") == "constant")
+    if not constant:  # kernels that want something in each dim but the first of as many as they know
+        form.emit = functools.partial(with_rows, node)
+    return form
+
+
+RULES.same(whole_dims(lambda n, r: [-1, -2]), "tril triu")
+RULES.same(whole_dims(lambda n, r: given(n, "dims", range(r))), "flip")
+RULES.same(whole_dims(lambda n, r: given(n, "dims") or range(r)), "roll")
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------------------
+
+
+def _blocks(size: Any, block: Any) -> int | None:
+    """How many times ``block`` a size or a position is."""
+    return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), block)
+
+
+def _taken(place: Place, start: Any, stop: Any) -> Place | None:
+    """What a cut from ``start`` to ``stop`` takes of a concatenation, if that is of whole parts."""
+    ends = [0, *itertools.accumulate(n * place.post for n in place.parts)]
+    stop = ends[-1] if isinstance(stop, int) and stop >= _END else stop
+    if place.pre != 1 or start not in ends or stop not in ends or ends.index(start) >= ends.index(stop):
+        return None
+    parts = place.parts[ends.index(start) : ends.index(stop)]
+    return place._replace(parts=parts if len(parts) > 1 else ())
+
+
+def _local_end(emitter: Emitter, factor: Factor, place: Place, end: int) -> Any:
+    """Where ``end``, of a part of a concatenation, is on this rank."""
+    count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
+    before = place.parts[:count]
+    return (
+        emitter.sizes.fold(operator.mul, [emitter.extent(end, Factor(sum(before), factor.axes, before), ()), place.post])
+        if before
+        else 0
+    )
+
+
+@RULES.rule("slice")
+def _slice(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    rank = rank_of(context, x)
+    dim = given(node, "dim", 0) % rank
+    start, end, step = given(node, "start", 0), given(node, "end", _END), given(node, "step", 1)
+    labels: list[Any] = list(range(rank))
+    if start == 0 and step == 1 and isinstance(end, int) and end >= _END:
+        return context.labelled(node, [(x, labels)], labels, (0,))
+
+    def whole_copies(place: Place) -> tuple[int, int] | None:
+        """The slice in terms of what is sharded: a view of several that were concatenated."""
+        block = context.size(x, place) * place.post
+        first = _blocks(start, block)
+        last = place.pre if isinstance(end, int) and end >= _END else _blocks(end, block)
+        if step != 1 or first is None or last is None:
+            return None
+        first, last = (min(max(i + place.pre if i < 0 else i, 0), place.pre) for i in (first, last))
+        return (first, last) if first < last else None
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim:
+            return Strategy((place,), (place,))
+        if place.parts:
+            taken = _taken(place, start, end) if step == 1 else None
+            return None if taken is None else Strategy((place,), (taken,))
+        cut = whole_copies(place)
+        return None if cut is None else Strategy((place,), (Place(dim, cut[1] - cut[0], place.post),))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        places = [s.operands[0] for s in solved.strategies.values()]
+        joined = next((q for q in places if isinstance(q, Place) and q.dim == dim and q.parts), None)
+        if joined is not None:
+            factor = next(f for f in solved.values[0].meta["layout"].dims[dim] if f.axes)
+            ends = [_local_end(emitter, factor, joined, end) for end in (start, min(end, context.shape(x)[dim]))]
+            return emitter.emit(node, (solved.values[0], dim, *ends), {}, solved.layout)
+        cuts = [(q, c) for q in places if isinstance(q, Place) and q.dim == dim and (c := whole_copies(q))]
+        if not cuts:
+            return emitter.plain(node, solved)
+        # Of several axes the outermost says it: what is sharded within its blocks leaves no whole ones of the others'.
+        place, (first, last) = min(cuts, key=lambda cut: cut[0].pre if isinstance(cut[0].pre, int) else 0)
+        whole = x.meta["val"].shape[dim]
+        block = emitter.sizes.fold(operator.floordiv, [emitter.local_dim(solved.values[0].meta["layout"], whole, dim), place.pre])
+        bounds = [emitter.sizes.fold(operator.mul, [block, i]) for i in (first, last)]
+        return emitter.emit(node, (solved.values[0], dim, *bounds), {}, solved.layout)
+
+    return unary(context, node, moves, emit, factors=True)
+
+
+@RULES.rule("narrow")
+def _narrow(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    labels: list[Any] = [d if d != given(node, "dim") % rank_of(context, x) else None for d in range(rank_of(context, x))]
+    return context.labelled(node, [(x, labels)], [d if d is not None else "cut" for d in labels], (0,))
+
+
+@RULES.rule("slice_scatter")
+def _slice_scatter(context: ShardingContext, node: fx.Node) -> Any:
+    x, source = tensors(node)
+    rank = rank_of(context, x)
+    dim = given(node, "dim", 0) % rank
+    labels: list[Any] = [d if d != dim else None for d in range(rank)]
+    return context.labelled(node, [(x, labels), (source, labels)], [d if d is not None else "cut" for d in labels], "add")
+
+
+@RULES.rule("select")
+def _select(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    rank = rank_of(context, x)
+    labels: list[Any] = [d if d != given(node, "dim") % rank else None for d in range(rank)]
+    return context.labelled(node, [(x, labels)], [d for d in labels if d is not None], (0,))
+
+
+@RULES.rule("select_scatter")
+def _select_scatter(context: ShardingContext, node: fx.Node) -> Any:
+    x, source = tensors(node)
+    rank = rank_of(context, x)
+    labels: list[Any] = [d if d != given(node, "dim") % rank else None for d in range(rank)]
+    kept = [d for d in labels if d is not None]
+    return context.labelled(node, [(x, labels), (source, kept)], [d if d is not None else "one" for d in labels], "add")
+
+
+@RULES.rule("diagonal_scatter")
+def _diagonal_scatter(context: ShardingContext, node: fx.Node) -> Any:
+    x, source = tensors(node)
+    rank = rank_of(context, x)
+    pair = {given(node, "dim1", 0) % rank, given(node, "dim2", 1) % rank}
+    labels: list[Any] = [d if d not in pair else None for d in range(rank)]
+    kept = [d for d in labels if d is not None]
+    return context.labelled(
+        node, [(x, labels), (source, [*kept, None])], [d if d is not None else f"w{i}" for i, d in enumerate(labels)], "add"
+    )
+
+
+@RULES.rule("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "tensor_split")
+def _split(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    rank = rank_of(context, x)
+    dim = given(node, "dim", 0) % rank
+    value = node.meta["val"]
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        if place.dim != dim:
+            return Strategy((place,), (place,) * len(value))
+        if place.parts:
+            ends = [0, *itertools.accumulate(v.shape[dim] for v in value)]
+            taken = [_taken(place, a, b) for a, b in itertools.pairwise(ends)]
+            return Strategy((place,), tuple(one for one in taken if one)) if all(taken) else None
+        parts = [_blocks(v.shape[dim], context.size(x, place) * place.post) for v in value]
+        return Strategy((place,), tuple(Place(dim, n, place.post) for n in parts if n)) if all(parts) else None
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        if not any(isinstance(q := s.operands[0], Place) and q.dim == dim for s in solved.strategies.values()):
+            return emitter.plain(node, solved)
+        sizes = [emitter.local_dim(one, v.shape[dim], dim) for one, v in zip(solved.layouts, value, strict=True)]
+        return emitter.emit(node, (solved.values[0], sizes, dim), {}, solved.layouts, aten.split_with_sizes.default)
+
+    return unary(context, node, moves, emit, len(value), factors=True)
+
+
+@RULES.rule("unbind")
+def _unbind(context: ShardingContext, node: fx.Node) -> Any:
+    x = node.args[0]
+    rank = rank_of(context, x)
+    labels: list[Any] = [d if d != given(node, "dim", 0) % rank else None for d in range(rank)]
+    return context.labelled(
+        node, [(x, labels)], [[d for d in labels if d is not None]] * len(node.meta["val"]), (0,), several=True
+    )
+
+
+# ---- joins -----------------------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("cat", "concat", "concatenate")
+def _cat(context: ShardingContext, node: fx.Node) -> Any:
+    operands = [o for o in tensors(node) if context.shape(o) != (0,)]
+    rank = rank_of(context, node)
+    dim = given(node, "dim", 0) % rank
+    labels: list[Any] = [d if d != dim else None for d in range(rank)]
+    form = context.labelled(node, [(o, labels) for o in operands], [d if d != dim else "cat" for d in range(rank)], "add")
+
+    def moves(position: int, place: Place) -> Strategy | None:
+        """Along the dim: what is sharded inside, operands outside, which locally is just a concatenation."""
+        if place.dim != dim:
+            return form.by_label(position, place)
+        block = context.size(operands[position], place) * place.post
+        times = [_blocks(context.expressions(o)[dim], block) for o in operands]
+        if not all(times):
+            return None
+        own = tuple(Place(dim, n, place.post) for n in times if n)
+        return Strategy(own, (Place(dim, sum(n for n in times if n), place.post),))
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        return emitter.emit(node, (solved.values, dim), {}, solved.layout)
+
+    form.moves, form.emit = moves, emit
+    return form
+
+
+@RULES.rule("stack")
+def _stack(context: ShardingContext, node: fx.Node) -> Any:
+    operands = tensors(node)
+    labels: list[Any] = list(range(rank_of(context, operands[0])))
+    out = [*labels]
+    out.insert(given(node, "dim", 0) % (len(labels) + 1), "new")
+    return context.labelled(node, [(o, labels) for o in operands], out, "add")
+
+
+# ---- factories ----------------------------------------------------------------------------------------------------------------
+
+
+@RULES.rule("full", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor")
+def _factory(context: ShardingContext, node: fx.Node) -> Any:
+    at = 1 if op_name(node).startswith("new_") else 0
+    fresh = [d for d, s in enumerate(node.meta["val"].shape) if context.is_rows(s)]
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        args = [emitter.value[a] if isinstance(a, fx.Node) and i < at else emitter.operands(a) for i, a in enumerate(node.args)]
+        if fresh:
+            args[at] = emitter.local_sizes(node, solved.layout)
+        return emitter.emit(node, args, emitter.operands(node.kwargs), solved.layout)
+
+    return context.labelled(node, [], range(rank_of(context, node)), fresh=Place(fresh[0]) if fresh else None, emit=emit)
+
+
+@RULES.rule("arange")
+def _arange(context: ShardingContext, node: fx.Node) -> Any:
+    fresh = node.target is aten.arange.default and context.is_rows(node.meta["val"].shape[0])
+
+    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+        plain = Layout.replicated(context.shape(node))
+        whole = emitter.emit(node, emitter.operands(node.args), emitter.operands(node.kwargs), plain)
+        emitter.annotate(whole, plain, dict.fromkeys(emitter.groups, "I"), False, node)
+        return emitter.convert(whole, {g: s.results[0] for g, s in solved.strategies.items()})
+
+    return context.labelled(node, [], ["i"], fresh=Place(0) if fresh else None, emit=emit)

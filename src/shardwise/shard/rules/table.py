@@ -1,0 +1,125 @@
+"""What the tables of rules are made of: registration, the arguments of a captured op by name, and labels for broadcast dims."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from shardwise.graph.schema import given, has_argument, is_tensor, op_name
+from shardwise.ops import collectives
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.context import Rule, ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.op_spec import Emit, Form, Place, Shards, Solved
+
+
+class Table(dict[str, Rule]):
+    """Rules by the name of the op, whatever its overload."""
+
+    def rule(self, *names: str) -> Callable[[Rule], Rule]:
+        """Register a rule for the ops called so."""
+
+        def register(function: Rule) -> Rule:
+            self.update(dict.fromkeys(names, function))
+            return function
+
+        return register
+
+    def same(self, function: Rule, names: str) -> None:
+        """Register one rule for several ops, their names separated by blanks."""
+        self.update(dict.fromkeys(names.split(), function))
+
+
+def tensors(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands of a node, in the order of its arguments, repeated ones repeated."""
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), lambda a: found.append(a) if is_tensor(a) else None)
+    return found
+
+
+def rank_of(context: ShardingContext, node: fx.Node) -> int:
+    return len(context.shape(node))
+
+
+def dims_of(node: fx.Node, rank: int, name: str = "dim", none: Sequence[int] | None = None) -> list[int]:
+    """The dims that an argument names, non-negative; ``none``, by default all, where it is None or empty."""
+    dims = given(node, name)
+    if dims is None or dims == []:
+        return list(range(rank)) if none is None else list(none)
+    return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
+
+
+def aligned(context: ShardingContext, operands: Sequence[fx.Node], sizes: Sequence[Any]) -> list[tuple[fx.Node, list[Any]]]:
+    """Labels of operands that broadcast to ``sizes``: the position in it; None where an operand is broadcast."""
+    out = []
+    for node in operands:
+        own = context.expressions(node)
+        shift = len(sizes) - len(own)
+        out.append((node, [d + shift if s == sizes[d + shift] else None for d, s in enumerate(own)]))
+    return out
+
+
+def broadcast(context: ShardingContext, operands: Sequence[fx.Node]) -> list[Any]:
+    """The sizes, as expressions, that operands broadcast to."""
+    out: list[Any] = [1] * max(rank_of(context, o) for o in operands)
+    for node in operands:
+        own = context.expressions(node)
+        for d, size in enumerate(own, len(out) - len(own)):
+            if size != 1:
+                out[d] = size
+    return out
+
+
+def pointwise(context: ShardingContext, node: fx.Node, linear: Any = ()) -> Form:
+    """Elementwise with broadcasting."""
+    sizes = context.expressions(node)
+    return context.labelled(node, aligned(context, tensors(node), sizes), range(len(sizes)), linear)
+
+
+def unary(context: ShardingContext, node: fx.Node, moves: Shards, emit: Emit, results: int = 1, factors: bool = False) -> Form:
+    """The form of an op that is linear in its one operand, and whose dims labels do not describe."""
+    x = node.args[0]
+    shapes = [[None] * len(s) for s in context.shapes(node)]
+    assert len(shapes) == results
+    return Form(node, [(x, [None] * rank_of(context, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors)
+
+
+def whole_dims(
+    dims: Callable[[fx.Node, int], Sequence[int]], *, never_empty: Callable[[fx.Node, int], bool] | bool = False
+) -> Rule:
+    """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass.
+
+    ``never_empty``: its kernel does not take a tensor without rows, which a rank may have; or whether that is so.
+    """
+
+    def apply(context: ShardingContext, node: fx.Node) -> Any:
+        x = tensors(node)[0]
+        rank = rank_of(context, x)
+        gone = {d % rank for d in dims(node, rank)} if rank else set()
+        labels: list[Any] = [d if d not in gone else None for d in range(rank)]
+        out = [d if d not in gone else "whole" for d in range(rank)]
+        value = node.meta["val"]
+        several = isinstance(value, tuple | list)
+        form = context.labelled(node, [(x, labels)], [out] * len(value) if several else out, several=several)
+        if never_empty is True or (never_empty and never_empty(node, rank)):
+            form.emit = functools.partial(with_rows, node)
+        return form
+
+    return apply
+
+
+def with_rows(node: fx.Node, emitter: Emitter, solved: Solved) -> fx.Node:
+    """Emit an op of one operand, whose kernel wants a row where a rank has none."""
+    place = solved.strategies[ROWS].operands[0]
+    dim = place.dim if isinstance(place, Place) else 0
+    rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
+    layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
+    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, collectives.never_empty)
+
+
+__all__ = [
+    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "unary", "whole_dims", "with_rows",
+]  # fmt: skip

@@ -1,0 +1,121 @@
+"""From the graph of the whole batch to the local graph of one rank.
+
+Rules (package ``rules``) describe how each op treats shards, :func:`choose` takes a strategy for each op on each group of mesh axes, and the
+emitter makes the local graph by them.
+
+The axes of the batch are one group, ``ROWS``: fields start sharded on dim 0, and parameters, and what is made of them alone, are R by
+birth, for what accumulates in the gradient buffers is reduced at the end of the step.  Every axis of tensor parallelism is a group of
+its own, on which parameters are what ``tensor`` makes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from shardwise.core.layout import Layout
+from shardwise.core.pins import PLANS
+from shardwise.graph.functional import Normal
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.assignment import Assignment, Decisions, Tensors
+from shardwise.shard.batch_walk import Walk, postpone
+from shardwise.shard.context import Rule, ShardingContext
+from shardwise.shard.emit import Emitter
+from shardwise.shard.recipe.pins import read_pins
+from shardwise.shard.recipe.propagation import PinnedWalk
+from shardwise.shard.recipe.walk import recipe
+from shardwise.shard.solver.cost_model import Seconds
+from shardwise.shard.solver.decisions import decisions_of
+from shardwise.shard.solver.op_cost import Repeats, repeats
+from shardwise.shard.solver.solve import predicted, solve
+
+
+@dataclass
+class Sharded:
+    """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum, *updates)``.
+
+    ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and ``repeats`` (rows) is what those that
+    cost something do; ``collectives`` are those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of
+    parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says
+    which pin or op made them so, by name and axis, and ``notes`` what did not get its way, or may be not the best.  ``tensor`` are the axes,
+    or sub-axes, with their sizes.  ``predicted()`` are the seconds of a microbatch, by which a solver chooses, and ``decisions`` what one has
+    chosen.
+    """
+
+    graph: fx.Graph
+    normal: Normal
+    replicated: dict[tuple[str, str], list[fx.Node]]
+    collectives: Counter[tuple[str, str, str]]
+    layouts: dict[str, Layout]
+    summed: dict[str, tuple[str, ...]]
+    decided: dict[str, dict[str, str]]
+    notes: dict[str, None]
+    tensor: Mapping[str, int]
+    predicted: Callable[[], Seconds]
+    repeats: Repeats
+    decisions: Decisions | None
+
+
+def shard(
+    normal: Normal, rules: Callable[[fx.Node], Rule | None], *, counted: fx.Node | None = None,
+    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None, tensor: Tensors | None = None,
+) -> Sharded:  # fmt: skip
+    """Shard ``normal`` over the batch axes, and over those of ``tensor`` as that says.
+
+    ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as :func:`loss.summands` finds them.
+    """
+    context = ShardingContext(
+        normal, rules, tensor or Tensors(), counted=counted, summands=summands, dropout=dropout, device=device
+    )  # fmt: skip
+    context, assignments, decisions = choose(context)
+    emitter = Emitter(context, assignments)
+    emitter.run()
+    return Sharded(
+        emitter.graph, normal, emitter.replicated, emitter.collectives, emitter.layouts, emitter.summed, context.decided, context.notes,
+        context.tensor.axes, functools.cache(lambda: predicted(context, assignments)),
+        lambda rows: repeats(context, emitter.replicated, rows), decisions,
+    )  # fmt: skip
+
+
+class Choice(NamedTuple):
+    """The assignment of each group of axes; the context, in which a recipe may have divided an axis into two; and what a solver decided."""
+
+    context: ShardingContext
+    assignments: Mapping[str, Assignment]
+    decisions: Decisions | None = None
+
+
+def choose(context: ShardingContext) -> Choice:
+    """Choose a strategy for each op on each group of axes."""
+    batch, decisions = Walk(context).run(), None
+    tensor = context.tensor
+    found: Mapping[str, Assignment]
+    if tensor.axes and tensor.plan == "auto":
+        found = solve(context, batch).assignments
+        decisions = decisions_of(context, found)
+    elif tensor.axes and tensor.plan in PLANS:
+        found = _pinned(context, batch)
+    else:
+        found, divided = recipe(context, batch)
+        if divided is not None:
+            context = context.over(divided)
+            found, _ = recipe(context, batch)
+    for axis in context.tensor.axes:
+        postpone(context, axis, batch, found[axis])
+    return Choice(context, {ROWS: batch} | {axis: found[axis] for axis in context.tensor.axes}, decisions)
+
+
+def _pinned(context: ShardingContext, batch: Assignment) -> dict[str, Assignment]:
+    pins, found = read_pins(context), dict[str, Assignment]()
+    for axis in context.tensor.axes:
+        found[axis] = PinnedWalk(context, axis, batch, found, pins).run()
+    return found
+
+
+__all__ = ["Choice", "Sharded", "choose", "shard"]

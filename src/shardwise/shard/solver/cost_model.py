@@ -1,0 +1,345 @@
+"""Predicted seconds of a local graph before it is made: of each op on local shapes, and of the moves between states.
+
+An op is measured once for the whole batch, on the meta device, forward and backward: FLOPs and bytes of its kernels.  Where a group of
+axes shards it, it takes the part of the FLOPs that the largest piece is, and the part of the bytes that its local operands and results are.  Moves
+are those that ``moves.py`` makes: a value makes each once, whoever needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from shardwise.core.layout import shard_range
+from shardwise.core.rates import Rates
+from shardwise.graph.captured import Uncapturable
+from shardwise.ops.collectives import ROWS
+from shardwise.shard.assignment import Assignment
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.redistribute import COLLECTIVES, CUTTING, ORDER, step_towards
+from shardwise.shard.sizes import factored
+from shardwise.shard.solver.op_cost import Works
+
+States = tuple[State, ...]
+"""Of a value, on each axis of tensor parallelism."""
+
+
+class Value(NamedTuple):
+    """What moves of a tensor cost depends on: its sizes as priced and as captured, bytes of an element, whether it has a gradient, and
+    where rows are sharded."""
+
+    shape: tuple[int, ...]
+    captured: tuple[int, ...]
+    itemsize: int
+    grad: bool
+    rows: State
+
+
+class Step(NamedTuple):
+    """One move, of a value in such states, on ``groups`` (by number)."""
+
+    states: States
+    name: str
+    groups: tuple[int, ...]
+    after: State
+
+
+class Talk(NamedTuple):
+    """A collective of ``nbytes`` of a whole over the axes ``groups`` (by number), in forward or in backward."""
+
+    backward: bool
+    kind: str
+    groups: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``once`` what there is at the end of its step, ``nbytes`` what it
+    keeps: parameters with what belongs to them, results of ops, and what moves make of these."""
+
+    computing: float
+    communicating: float
+    talks: tuple[Talk, ...] = ()
+    nbytes: int = 0
+    once: tuple[Talk, ...] = ()
+
+    @property
+    def total(self) -> float:
+        """Nothing is assumed to overlap."""
+        return self.computing + self.communicating
+
+
+class Prices:
+    """Over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
+
+    def __init__(
+        self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: float = 12,
+        live: int = 1,
+    ) -> None:  # fmt: skip
+        self.context, self.batch, self.rates, self.rows, self.kind, self.state, self.live = (
+            context,
+            batch,
+            rates,
+            rows,
+            kind,
+            beside,
+            live,
+        )
+        self.ranks_of = dict(context.tensor.axes if axes is None else axes)
+        self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
+        self.values: dict[fx.Node, Value] = {}
+        self.works = Works(context, rows, kind)
+        self.ops: dict[Any, float] = {}
+        self.path = functools.cache(self._path)
+        self.step = functools.cache(self._step)
+
+    # ---- values and moves ------------------------------------------------------------------------------------------
+
+    def value(self, node: fx.Node) -> Value:
+        """Of a node with one tensor."""
+        if node not in self.values:
+            tensor = node.meta["val"]
+            where = self.batch.states[node][0]
+            self.values[node] = Value(
+                self.works.sizes(tensor), self.context.shape(node), tensor.dtype.itemsize, self.context.carrying[node], where
+            )
+        return self.values[node]
+
+    def piece(self, shape: Sequence[int], states: Sequence[State]) -> tuple[int, ...]:
+        """The largest local shape."""
+        out = list(shape)
+        for axes in self.sharings(states).values():
+            place, parts = states[axes[0]], self.ranks(axes)
+            assert isinstance(place, Place)
+            size = self.extent(shape[place.dim], place)
+            if size == self.parts[axes[0]]:  # equal pieces, and within each the next axes have their own
+                out[place.dim] //= parts
+            elif size:
+                out[place.dim] = out[place.dim] // size * -(-size // parts)
+        return tuple(out)
+
+    def extent(self, size: int, place: Place) -> int:
+        """The size of the factor of a dim that is sharded at ``place``."""
+        pre = place.pre if isinstance(place.pre, int) else int(place.pre.subs(self.context.symbol, self.rows))
+        return size // (pre * place.post)
+
+    @staticmethod
+    def sharings(states: Sequence[State]) -> dict[tuple[int, Any], tuple[int, ...]]:
+        """The axes that shard the same factor of a dim, by number, for each that is sharded."""
+        found: dict[tuple[int, Any], tuple[int, ...]] = {}
+        for i, state in enumerate(states):
+            if isinstance(state, Place):
+                found[state.dim, state.pre] = (*found.get((state.dim, state.pre), ()), i)
+        return found
+
+    def fits(self, value: Value, states: Sequence[State]) -> bool:
+        """Whether a tensor can be sharded so, beside its rows."""
+        return self.beside(value.captured, list(zip(self.axes, states, strict=True)), value.rows)
+
+    def beside(self, shape: Sequence[int], states: Sequence[tuple[str, State]], rows: State) -> bool:
+        """Whether a tensor of captured ``shape`` can be sharded so over axes, beside its rows; over one axis that may be any."""
+        every = [(g, s) for g, s in [(ROWS, rows), *states] if isinstance(s, Place)]
+        for dim in {s.dim for _, s in every}:
+            found = [(g, s) for g, s in every if s.dim == dim]
+            if len(found) > 1 or not isinstance(found[0][1].pre, int):
+                try:
+                    places = [(g, self.context.behind_rows({ROWS: rows}, s)) for g, s in found]
+                    factored(shape[dim], places, self.ranks_of if len(states) > 1 else {g: 0 for g, _ in states})
+                except Uncapturable:
+                    return False
+        return True
+
+    def _path(self, value: Value, states: States, goals: States) -> tuple[Step, ...] | None:
+        """The moves from states to others, as ``Moves.convert`` makes them; None where what is between does not fit."""
+        found: list[Step] = []
+        self._convert(value, states, goals, found)
+        good = all(self.fits(value, _after(step)) for step in found)
+        return tuple(found) if good else None
+
+    def _convert(self, value: Value, states: States, goals: States, found: list[Step]) -> States:
+        while True:
+            states = tuple(g if self.same(value, states, i, g) else s for i, (s, g) in enumerate(zip(states, goals, strict=True)))
+            steps = [step_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
+            due = [(i, step) for i, step in enumerate(steps) if step is not None]
+            if not due:
+                return states
+            ways = []
+            for i, step in sorted(due, key=lambda one: ORDER.index(one[1][0])):
+                groups = tuple(j for j, other in due if other == step and (step[0] != "gather" or states[j] == states[i]))
+                ways.append(Step(states, step[0], groups, step[1]))
+            best = ways[0] if len(ways) == 1 else next((way for way in ways if self.fits(value, _after(way))), ways[0])
+            states = self._move(value, best, found)
+
+    def same(self, value: Value, states: States, axis: int, goal: State) -> bool:
+        """Whether the cut of a dim by one axis alone is ``goal`` in other words."""
+        own = states[axis]
+        if not isinstance(own, Place) or not isinstance(goal, Place) or own == goal or own.parts or goal.parts:
+            return False
+        alone = sum(isinstance(s, Place) and s.dim == own.dim for s in (*states, value.rows)) == 1
+        if not alone or (own.dim, own.pre) != (goal.dim, goal.pre):
+            return False
+        size, parts = value.shape[own.dim], self.parts[axis]
+        ends = ([shard_range(self.extent(size, at), parts, i)[1] * at.post for i in range(parts)] for at in (own, goal))
+        return next(ends) == next(ends)
+
+    def _move(self, value: Value, step: Step, found: list[Step]) -> States:
+        if step.name in CUTTING:
+            sharded = step.states if step.name == "gather" else _after(step)
+            minor = self._minors(sharded, step.groups)
+            if minor:
+                joined = self._convert(value, step.states, _with(step.states, minor, "I"), found)
+                after = self._move(value, step._replace(states=joined), found)
+                inner = tuple(step.states[i] if i in minor else s for i, s in enumerate(after))
+                return self._convert(value, after, inner, found)
+        found.append(step)
+        return _after(step)
+
+    @staticmethod
+    def _minors(states: States, groups: tuple[int, ...]) -> tuple[int, ...]:
+        """The axes that shard the same factor within the shards of ``groups``."""
+        own = states[groups[0]]
+        assert isinstance(own, Place)
+        return tuple(
+            i
+            for i, s in enumerate(states)
+            if i > groups[0] and i not in groups and isinstance(s, Place) and (s.dim, s.pre) == (own.dim, own.pre)
+        )
+
+    def talks(self, value: Value, step: Step) -> Iterator[Talk]:
+        """What a move communicates."""
+        dual = str(step.after) if step.name in ("all_reduce", "gather") else "I"
+        there, back = COLLECTIVES.get((step.name, dual), ("", ""))
+        whole = self.piece(value.shape, _after(step) if step.name == "gather" else step.states)
+        nbytes = math.prod(whole) * value.itemsize
+        if step.name in CUTTING:
+            nbytes = self.padded(value, step, whole, nbytes)
+        if there:
+            yield Talk(False, there, step.groups, nbytes)
+        if back and value.grad:
+            yield Talk(True, back, step.groups, nbytes)
+
+    def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
+        """The bytes of a whole with those by which uneven pieces are padded."""
+        sharded = step.states if step.name == "gather" else _after(step)
+        place, parts = sharded[step.groups[0]], self.ranks(step.groups)
+        assert isinstance(place, Place)
+        size, local = (self.extent(sizes[place.dim], place) for sizes in (value.shape, whole))
+        if size == self.parts[step.groups[0]] or not local:
+            return nbytes
+        outer = self.ranks(i for i in self.sharings(sharded)[place.dim, place.pre] if i not in step.groups)
+        return nbytes // local * -(-size // (outer * parts)) * parts
+
+    def ranks(self, groups: Iterable[int]) -> int:
+        return math.prod(self.parts[i] for i in groups)
+
+    def once(self, node: fx.Node, states: Sequence[State]) -> Iterator[Talk]:
+        """What sums a parameter's gradient, where that is a partial sum until the end of the step; of one microbatch a step."""
+        groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
+        if groups and value.grad:
+            yield Talk(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
+
+    def seconds(self, talk: Talk) -> float:
+        return self.rates.collective(talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups))
+
+    def _step(self, value: Value, step: Step) -> float:
+        return sum(self.seconds(talk) for talk in self.talks(value, step))
+
+    def steps(self, value: Value, states: States, goals: Iterable[States]) -> frozenset[Step] | None:
+        """All moves that are due for a value to be what its users want; None where there is no way."""
+        paths = [self.path(value, states, goal) for goal in goals]
+        return None if None in paths else frozenset(step for path in paths for step in path or ())
+
+    # ---- bytes ---------------------------------------------------------------------------------------------------------
+
+    def kept(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> int:
+        """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
+        if not self.context.carrying[node] or not self.works.work(node).forward[1]:
+            return 0
+        value = node.meta["val"]
+        found = 0
+        for i, tensor in enumerate(value if isinstance(value, tuple | list) else [value]):
+            states = [s.results[i] for s in strategies] or ["I"] * len(self.axes)
+            found += math.prod(self.piece(self.works.sizes(tensor), states)) * tensor.dtype.itemsize
+        return found * self.live
+
+    def copied(self, value: Value, step: Step) -> int:
+        """Bytes of what a move makes of a value with a gradient."""
+        new = step.name in ("gather", "all_reduce", "scatter") and value.grad
+        return math.prod(self.piece(value.shape, _after(step))) * value.itemsize * self.live if new else 0
+
+    def resting(self, node: fx.Node, states: Sequence[State]) -> int:
+        """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name by which it is read."""
+        if not node.users:
+            return 0
+        value = self.value(node)
+        return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad))
+
+    # ---- ops -----------------------------------------------------------------------------------------------------------
+
+    def op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
+        """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
+        key = (self.works.key(node), tuple(strategies))
+        if key not in self.ops:
+            self.ops[key] = self._op(node, form, strategies)
+        return self.ops[key]
+
+    def _op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
+        work = self.works.work(node)
+        flops = nbytes = 1.0
+        if form is not None and strategies:
+            sides = [
+                *(
+                    (self.works.sizes(o.meta["val"]), [s.operands[i] for s in strategies])
+                    for i, (o, _) in enumerate(form.operands)
+                ),
+                *((shape, [s.results[i] for s in strategies]) for i, shape in enumerate(self.results(node))),
+            ]
+            whole, local = (sum(map(math.prod, ts)) for ts in zip(*((s, self.piece(s, at)) for s, at in sides), strict=True))
+            nbytes = local / whole if whole else 1.0
+            for i in range(len(self.axes)):
+                flops *= min((self.share(shape, states[i], self.parts[i]) for shape, states in sides), default=1.0)
+        return sum(self.rates.computing(flops * f, nbytes * b) for f, b in (work.forward, work.backward))
+
+    def share(self, shape: Sequence[int], state: State, parts: int) -> float:
+        """The part of a dim that the largest piece is."""
+        if not isinstance(state, Place):
+            return 1.0
+        size = self.extent(shape[state.dim], state)
+        return -(-size // parts) / size if size else 1.0
+
+    def results(self, node: fx.Node) -> list[tuple[int, ...]]:
+        value = node.meta["val"]
+        return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
+
+    def exchanges(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
+        """What an op communicates by itself."""
+        if form is None or form.exchange is None or not strategies:
+            return
+        shapes = [
+            self.piece(self.works.sizes(o.meta["val"]), [s.operands[k] for s in strategies])
+            for k, (o, _) in enumerate(form.operands)
+        ]
+        along: dict[int, list[int]] = {}  # axes that shard the same dim exchange together
+        for i, strategy in enumerate(strategies):
+            if isinstance(at := strategy.operands[0], Place):
+                along.setdefault(at.dim, []).append(i)
+        for axes in along.values():
+            for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
+                if not backward or self.context.carrying[node]:
+                    yield Talk(backward, kind, tuple(axes), nbytes)
+
+
+def _with(states: States, groups: Iterable[int], after: State) -> States:
+    chosen = set(groups)
+    return tuple(after if i in chosen else s for i, s in enumerate(states))
+
+
+def _after(step: Step) -> States:
+    return _with(step.states, step.groups, step.after)

@@ -1,0 +1,389 @@
+"""Tensor plans as a problem: variables are the strategies of ops and the states of parameters, and what a microbatch takes is a sum of tables.
+
+Of each op there is a table over its strategies; of each value one over the strategies of the op that makes it and of those that read it, for the moves between.  On
+several axes a choice is a strategy on each of them.  ``eliminate.py`` finds the least sum.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import fx
+
+from shardwise.graph.schema import is_tensor
+from shardwise.shard.assignment import Assignment
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.op_spec import Form, State, Strategy
+from shardwise.shard.sizes import Unfit
+from shardwise.shard.solver.candidates import Chosen
+from shardwise.shard.solver.cost_model import Prices, Seconds, States, Step, Talk, Value
+from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Weights, fewest
+from shardwise.shard.solver.variable_elimination import LIMIT, Factor, TooWide, least
+
+DIRECT = 1 << 18
+"""Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each reader."""
+LINK = 1 << 22
+"""Elements of such a table of one reader: more come of a weight that very many ops read in ways of their own."""
+
+Choice = tuple[Any, ...]
+"""Of an op a :class:`Strategy` on each axis, of a parameter a state."""
+
+
+Made = tuple[States, frozenset[Step]]
+"""A value's state, and moves of it that have been made."""
+
+Reading = tuple[int, Sequence[tuple[States, ...]]]
+"""The variable of an op, and by its choices the states in which it needs a value."""
+
+
+class Reader(NamedTuple):
+    """What reads a value: an op, at some of its operands; or, without one, what wants it in ``goal`` on every axis."""
+
+    node: fx.Node | None
+    positions: tuple[int, ...] = ()
+    goal: str = "I"
+
+
+class Flow:
+    """Who makes and who reads the tensors of a captured graph."""
+
+    def __init__(self, context: ShardingContext) -> None:
+        self.context, self.forms = context, context.forms
+        self.values = [n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)]
+
+    def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
+        """The placeholder or op that makes a value, and as which of its results."""
+        picked: Any = value.args if value.op == "call_function" and value not in self.forms else (value, 0)
+        maker, index = picked
+        return maker, index
+
+    def readers(self, value: fx.Node) -> Iterator[Reader]:
+        for user in value.users:
+            form = self.forms.get(user)
+            if user.op == "output":
+                outputs: Any = user.args[0]
+                loss, *updates = outputs
+                yield from [Reader(None, (), "P")] * (value is loss) + [Reader(None)] * (value in updates)
+            elif form is not None:
+                yield Reader(user, tuple(i for i, (o, _) in enumerate(form.operands) if o is value))
+            elif is_tensor(user):
+                yield Reader(None)
+
+
+def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
+    """What a microbatch takes under assignments, chosen by whomever."""
+    axes = [found[axis] for axis in prices.axes]
+    computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
+    for node, form in flow.forms.items():
+        strategies = [one.strategies[node] for one in axes if node in one.strategies]
+        computing += prices.op(node, form, strategies)
+        talks += prices.exchanges(node, form, strategies)
+        nbytes += prices.kept(node, form, strategies)
+    for node in flow.values:
+        value, states = prices.value(node), tuple(one.states[node][0] for one in axes)
+        goals = {
+            tuple(one.strategies[r.node].operands[i] for one in axes) if r.node is not None else (r.goal,) * len(axes)
+            for r in flow.readers(node)
+            for i in (r.positions if r.node is not None else (0,))
+        }
+        maker, index = flow.maker(node)
+        made = tuple(
+            one.strategies[maker].results[index] if node in one.held and maker in one.strategies else s
+            for one, s in zip(axes, states, strict=True)
+        )
+        for before, after in ((made, {states}), (states, goals)):
+            steps = prices.steps(value, before, after)
+            assert steps is not None, (node, before, after)
+            talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
+            nbytes += sum(prices.copied(value, step) for step in steps)
+        if node.op == "placeholder" and node.name in prices.context.captured.parameters:
+            nbytes += prices.resting(node, states)
+            once += prices.once(node, states)
+    return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
+
+
+class Solved(NamedTuple):
+    """What each axis is, and the seconds and bytes that this is predicted to take; no plan within the limit of memory takes fewer seconds than ``bound``,
+    where that is known."""
+
+    assignments: dict[str, Assignment]
+    seconds: Seconds
+    bound: float | None = None
+
+    @property
+    def gap(self) -> float:
+        """By what part of the best's seconds these may be more; 0 where this is the best, or nothing is known."""
+        more = 0.0 if self.bound is None else self.seconds.total / self.bound - 1
+        return more if more > EXACT else 0.0
+
+
+@dataclass
+class Problem:
+    """Variables with their choices, and tables over them of seconds, and of bytes as the imaginary part."""
+
+    choices: list[Sequence[Any]] = field(default_factory=list)
+    factors: list[Factor] = field(default_factory=list)
+
+    def variable(self, choices: Sequence[Any]) -> int:
+        self.choices.append(choices)
+        return len(self.choices) - 1
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(one) for one in self.choices]
+
+
+class Solver:
+    """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are left out."""
+
+    def __init__(
+        self, context: ShardingContext, prices: Prices, choices: Mapping[str, Chosen],
+        limited: bool = False, direct: int = DIRECT,
+    ) -> None:  # fmt: skip
+        self.context, self.forms, self.prices, self.choices = context, context.forms, prices, choices
+        self.limited, self.direct = limited, direct
+        self.flow = Flow(context)
+        self.variables: dict[fx.Node, int] = {}
+        self.tables: dict[Any, Any] = {}
+        self.options: dict[fx.Node, Sequence[Choice]] = {}
+        self.problem = Problem()
+        self.build()
+
+    def build(self) -> None:
+        """Ops and parameters, then the values between them."""
+        joint: dict[Any, Sequence[Choice]] = {}
+        for node in self.context.normal.graph.nodes:
+            axes = [self.choices[axis] for axis in self.prices.axes]
+            if node in axes[0].states:
+                variable = self.add(node, [one.states[node] for one in axes], joint)
+                self.problem.factors.append(Factor((variable,), self.rest(node, self.options[node])))
+            elif node in axes[0].strategies:
+                variable = self.add(node, [one.strategies[node] for one in axes], joint)
+                self.problem.factors.append(Factor((variable,), self.op_table(node, self.options[node])))
+            elif node in self.forms:
+                self.problem.factors.append(Factor((), np.array(self.op_cost(node, ()))))
+        for node in self.flow.values:
+            self.connect(node)
+
+    def add(self, node: fx.Node, own: list[Sequence[Any]], joint: dict[Any, Sequence[Choice]]) -> int:
+        form = self.forms.get(node)
+        key = (node if form is None else self.prices.works.key(node), tuple(map(id, own)))
+        if form is None or key not in joint:
+            good = tuple(one for one in itertools.product(*own) if len(own) == 1 or self.together(node, form, one))
+            joint[key] = good or ((("I",) if form is None else (form.whole("I"),)) * len(own),)
+        self.options[node] = joint[key]
+        self.variables[node] = self.problem.variable(joint[key])
+        return self.variables[node]
+
+    def together(self, node: fx.Node, form: Form | None, choice: Choice) -> bool:
+        """Whether what is chosen on the axes fits."""
+        rows = self.choices[self.prices.axes[0]].rows
+        if form is None:
+            return self.fits(self.context.shape(node), choice, rows.states[node][0])
+        return all(
+            self.fits(self.context.shape(o), [s.operands[i] for s in choice], rows.strategies[node].operands[i])
+            for i, (o, _) in enumerate(form.operands)
+        ) and all(
+            self.fits(shape, [s.results[i] for s in choice], rows.strategies[node].results[i])
+            for i, shape in enumerate(self.context.shapes(node))
+        )
+
+    def fits(self, shape: Sequence[int], states: Sequence[State], rows: State) -> bool:
+        return self.prices.beside(shape, list(zip(self.prices.axes, states, strict=True)), rows)
+
+    def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
+        """What a parameter costs where it rests."""
+        key = (self.prices.value(node), bool(node.users), tuple(options))
+        if key not in self.tables:
+            self.tables[key] = np.array([self.rest_cost(node, own) for own in options])
+        return self.tables[key]
+
+    def rest_cost(self, node: fx.Node, states: States) -> complex:
+        took = sum(map(self.prices.seconds, self.prices.once(node, states)))
+        return complex(took, self.prices.resting(node, states) if self.limited else 0)
+
+    def op_table(self, node: fx.Node, options: Sequence[Choice]) -> Any:
+        key = (self.prices.works.key(node), id(options))
+        if key not in self.tables:
+            self.tables[key] = np.array([self.op_cost(node, one) for one in options])
+        return self.tables[key]
+
+    def op_cost(self, node: fx.Node, strategies: Choice) -> complex:
+        form, prices = self.forms[node], self.prices
+        took = prices.op(node, form, strategies) + sum(map(prices.seconds, prices.exchanges(node, form, strategies)))
+        return complex(took, prices.kept(node, form, strategies) if self.limited else 0)
+
+    def step(self, value: Value, step: Step) -> complex:
+        """What a move costs."""
+        return complex(self.prices.step(value, step), self.prices.copied(value, step) if self.limited else 0)
+
+    # ---- values --------------------------------------------------------------------------------------------------------
+
+    def connect(self, node: fx.Node) -> None:
+        """Tables for the moves of a value."""
+        value, (maker, index) = self.prices.value(node), self.flow.maker(node)
+        whole = ("I",) * len(self.prices.axes)
+        fixed: set[States] = set()
+        readers: dict[int, list[tuple[States, ...]]] = {}
+        for reader in self.flow.readers(node):
+            variable = self.variables.get(reader.node) if reader.node is not None else None
+            if variable is None or reader.node is None:
+                fixed.add((reader.goal,) * len(whole))
+            else:
+                readers[variable] = [
+                    tuple(dict.fromkeys(tuple(s.operands[i] for s in one) for i in reader.positions))
+                    for one in self.options[reader.node]
+                ]
+        if maker in self.variables:
+            made = [self.state(one, index) for one in self.options[maker]]
+            self.moves(value, (self.variables[maker],), made, sorted(fixed), list(readers.items()))
+        elif value.grad:
+            self.moves(value, (), [whole], sorted(fixed), list(readers.items()))
+        else:
+            self.slices(value, whole, readers)
+
+    def slices(self, value: Value, whole: States, readers: Mapping[int, Sequence[tuple[States, ...]]]) -> None:
+        """Of what is whole and has no gradient: they are free, where there are such."""
+        for variable, needs in readers.items():
+            legal = [self.prices.steps(value, whole, goals) is not None for goals in needs]
+            if not all(legal):
+                self.problem.factors.append(Factor((variable,), np.where(legal, 0.0, math.inf)))
+
+    @staticmethod
+    def state(choice: Choice, index: int) -> States:
+        return tuple(one.results[index] if isinstance(one, Strategy) else one for one in choice)
+
+    def moves(
+        self, value: Value, first: tuple[int, ...], made: Sequence[States], fixed: Sequence[States],
+        readers: Sequence[Reading],
+    ) -> None:  # fmt: skip
+        """One table over maker and readers; where that would be large, a chain of tables over what has been made for the readers so far."""
+        variables, needs = [v for v, _ in readers], [n for _, n in readers]
+        states = list(dict.fromkeys(made))
+        distinct = [list(dict.fromkeys(n)) for n in needs]
+        key = (value, tuple(made), tuple(fixed), tuple(map(tuple, needs)), len(first))
+        if len(made) * math.prod(map(len, needs)) <= self.direct or len(needs) < 2:
+            if key not in self.tables:
+                core = np.array(
+                    [
+                        self.moving(value, s, (*fixed, *itertools.chain(*wanted)))
+                        for s in states
+                        for wanted in itertools.product(*distinct)
+                    ],
+                    complex,
+                ).reshape(len(states), *map(len, distinct))
+                at = [[own.index(one) for one in every] for own, every in zip((states, *distinct), (made, *needs), strict=True)]
+                self.tables[key] = core[np.ix_(*at)] if first else core[0][np.ix_(*at[1:])] if readers else core[0]
+            self.problem.factors.append(Factor((*first, *variables), self.tables[key]))
+            return
+        self.chain(key, value, first, made, fixed, readers)
+
+    def moving(self, value: Value, states: States, goals: Sequence[States]) -> complex:
+        steps = self.prices.steps(value, states, dict.fromkeys(goals))
+        return math.inf if steps is None else sum(self.step(value, step) for step in sorted(steps, key=repr))
+
+    def chain(
+        self,
+        key: Any,
+        value: Value,
+        first: tuple[int, ...],
+        made: Sequence[States],
+        fixed: Sequence[States],
+        readers: Sequence[Reading],
+    ) -> None:
+        """A variable between each reader and the next: the state of the value, and those of its moves that cost and that are made."""
+        if key not in self.tables:
+            self.tables[key] = self.links(value, made, fixed, [needs for _, needs in readers])
+        start, links = self.tables[key]
+        self.problem.factors.append(Factor(first, start if first else start[0]))
+        variable = first[0] if first else self.problem.variable(made[:1])
+        for (reader, _), table in zip(readers, links, strict=True):
+            last = table is links[-1]
+            following = () if last else (self.problem.variable(range(table.shape[2])),)
+            self.problem.factors.append(Factor((variable, reader, *following), table))
+            if not last:
+                (variable,) = following
+
+    def links(
+        self, value: Value, made: Sequence[States], fixed: Sequence[States], needs: Sequence[Sequence[tuple[States, ...]]]
+    ) -> tuple[Costs, list[Costs]]:
+        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after); :class:`TooWide` where there
+        are so many readers that one has more than ``LINK`` elements."""
+        start = np.array([self.moving(value, states, fixed) for states in made], complex)
+        before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
+        tables: list[Costs] = []
+        for number, need in enumerate(needs):
+            later = {
+                s for one in needs[number + 1 :] for n in set(one) for states in set(made) for s in self.costly(value, states, n)
+            }
+            distinct, known = list(dict.fromkeys(need)), list(dict.fromkeys(before))
+            after: dict[Made, int] = {}
+            found = []  # (before, need, after, cost)
+            for i, (states, there) in enumerate(known):
+                for j, goals in enumerate(distinct):
+                    if self.prices.steps(value, states, goals) is not None:
+                        new = self.costly(value, states, goals) - there
+                        k = after.setdefault((states, (there | new) & later), len(after))
+                        found.append((i, j, k, sum(self.step(value, s) for s in sorted(new, key=repr))))
+            if (size := len(before) * len(need) * len(after)) > LINK:
+                raise TooWide(f"a value with {len(needs)} readers has a table of {size} elements; limit: {LINK}")
+            table = np.full((len(known), len(distinct), len(after)), math.inf, complex)
+            for i, j, k, cost in found:
+                table[i, j, k] = cost
+            rows, columns = ([own.index(one) for one in every] for own, every in ((known, before), (distinct, need)))
+            table = table[np.ix_(rows, columns)]
+            tables.append(table if number < len(needs) - 1 else table.min(-1))
+            before = list(after)
+        return start, tables
+
+    def costly(self, value: Value, states: States, goals: Sequence[States]) -> frozenset[Step]:
+        steps = self.prices.steps(value, states, goals)
+        return frozenset(s for s in steps or () if self.step(value, s))
+
+    # ---- the answer ----------------------------------------------------------------------------------------------------
+
+    def least(self, weights: Weights = SECONDS, limit: int = LIMIT) -> Solved:
+        """That which costs least; ``limit`` is of the elements of a table."""
+        best = least(self.problem.sizes, weights.factors(self.problem.factors), limit)
+        if math.isinf(best.total):
+            raise Unfit("of what there is to choose on several axes nothing goes together")
+        return self.solved(best.values)
+
+    def within(self, limit: int, known: Solved, price: Weights, most: Sequence[int] = MOST) -> Solved:
+        """The fastest of at most ``limit`` bytes, where one is ``known`` that is best at some ``price`` of a byte."""
+        prices = (price, SECONDS, BYTES)
+        found = fewest(self.problem.sizes, self.problem.factors, limit, known.seconds.total, prices, most)
+        return (known if found.values is None else self.solved(found.values))._replace(bound=found.bound)
+
+    def solved(self, values: Sequence[int]) -> Solved:
+        found = self.assignments(values)
+        return Solved(found, seconds(self.prices, self.flow, found))
+
+    def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
+        """Of each axis, for the values of variables."""
+        chosen = {node: self.options[node][values[v]] for node, v in self.variables.items()}
+        out = {}
+        for a, axis in enumerate(self.prices.axes):
+            one = out[axis] = Assignment()
+            for node in self.context.normal.graph.nodes:
+                if node.op not in ("placeholder", "call_function") or (node.op == "call_function" and not is_tensor(node)):
+                    continue
+                form = self.forms.get(node)
+                if node.op == "placeholder":
+                    one.states[node] = (chosen[node][a],) if node in chosen else ("I",)
+                elif node not in self.forms:
+                    one.states[node] = (one.states[node.args[0]][node.args[1]],)
+                elif form is None:
+                    one.states[node] = ("I",) * len(self.context.shapes(node))
+                else:
+                    one.strategies[node] = chosen[node][a] if node in chosen else form.whole("I")
+                    one.states[node] = one.strategies[node].results
+        return out
+
+
+__all__ = ["Flow", "Reader", "Solved", "Solver", "seconds"]

@@ -1,0 +1,271 @@
+"""``tensor_plan = "auto"``: the strategy of each op, and where each parameter rests, of which the predicted step is shortest.
+
+On one axis the answer is exact, also within a limit of memory.  Several are solved in turn and then together, of what was chosen on the way; there a
+limit only gives bytes a price.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import fx
+
+from shardwise.backend import Backend
+from shardwise.core.errors import ConfigError
+from shardwise.core.rates import Link, Machine, rates
+from shardwise.ops.collectives import ROWS
+from shardwise.parallel.tensor import role
+from shardwise.shard.assignment import Assignment
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.op_spec import Place, State, Strategy
+from shardwise.shard.recipe.walk import recipe
+from shardwise.shard.sizes import Unfit
+from shardwise.shard.solver.candidates import Choices, Chosen
+from shardwise.shard.solver.cost_model import Prices, Seconds
+from shardwise.shard.solver.cost_tables import Flow, Solved, Solver, seconds
+from shardwise.shard.solver.decisions import check_taken, take_up
+from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Weights
+from shardwise.shard.solver.variable_elimination import LIMIT, TooWide
+
+PARTS = 16
+"""Of so many parts of the ops of an axis the choices are free one after the other, where those of all, or of larger parts, are too many together."""
+NOT_EXACT = "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that were looked at this is the fastest"
+
+
+def solve(context: ShardingContext, batch: Assignment) -> Solved:
+    """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found, and so
+    of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights.  What was decided before is taken up."""
+    prices = priced(context, batch)
+    choices = {axis: Choices(context, axis, prices) for axis in prices.axes}
+    if (decided := context.tensor.decided) is not None:
+        found = Solver(context, prices, take_up(decided, context, choices)).least()
+        check_taken(decided, context, found.assignments)
+        return found
+    limit = None if context.tensor.machine is None else context.tensor.machine.memory
+    if len(choices) == 1:
+        try:
+            solver = Solver(context, prices, choices, limited=True)
+            return limited(context, limit, partial(least, solver), lambda limit: best_within(solver, limit))
+        except TooWide:
+            context.notes[NOT_EXACT] = None
+
+    def find(weights: Weights) -> Solved:
+        return _Several(context, prices, choices, weights).least()
+
+    return limited(context, limit, find, lambda limit: within(find, limit)[0])
+
+
+def limited(
+    context: ShardingContext, limit: int | None, find: Callable[[Weights], Solved], fitting: Callable[[int], Solved]
+) -> Solved:  # fmt: skip
+    """What ``find`` gives without a ``limit`` of bytes, or ``fitting`` within it."""
+    if limit is None:
+        return find(SECONDS)
+    try:
+        found = fitting(limit)
+    except TooFew as error:
+        if context.tensor.layouts is None:
+            raise
+        found = fitting(error.least)  # parameters lie as in another trace, which fits
+    if found.gap:
+        note = f"tensor_plan: a microbatch takes at most {found.gap:.2%} longer than the fastest plan of {limit} bytes would"
+        context.notes[note] = None
+    return found
+
+
+def least(solver: Solver, weights: Weights) -> Solved:
+    """The least plan, of several that are equally fast the one of fewest bytes."""
+    found = solver.least(weights)
+    if weights != SECONDS or not found.seconds.nbytes:
+        return found
+    return solver.least(Weights(1.0, EXACT * found.seconds.total / found.seconds.nbytes))
+
+
+class TooFew(ConfigError):
+    """No plan has as few bytes; ``least`` are those of the least one."""
+
+    def __init__(self, limit: int, least: int) -> None:
+        super().__init__(
+            f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes. It follows from train.memory_gib, or from what the device "
+            "has: more of that, or more ranks over parallel.tp"
+        )
+        self.least = least
+
+
+def best_within(solver: Solver, limit: int) -> Solved:
+    """The fastest plan of ``limit`` bytes or less; :class:`TooFew` where none has so few."""
+    found, price = within(partial(least, solver), limit)
+    return found._replace(bound=found.seconds.total) if price == SECONDS else solver.within(limit, found, price)
+
+
+def within(find: Callable[[Weights], Solved], limit: int) -> tuple[Solved, Weights]:
+    """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963), and that price: no plan of as many
+    bytes as it has, or fewer, is faster.  :class:`TooFew` where none has so few."""
+    fast = find(SECONDS)
+    if fast.seconds.nbytes <= limit:
+        return fast, SECONDS
+    small = find(BYTES)
+    if small.seconds.nbytes > limit:
+        raise TooFew(limit, small.seconds.nbytes)
+    while True:
+        # The price at which both cost the same: what is cheaper then lies between them.
+        weights = Weights(1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes))
+        found = find(weights)
+        if cost(weights, found) >= cost(weights, fast) * (1 - EXACT):
+            return small, weights
+        if found.seconds.nbytes <= limit:
+            small = found
+        else:
+            fast = found
+
+
+def cost(weights: Weights, one: Solved) -> float:
+    return weights.seconds * one.seconds.total + weights.nbytes * one.seconds.nbytes
+
+
+def priced(context: ShardingContext, batch: Assignment) -> Prices:
+    """By the machine that the plan is for, else by one row on a device of the kind."""
+    machine = context.tensor.machine or Machine(
+        rates(Backend.of(context.device).kind, context.captured.precision), context.captured.rows or 1
+    )
+    return Prices(
+        context,
+        batch,
+        machine.rates,
+        machine.rows,
+        machine.kind or Backend.of(context.device).kind,
+        beside=machine.beside,
+        live=machine.live,
+    )
+
+
+def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
+    """Of a microbatch under the assignments that were made, by whomever."""
+    return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
+
+
+class _Several:
+    """Several axes, or one, whose choices together are too many: the axes are solved in turn, from the best of a few plans; then together, of what
+    was chosen on the way."""
+
+    def __init__(
+        self,
+        context: ShardingContext,
+        prices: Prices,
+        choices: Mapping[str, Choices],
+        weights: Weights,
+    ) -> None:
+        self.context, self.forms, self.prices, self.choices, self.weights = context, context.forms, prices, choices, weights
+        self.limited = weights.nbytes > 0
+        self.seen: list[dict[str, Assignment]] = []
+
+    def least(self) -> Solved:
+        starts = [found for start in self.starts() if (found := self.tried([start])) is not None]
+        best = self.descended(min(starts, key=self.cost))
+        joint = self.tried(self.seen)
+        if joint is None:
+            return best
+        return self.descended(joint) if self.cost(joint) < self.cost(best) else best
+
+    def cost(self, one: Solved) -> float:
+        return cost(self.weights, one)
+
+    def tried(self, several: Sequence[Mapping[str, Assignment]]) -> Solved | None:
+        """The best of what several plans choose; None where that does not go together, or is too much."""
+        try:
+            return self.solved({axis: one.only([plan[axis] for plan in several]) for axis, one in self.choices.items()})
+        except (TooWide, Unfit):
+            return None
+
+    def solved(self, chosen: Mapping[str, Chosen], limit: int = LIMIT) -> Solved:
+        found = Solver(self.context, self.prices, chosen, self.limited).least(self.weights, limit)
+        self.seen.append(found.assignments)
+        return found
+
+    def starts(self) -> Iterator[Mapping[str, Assignment]]:
+        """Everything whole, what the recipe of the mesh does, and what is best on one axis of all ranks, over the slowest link."""
+        yield {axis: Assignment() for axis in self.choices}
+        if all(role(self.context.tensor.recipe, axis) is not None for axis in self.choices):
+            yield recipe(self.context, self.prices.batch)[0]
+        if self.context.tensor.layouts is not None:
+            return
+        found = self.together() if len(self.choices) > 1 else None
+        if found is not None:
+            yield {axis: self.shared(found, axis) for axis in self.choices}
+
+    def together(self) -> Assignment | None:
+        """What is best on one axis of all ranks, if that can be told."""
+        own, name = self.prices.rates, "*".join(self.choices)
+        links = [own.links.get(axis, own.link) for axis in self.choices]
+        slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
+        one = Prices(
+            self.context,
+            self.prices.batch,
+            replace(own, link=slow, links={}),
+            self.prices.rows,
+            self.prices.kind,
+            {name: math.prod(self.prices.parts)},
+            beside=self.prices.state,
+            live=self.prices.live,
+        )
+        try:
+            solver = Solver(self.context, one, {name: Choices(self.context, name, one)}, self.limited)
+            return solver.least(self.weights).assignments[name]
+        except TooWide:
+            return None
+
+    def shared(self, found: Assignment, axis: str) -> Assignment:
+        """What each of several axes does where they do together what one axis did: equal pieces of equal pieces."""
+        parts, every = self.prices.ranks_of[axis], math.prod(self.prices.parts)
+
+        def own(state: State, shape: Sequence[int]) -> State:
+            if not isinstance(state, Place) or shape[state.dim] != state.pre * state.post * every:
+                return state
+            return state._replace(post=shape[state.dim] // (state.pre * parts))
+
+        out = Assignment({n: tuple(map(own, states, self.context.shapes(n))) for n, states in found.states.items()})
+        for node, strategy in found.strategies.items():
+            form = self.forms[node]
+            assert form is not None
+            operands = tuple(own(s, self.context.shape(o)) for s, (o, _) in zip(strategy.operands, form.operands, strict=True))
+            out.strategies[node] = Strategy(operands, out.states[node])
+        return out
+
+    def descended(self, best: Solved) -> Solved:
+        """Each axis solved in turn, the others held, until none finds anything better."""
+        since = 0
+        for axis in itertools.cycle(self.choices):
+            found = self.freed(best, axis, list(self.choices[axis].strategies))
+            since += 1
+            if self.cost(found) < self.cost(best) * (1 - EXACT):
+                best, since = found, 1
+            if since >= len(self.choices):
+                break
+        return best
+
+    def freed(self, best: Solved, axis: str, nodes: Sequence[fx.Node]) -> Solved:
+        """The best with the choices of ``nodes`` on an axis free, and all others held; where that is too much, of these in halves."""
+        chosen = {a: one.only([best.assignments[a]]) for a, one in self.choices.items()}
+        every = self.choices[axis]
+        chosen[axis] = replace(
+            chosen[axis],
+            strategies=chosen[axis].strategies | {node: every.strategies[node] for node in nodes},
+            states=every.states,
+        )
+        whole = len(nodes) == len(every.strategies)
+        try:
+            found = self.solved(chosen, LIMIT if whole else LIMIT // 16)
+        except TooWide:
+            self.context.notes[NOT_EXACT] = None
+            if len(nodes) * PARTS > len(every.strategies):
+                half = len(nodes) // 2
+                best = self.freed(self.freed(best, axis, nodes[:half]), axis, nodes[half:])
+            return best
+        return found if self.cost(found) < self.cost(best) else best
+
+
+__all__ = ["TooFew", "predicted", "solve", "within"]

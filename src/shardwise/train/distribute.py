@@ -1,0 +1,264 @@
+"""A user's own training loop, left as it is: a model, a loss and an optimizer that stand for the steps of a :class:`Trainer`.
+
+Forward, backward and update of a step are one program.  It runs in ``optimizer.step()``; what comes before says on which batch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.mesh import Mesh
+from shardwise.core.optim import APPLIES, CHOICES, OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.runtime.communicator import host_sum
+from shardwise.train.trainer import Trainer
+
+HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that do not change what they compute
+
+
+def distribute(
+    model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerChoice, plan: Plan | None = None, **options: Any
+) -> tuple[Model, Optimizer]:
+    """A model and an optimizer to use in place of these, in an ordinary loop on all ranks::
+
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow, :meth:`Trainer.loader` reads
+    only those).  So the ranks' loaders must agree: seed them alike; every batch is compared.  Leave batches on the host, from where they
+    are copied while the device computes: comparing those that are on a GPU waits for all that it has to do.  ``loss`` has a value after
+    ``optimizer.step()``.  The model is captured at the first batch.
+
+    Args:
+        model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see :class:`Trainer`).
+        optimizer: one of torch's, over all parameters of the model; its numbers are read now, the learning rate at every step, so that
+            torch's schedules over it work.
+        plan: how the step is divided; by default data parallel over all ranks.
+        options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
+    """
+    choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
+    theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
+    steps = _Steps(model, choice, plan or Plan(mesh=Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1")))), options)
+    return Model(steps), Optimizer(steps, theirs)
+
+
+class Loss:
+    """The loss of a batch: a number once the step is done."""
+
+    def __init__(self, steps: _Steps, batch: Batch | None, value: Tensor | None = None) -> None:
+        self._steps, self._batch, self._value = steps, batch, value
+
+    def backward(self) -> None:
+        """Let the next ``optimizer.step()`` be on this batch."""
+        if self._batch is None or self._value is not None:
+            raise ShardwiseError("loss.backward(): this loss is that of an evaluation or of a step that is done")
+        if self._steps.due is not None:
+            raise ShardwiseError(
+                "loss.backward(): called twice before optimizer.step(); legal: one batch a step, and Plan(microbatches=...) to divide it"
+            )
+        self._steps.due = (self, self._batch)
+
+    def detach(self) -> Tensor:
+        """The value, on this rank's device; it is that of the whole batch on every rank."""
+        if self._value is None:
+            raise ShardwiseError("the value of this loss is known after optimizer.step(): forward, backward and update run there")
+        return self._value
+
+    def item(self) -> float:
+        return float(self.detach().item())
+
+    def __float__(self) -> float:
+        return self.item()
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse("loss", name, "backward, item, detach and float; other terms of a loss belong into the model's forward")
+
+
+class Model:
+    """Stands for the module that is trained: ``model(**batch)`` is its loss."""
+
+    def __init__(self, steps: _Steps) -> None:
+        self._steps, self._training = steps, True
+
+    def __call__(self, *args: Tensor, **kwargs: Tensor) -> Loss:
+        """The loss of a batch: at once in evaluation mode, else after ``optimizer.step()``."""
+        try:
+            bound = inspect.signature(self._steps.module.forward).bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(f"model(...): {error}; legal: the arguments of the model's forward") from None
+        batch = self._steps.part(_flat(bound))
+        if not self._training:
+            return Loss(self._steps, None, self._steps.trainer.evaluate(batch).loss)
+        if not torch.is_grad_enabled():
+            raise ShardwiseError("model(...) without gradients in training mode; legal: after model.eval()")
+        return Loss(self._steps, batch)
+
+    def train(self, mode: bool = True) -> Self:
+        self._training = mode
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    @property
+    def trainer(self) -> Trainer:
+        """The trainer, after the first batch: for :class:`shardwise.Checkpoints`."""
+        return self._steps.trainer
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The full single-device state; all ranks call it."""
+        return self._steps.trainer.state_dict()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(
+            "model", name, "a call, train, eval, state_dict and trainer; gradients are clipped by distribute(..., clip_norm=...)"
+        )
+
+
+class Optimizer:
+    """Stands for the optimizer: ``step`` runs the step."""
+
+    def __init__(self, steps: _Steps, theirs: torch.optim.Optimizer | None) -> None:
+        self._steps, self._theirs = steps, theirs
+        self._numbers = {} if theirs is None else _numbers(theirs)
+
+    def step(self) -> None:
+        """Forward, backward and update on the batch of the last ``loss.backward()``."""
+        if self._steps.due is None:
+            raise ShardwiseError("optimizer.step(): legal: after loss.backward()")
+        (loss, batch), self._steps.due = self._steps.due, None
+        engine = self._steps.trainer.engine
+        if self._theirs is not None:
+            now = _numbers(self._theirs)
+            changed = [key for key in now if now[key] != self._numbers[key] and key != "lr"]
+            if changed:
+                raise ShardwiseError(
+                    f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of torch's"
+                )
+            engine.optimizer = replace(engine.optimizer, lr=float(now["lr"]))
+        loss._value = self._steps.trainer.step(batch).loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: every step computes its gradients anew."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse("optimizer", name, "step and zero_grad")
+
+
+class _Steps:
+    """What model, loss and optimizer share: the trainer, made at the first batch, and the batch of the next step."""
+
+    def __init__(self, module: nn.Module, choice: OptimizerChoice, plan: Plan, options: Mapping[str, Any]) -> None:
+        self.module, self.plan = module, plan
+        self.due: tuple[Loss, Batch] | None = None
+        self._choice, self._options = choice, options
+        self._trainer: Trainer | None = None
+
+    @property
+    def trainer(self) -> Trainer:
+        if self._trainer is None:
+            raise ShardwiseError("the model is not captured yet; legal: after the first batch")
+        return self._trainer
+
+    def part(self, whole: Mapping[str, Tensor]) -> Batch:
+        """This rank's rows of a batch."""
+        _check(whole)
+        if self._trainer is None:
+            with torch.inference_mode(False):
+                self._trainer = Trainer(self.module, self._choice, self.plan, whole, **self._options)
+            atexit.register(self._trainer.close)
+        _compare(self._trainer, whole)
+        mesh, rows = self.plan.mesh, next(iter(whole.values())).shape[0]
+        rank = self._trainer.comm.rank
+        ranges = rank_rows(rows, self.plan.microbatches, mesh.axis_size(AXES), mesh.index(rank, AXES))
+        mine = {name: torch.cat([value[a:b] for a, b in ranges]) for name, value in whole.items()}
+        return Batch(mine, rows, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges))
+
+
+def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerChoice:
+    """What one of torch's optimizers computes; :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
+    name = type(optimizer).__name__.lower()
+    if not type(optimizer).__module__.startswith("torch.optim") or name not in CHOICES["name"]:
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} is not legal; legal: {', '.join(CHOICES['name'])} of torch.optim."
+        )
+    if len(optimizer.param_groups) != 1:
+        raise ConfigError(
+            f"optimizer: {len(optimizer.param_groups)} groups of parameters are not legal; legal: one, or an OptimizerChoice "
+            '(its decay = "matrices" keeps weight decay off norms and biases).'
+        )
+    group = dict(optimizer.param_groups[0])
+    if {id(p) for p in group.pop("params")} != {id(p) for p in model.parameters() if p.requires_grad}:
+        raise ConfigError("optimizer: it must have exactly the parameters of the model that require gradients.")
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):  # Adagrad's begins with step 0
+        raise ConfigError("optimizer: it has taken steps already, and its state would be lost; legal: a new one.")
+    known = {field.name for field in fields(OptimizerChoice)}
+    numbers = {key: value for key, value in group.items() if key in known and name in APPLIES.get(key, (name,))}
+    for key in group.keys() - numbers.keys() - set(HOW) - {"initial_lr"}:  # a schedule of torch's is there
+        decoupled = key == "decoupled_weight_decay" and (name == "adamw" or not group["weight_decay"])
+        if group[key] and not decoupled:
+            raise ConfigError(f"optimizer: {key} = {group[key]!r} is not legal; legal: {key} off, as by default.")
+    return OptimizerChoice(name=name, decay="all", **numbers)  # type: ignore[arg-type]
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", *HOW)}
+
+
+def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
+    """Arguments by name, those of ``**kwargs`` among them."""
+    kinds = {name: parameter.kind for name, parameter in bound.signature.parameters.items()}
+    found: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
+            raise ConfigError(f"model(...): forward(*{name}) has no names for the fields of a batch; legal: named arguments")
+        found |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return found
+
+
+def _check(batch: Mapping[str, Any]) -> None:
+    """:class:`ConfigError` unless all fields are tensors of as many rows."""
+    for name, value in batch.items():
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            what = "a tensor without dims" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+            raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
+    sizes = {name: value.shape[0] for name, value in batch.items()}
+    if len(set(sizes.values())) != 1:
+        raise ConfigError(f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field")
+
+
+def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
+    """:class:`ConfigError` on all ranks unless they have read the same batch: its bytes, summed up in one word, are compared."""
+    if trainer.plan.mesh.size == 1:
+        return
+    word = 0
+    for name in sorted(batch):
+        word = zlib.crc32(batch[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes(), word)
+    word %= 1 << 20  # so that the sums below stay inside of 64 bits
+    total, squares = host_sum(trainer.comm, torch.tensor([word, word * word]), "the comparison of the batch").tolist()
+    if total * total != trainer.plan.mesh.size * squares:  # equal only if all words are
+        raise ConfigError(
+            "the ranks have read different batches; legal: the same on all, for example after torch.manual_seed(0)."
+        )
+
+
+def _refuse(what: str, name: str, legal: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise ShardwiseError(f"{what}.{name} is not there under distribute(); legal: {legal}.")

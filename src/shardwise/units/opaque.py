@@ -1,0 +1,163 @@
+"""A model that cannot be captured, as one unit: its own forward, with random functions keyed and BatchNorm synchronised as they are called."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from shardwise.capture.capture import LossFunction, WithLoss, set_mode
+from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, precision_layers, shadow_dtype
+from shardwise.capture.intercept import Intercept, Proceed
+from shardwise.capture.keyed_calls import KeyedRandom, batch_of
+from shardwise.core.errors import ConfigError, ShardwiseError, describe
+from shardwise.ops import collectives, norms
+from shardwise.units.trace import Unit
+
+
+def opaque_unit(module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool) -> Unit:
+    """The unit ``(env, *parameters, *buffers, *fields) -> (loss as partial sum, *new buffers)``.
+
+    The loss counts as the mean over rows: each rank's is weighted by its share of them.  Runs on a copy of the module whose tensors are
+    on the meta device and are replaced at each call; every thread has its own.
+    """
+    parameters = tuple(n for n, _ in module.named_parameters())
+    buffers = tuple(n for n, _ in module.named_buffers())
+    call = _OpaqueCall(
+        set_mode(WithLoss(_skeleton(module), loss), training), parameters, buffers, fields, precision_layers(precision)
+    )
+    return Unit(
+        0,
+        "model",
+        call,
+        type(module).__name__,
+        None,
+        parameters,
+        buffers,
+        (),
+        fields,
+        (),
+        ("loss",),
+        buffers,
+        (),
+        (True,),
+        0,
+        True,
+    )
+
+
+def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device) -> Tensor:
+    """The loss of an example batch on ``device``: what plain PyTorch refuses is refused here, before anything starts."""
+    parameters = dict(module.named_parameters())
+    leaves = [
+        p.detach().to(device, shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad)
+        for n, p in parameters.items()
+    ]
+    buffers = [cast_buffer(b.detach().to(device), precision) for b in dict(module.named_buffers()).values()]
+    rows = next(iter(batch.values())).shape[0]
+    try:
+        loss, *_ = unit.function(
+            collectives.Env(rows=rows), *leaves, *buffers, *(cast_field(v.to(device), precision) for v in batch.values())
+        )
+    except ShardwiseError:
+        raise
+    except Exception as error:  # of any kind: it is the user's code that runs
+        missing = precision == "fp16" and device.type == "cpu" and lacks_kernel(error)
+        legal = f'; legal with precision = "fp16": {KERNEL_ADVICE}' if missing else ""
+        raise ConfigError(f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}") from error
+    return loss
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for p in module.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=p.requires_grad)
+    for b in module.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    return copy.deepcopy(module, memo)
+
+
+class _OpaqueCall:
+    def __init__(
+        self, wrapped: WithLoss, parameters: tuple[str, ...], buffers: tuple[str, ...], fields: tuple[str, ...], layers: list[Any]
+    ) -> None:
+        self.layers = layers
+        self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
+        self.own = threading.local()
+        self.batches: Any = None
+        self.lock = threading.Lock()
+
+    def __call__(self, env: collectives.Env, *tensors: Tensor) -> tuple[Tensor, ...]:
+        split = len(self.parameters)
+        values = dict(zip((f"module.{n}" for n in (*self.parameters, *self.buffers)), tensors, strict=False))
+        for name in self.buffers:  # forward may write to them
+            values[f"module.{name}"] = values[f"module.{name}"].clone()
+        fields = dict(zip(self.fields, tensors[split + len(self.buffers) :], strict=True))
+        if not collectives.local_rows(
+            env
+        ):  # a stand-in of weight zero: the module may refuse an empty batch, and others wait in its collectives
+            fields = {k: v.new_zeros((1, *v.shape[1:])) for k, v in fields.items()}
+        batches = self.sample_dims(values, fields)
+        loss = self.run(env, values, fields, KeyedRandom(env.seed, batches))
+        share = collectives.local_rows(env) / max(env.rows, 1)
+        return (loss * share, *(values[f"module.{n}"] for n in self.buffers))
+
+    def run(self, env: collectives.Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom) -> Tensor:
+        wrapped = getattr(self.own, "module", None)
+        if wrapped is None:
+            wrapped = self.own.module = copy.deepcopy(self.wrapped)
+        random.begin(env.step, env.offset + env.range()[0])
+        with Intercept(random, _SyncBatchNorms(env), *self.layers):
+            result: Tensor = functional_call(wrapped, values, (fields,))
+        return result
+
+    def sample_dims(self, values: dict[str, Tensor], fields: dict[str, Tensor]) -> Any:
+        """Where random calls have their batch dim: seen once, by running the forward with one row more."""
+        with self.lock:
+            if self.batches is None:
+                draws = []
+                rows = max(next(iter(fields.values())).shape[0], 2)  # BatchNorm refuses a single row
+                for count in (rows, rows + 1):
+                    more = {k: torch.cat([v, v[:1].expand(count - v.shape[0], *v.shape[1:])]) for k, v in fields.items()}
+                    random = KeyedRandom(0)
+                    copies = {k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()}
+                    with torch.no_grad():
+                        self.run(collectives.Env(rows=count), copies, more, random)
+                    draws.append(random.draws)
+                self.batches = batch_of(draws[0], draws[1], rows)
+            return self.batches
+
+
+class _SyncBatchNorms:
+    """Answers BatchNorm in training with the one over all ranks' rows."""
+
+    def __init__(self, env: collectives.Env) -> None:
+        self.env = env
+
+    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
+        if func is not F.batch_norm or self.env.parts == 1:
+            return proceed(func, args, kwargs)
+        return self.batch_norm(proceed, *args, **kwargs)
+
+    def batch_norm(
+        self, proceed: Proceed, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    ) -> Tensor:  # fmt: skip
+        if not training:
+            result: Tensor = proceed(F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {})
+            return result
+        channels = input.shape[1]
+        mean = running_mean if running_mean is not None else input.new_zeros(channels)
+        var = running_var if running_var is not None else input.new_ones(channels)
+        stand_in = not collectives.local_rows(self.env)
+        y, new_mean, new_var = norms.sync_batch_norm(self.env, input, weight, bias, mean, var, momentum, eps, stand_in=stand_in)
+        if running_mean is not None and running_var is not None:
+            running_mean.copy_(new_mean)
+            running_var.copy_(new_var)
+        return y

@@ -1,0 +1,345 @@
+"""Selective recomputation: products and attention are kept, everything else of a unit is computed again just before its backward.
+
+Matrix products, convolutions and attention are most of the arithmetic and a small part of what autograd keeps (Korthikanti et al.
+2022).  The training graph of a unit calls each of them through :func:`recalled`.  FORWARD runs the op alone, as a small autograd graph
+on a :class:`Tape`; RECOMPUTE takes the result from there, and backward runs the small graph: whatever kernel was chosen, its numbers are
+those of no recomputation, bit for bit.
+
+A small graph holds none of its inputs.  Where autograd saves (a view of) one, it gets a reference, found again among the inputs of
+RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.  An op whose
+statistics are larger than its result (attention with dropout saves its probabilities) is computed again like any other.
+
+All else is computed twice, as under full recomputation.  Of collectives those whose results no backward reads are left out of
+RECOMPUTE (:func:`unread`), such as the sum behind the last product of a block; the rest is made again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from shardwise.core.errors import ShardwiseError
+from shardwise.graph.torch_private import OpOverload, schema, storage_key
+from shardwise.kernels.flop_counter import tensors_in
+from shardwise.ops import collectives, random_ops, weight_gradients
+from shardwise.ops.collectives import Env
+from shardwise.units import weight_products
+
+_PRODUCTS = """
+    linear matmul mm bmm addmm addbmm baddbmm einsum tensordot bilinear inner linalg_matmul linalg_multi_dot chain_matmul
+    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _grouped_mm
+    transformers::grouped_mm_fallback scaled_dot_product_attention"""
+KEPT = frozenset(_PRODUCTS.split())
+"""The ops whose results are kept; those of ATen without namespace."""
+
+OWN: dict[str, Callable[..., Tensor]] = {
+    "attention": random_ops.attention,
+    "grouped": weight_gradients.grouped,
+    "convolved": weight_gradients.convolved,
+}
+"""Our own functions that are kept, under the names that stand for them in a graph."""
+
+_BLIND = """
+    add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
+    select slice narrow split chunk unbind cat to _to_copy"""
+MOVES: dict[str, Callable[..., Tensor]] = {
+    "all_reduce": collectives.all_reduce,
+    "gather": collectives.gather,
+    "scatter": collectives.scatter,
+}
+"""The moves that communicate forward, under the names that stand for them in a graph."""
+
+_MOVES = {
+    collectives.all_reduce,
+    collectives.replicate,
+    collectives.gather,
+    collectives.scatter,
+    collectives.shard,
+    collectives.shard_leaf,
+    collectives.own,
+    collectives.partial,
+}
+BLIND = {*_BLIND.split(), operator.getitem, weight_products.begun, random_ops.dropout, random_ops.feature_dropout, *_MOVES}
+"""Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
+
+
+def _op(target: Any) -> Any:
+    """What stands for a node's target in the sets above."""
+    return str(schema(target).name).removeprefix("aten::") if isinstance(target, OpOverload) else target
+
+
+def recallable(graph: fx.Graph, own: int) -> fx.Graph:
+    """A copy of a unit's training graph that calls what is to be kept through :func:`recalled`, and moves through :func:`unread` where
+    nobody reads what they make.
+
+    The first ``own`` outputs are those of the unit, which RECOMPUTE makes only for their graphs: nobody reads their values then.
+    """
+    names = {function: name for name, function in (*OWN.items(), *MOVES.items())}
+    read = _read(graph, own)
+    new = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    env: Any = None
+    count = 0
+    for node in graph.nodes:
+        copies[node] = new.node_copy(node, lambda a: copies[a])
+        if env is None:
+            env = copies[node]  # the first placeholder
+        target: Any = node.target
+        if node.op == "call_function" and target in MOVES.values():
+            if node not in read:
+                copies[node].target = unread
+                copies[node].args = (env, names[target], *copies[node].args[1:])
+        elif node.op == "call_function" and (target in names or _op(target) in KEPT):
+            copies[node].target = recalled
+            copies[node].args = (env, count, node in read, names.get(target, target), *copies[node].args)
+            count += 1
+    return new
+
+
+def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int) -> None:
+    """Mark the moves of a unit's graph that its recomputation leaves out; ``exposed`` is its training graph, with the same moves."""
+    read = _read(exposed, own)
+    moves = ((n for n in g.nodes if n.target in MOVES.values()) for g in (graph, exposed))
+    for mine, theirs in zip(*moves, strict=True):
+        mine.meta["unread"] = theirs not in read
+
+
+def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
+    """The nodes whose values RECOMPUTE or backward may need, beside their shapes."""
+    read: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output":
+            fx.map_arg(node.args[0][own:], read.add)
+        elif (
+            node.op == "call_function"
+            and (node in read or _op(node.target) not in BLIND)
+            and node.target is not weight_products.edge
+        ):
+            read.update(node.all_input_nodes)
+    return read
+
+
+def recalled(env: Env, number: int, read: bool, op: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """``op(*args, **kwargs)``, kept on ``env.tape``, or taken from it; without a tape it is just that.
+
+    ``number`` is the op's in its unit; ``read`` says whether anything but its shape is needed of the result once it is taken.
+    """
+    function = OWN[op] if isinstance(op, str) else op
+    if env.tape is None:
+        result: Tensor = function(*args, **kwargs)
+        return result
+    return env.tape.run(number, read, function, args, kwargs)  # type: ignore[no-any-return]
+
+
+def unread(env: Env, move: str, *args: Any) -> Tensor:
+    """A move of whose result only the shape is needed where it is made again: nothing is communicated there, and its values are NaN.
+
+    Its gradient is moved as ever.
+    """
+    if not env.again:
+        return MOVES[move](env, *args)
+    mine = replace(env, comm=_Mute())
+    result = MOVES[move](mine, *args)
+    mine.comm = env.comm
+    return result
+
+
+class _Mute:
+    """A communicator that sends nothing, and the handle of all its operations."""
+
+    def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> _Mute:
+        """Leaves NaN where the sum would be."""
+        return self.all_gather(out)
+
+    def all_gather(self, out: Tensor, *args: Any, **kwargs: Any) -> _Mute:
+        """The same."""
+        if out.dtype.is_floating_point or out.dtype.is_complex:
+            out.fill_(torch.nan)
+        return self
+
+    reduce_scatter = all_gather
+
+    def wait(self) -> None:
+        """At once."""
+
+
+class Tape:
+    """What one run of a unit has kept: made by FORWARD, used up by RECOMPUTE and its backward."""
+
+    def __init__(self) -> None:
+        self.kept: dict[int, _Kept | None] = {}
+        self.recording = False
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Keep results of the ops that run meanwhile.
+
+        Gradients are on, so that the same kernels are chosen as without recomputation, but nothing is saved for them.
+        """
+        self.recording = True
+        with torch.enable_grad(), saved_tensors_hooks(_forget, _remember):
+            yield
+        self.recording = False
+
+    def run(self, number: int, read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        """Run ``op`` and keep it, or give what was kept."""
+        if self.recording:
+            result, self.kept[number] = _keep(read, op, args, kwargs)
+            return result
+        kept = self.kept.pop(number)
+        if kept is None:
+            return op(*args, **kwargs)
+        return kept.replay(tensors_in((args, kwargs)))
+
+
+def _forget(tensor: Tensor) -> None:
+    return None
+
+
+def _remember(nothing: None) -> Tensor:
+    raise ShardwiseError("backward through a FORWARD that was to be computed again")
+
+
+# ---- one kept op -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Kept:
+    """A result without its values if nobody reads them, and the graph of the op that made it."""
+
+    like: tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+    value: Tensor | None
+    learns: bool  # whether the result requires a gradient
+    end: GradientEdge | None  # of the result in the small graph; None if no input has a gradient
+    starts: dict[int, GradientEdge]  # of the inputs that have gradients, by position
+    views: dict[int, tuple[torch.Size, tuple[int, ...]]]  # shape and strides of the inputs that backward reads
+    inputs: dict[int, Tensor]  # those while backward runs
+
+    def replay(self, inputs: Sequence[Tensor]) -> Tensor:
+        """The result as a function of ``inputs``: the op's, as computed again."""
+        for i, form in self.views.items():
+            if (inputs[i].shape, inputs[i].stride()) != form:
+                raise ShardwiseError(
+                    f"recomputation gave {tuple(inputs[i].shape)}, strides {inputs[i].stride()}; it was {tuple(form[0])}, {form[1]}"
+                )
+        if self.end is None:
+            return self.take().requires_grad_(self.learns)
+        result: Tensor = _Replay.apply(self, *inputs)  # type: ignore[no-untyped-call]
+        return result
+
+    def take(self) -> Tensor:
+        """The result's values, which are given once; NaN where none were kept."""
+        shape, stride, dtype, device = self.like
+        value, self.value = self.value, None
+        if value is None:
+            value = torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            if dtype.is_floating_point or dtype.is_complex:
+                value.fill_(torch.nan)
+        return value.detach()
+
+
+class _Replay(torch.autograd.Function):
+    """Gives a kept result; backward is that of its small graph."""
+
+    @staticmethod
+    def forward(ctx: Any, kept: _Kept, *inputs: Tensor) -> Tensor:
+        ctx.kept = kept
+        ctx.save_for_backward(*(inputs[i] for i in kept.views))
+        return kept.take()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept, ctx.kept = ctx.kept, None  # the small graph is freed with its backward
+        wanted = [i for i in kept.starts if ctx.needs_input_grad[1 + i]]
+        kept.inputs.update(zip(kept.views, ctx.saved_tensors, strict=True))
+        found = torch.autograd.grad([kept.end], [kept.starts[i] for i in wanted], grads, allow_unused=True)
+        kept.inputs.clear()
+        by_position = dict(zip(wanted, found, strict=True))
+        return None, *(by_position.get(i) for i in range(len(ctx.needs_input_grad) - 1))
+
+
+def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tuple[Tensor, _Kept | None]:
+    """Run ``op`` as a graph of its own; returns the result, cut off, and what is kept: None if that is too much, or an input."""
+    given = tensors_in((args, kwargs))
+    learning = [i for i, t in enumerate(given) if t.requires_grad]
+    alone = [t.detach() for t in given]
+    if learning:
+        for i, t in zip(learning, weight_products.start([given[i] for i in learning]), strict=True):
+            alone[i] = t
+    saver = _Saver(list(alone))
+    feed = iter(alone)
+    args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: next(feed) if isinstance(a, Tensor) else a)
+    with saved_tensors_hooks(saver.pack, saver.unpack):
+        result = op(*args, **kwargs)
+    value = result.detach()
+    cut = result.detach().requires_grad_(result.requires_grad)
+    saver.sources.clear()  # autograd holds the saver
+    key = storage_key(value)
+    beside = sum(size for k, size in saver.held.items() if k != key)
+    if beside > value.untyped_storage().nbytes() or any(storage_key(t) == key for t in given):
+        return cut, None
+    end = get_gradient_edge(result) if result.grad_fn is not None else None
+    starts = {i: get_gradient_edge(alone[i]) for i in learning} if end is not None else {}
+    views = {i: (given[i].shape, given[i].stride()) for i in sorted(saver.viewed)}
+    like = (value.shape, value.stride(), value.dtype, value.device)
+    return cut, _Kept(like, value if read else None, result.requires_grad, end, starts, views, saver.inputs)
+
+
+@dataclass
+class _View:
+    """A view of the input at ``index``."""
+
+    index: int
+    offset: int  # from the input's first element
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+@dataclass
+class _Saver:
+    """What autograd saves of an op: references to ``sources``, its inputs, and what it holds itself, in bytes by storage."""
+
+    sources: list[Tensor]
+    viewed: set[int] = field(default_factory=set)
+    held: dict[int, int] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # as backward finds them
+
+    def pack(self, tensor: Tensor) -> _View | Tensor:
+        """A reference to an input, or the tensor."""
+        key = storage_key(tensor)
+        aliases = [i for i, s in enumerate(self.sources) if storage_key(s) == key]
+        for i in aliases:
+            if (view := _view(i, self.sources[i], tensor)) is not None:
+                self.viewed.add(i)
+                return view
+        tensor = tensor.clone() if aliases else tensor.detach()  # an input in a form that no reference has
+        self.held[storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def unpack(self, saved: _View | Tensor) -> Tensor:
+        """What was packed, references looked up."""
+        if isinstance(saved, Tensor):
+            return saved
+        source = self.inputs[saved.index]
+        return source.detach().as_strided(saved.shape, saved.stride, source.storage_offset() + saved.offset)
+
+
+def _view(index: int, source: Tensor, tensor: Tensor) -> _View | None:
+    """``tensor`` as a view of ``source``, whose memory it shares; None if it is none: parameters, too, share the memory of a bucket."""
+    same = (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (source.dtype, source.is_conj(), source.is_neg())
+    offset = tensor.storage_offset() - source.storage_offset()
+    if same and offset >= 0 and offset + _extent(tensor) <= _extent(source):
+        return _View(index, offset, tensor.shape, tensor.stride())
+    return None
+
+
+def _extent(x: Tensor) -> int:
+    """Elements of memory between the first and the last, both counted."""
+    return sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0

@@ -1,0 +1,320 @@
+"""Cutting a local graph at the model's repeated blocks into units, each a function of tensors alone.
+
+Block i of a model is unit i; what comes before the first block, after the last, and in between goes to its neighbours.  Values that
+follow from batch fields and constants alone (masks, positions, rotary tables) and are read by several units form unit "inputs", which
+has no parameters: a pipeline runs it on every stage instead of sending its results.  Blocks with the same code share one function.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from shardwise.graph.captured import Captured
+from shardwise.ops import collectives, cross_entropy, norms, random_ops, softmax
+from shardwise.shard.sharded import Sharded
+from shardwise.units.selective_recompute import note_unread, recallable
+from shardwise.units.trace import Unit
+from shardwise.units.weight_products import expose, find, held, inside
+
+_INTEGER_OPS = {collectives.rows, collectives.local_rows, collectives.local_size}
+
+
+def split(sharded: Sharded) -> list[Unit]:
+    """Cut a local graph into units, in the order in which they run."""
+    graph = sharded.graph
+    useful = _with_gradient(graph)
+    assigned, names = _assign(graph, sharded)
+    loss, *updates = next(n for n in graph.nodes if n.op == "output").args[0]
+    first = _read_first(graph, sharded, assigned)
+    assigned |= dict.fromkeys(first, -1)
+    order = sorted(set(assigned.values()))
+    builder = _Builder(sharded, assigned, useful, loss, list(zip(updates, sharded.normal.updates, strict=True)))
+    shared: dict[str, Callable[..., Any]] = {}
+    return [builder.unit(i, key, names[key], shared) for i, key in enumerate(order)]
+
+
+def _with_gradient(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose gradient reaches the loss: differentiable, and on a differentiable path to it."""
+    output = next(n for n in graph.nodes if n.op == "output")
+    return gradient_paths([output.args[0][0]])
+
+
+def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that a gradient passes on its way back from these."""
+    found: set[fx.Node] = set()
+    stack = list(ends)
+    while stack:
+        node = stack.pop()
+        if node not in found and node.meta.get("grad"):
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What a node reads, sizes that follow from tensors (``item``) replaced by these."""
+    return _through(node, lambda n: n.all_input_nodes)
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    """What reads a node, sizes that follow from it replaced by what reads these."""
+    return _through(node, lambda n: list(n.users))
+
+
+def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}  # in the order of the arguments, so that equal blocks have equal code
+    for n in edges(node):
+        if n.op == "call_function" and "layout" not in n.meta:
+            found |= dict.fromkeys(_through(n, edges))
+        else:
+            found[n] = None
+    return list(found)
+
+
+def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> list[fx.Node]:
+    """Buffers that forward writes and whose value before that matters to the loss, or to several units.
+
+    They become outputs of unit "inputs", which is never run again: a later unit, and a unit that is recomputed, read what the buffer
+    held when the microbatch began.  (BatchNorm's running statistics only matter to themselves.)
+    """
+    captured, written = sharded.normal.captured, set(sharded.normal.updates)
+    matters = _reaching_loss(graph)
+    places = [n for n in graph.nodes if n.op == "placeholder" and captured.buffers.get(n.name) in written]
+    return [n for n in places if n in matters or len({unit[r] for r in _readers(n) if r in unit}) > 1]
+
+
+def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    stack = [next(n for n in graph.nodes if n.op == "output").args[0][0]]
+    while stack:
+        node = stack.pop()
+        if node in found:
+            continue
+        found.add(node)
+        source = node.args[0] if node.target is operator.getitem else None
+        running = RUNNING_AT.get(source.target) if isinstance(source, fx.Node) else None
+        if running is not None and node.args[1] == 0:  # y does not depend on the running statistics
+            found.add(source)
+            stack.extend(a for i, a in enumerate(source.args) if isinstance(a, fx.Node) and i not in running)
+        else:
+            stack.extend(node.all_input_nodes)
+            if running is not None:
+                stack.extend(source.all_input_nodes)
+    return found
+
+
+def block_of(path: str) -> str:
+    """The outermost numbered module on a path, ``model.layers.3`` of ``model.layers.3.mlp``; "" if there is none."""
+    parts = path.split(".")
+    for i, part in enumerate(parts):
+        if part.partition("@")[0].isdigit():
+            return ".".join(parts[: i + 1])
+    return ""
+
+
+def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict[int, str]]:
+    """The unit of every call, as a sortable key: -1 for "inputs", 0 before the first block, 2i for block i, the last after it."""
+    free = _free(graph, sharded)
+    calls = [n for n in graph.nodes if n.op == "call_function" and n.target not in _INTEGER_OPS and "layout" in n.meta]
+    owned = _blocks_with_parameters(graph)
+    blocks: dict[str, int] = {}
+    for node in calls:
+        key = block_of(node.meta.get("path", ""))
+        if node not in free and key in owned and key not in blocks:
+            blocks[key] = len(blocks) + 1
+    last = len(blocks)
+    unit: dict[fx.Node, int] = {}
+    early = _early(calls, free, blocks, sharded.normal.captured)
+    for node in calls:
+        if node in free or node in early:
+            continue
+        if node.target is operator.getitem:  # a tuple never crosses a cut
+            unit[node] = unit[node.args[0]]
+            continue
+        below = max((unit[i] for i in _sources(node) if i in unit), default=0)
+        key = block_of(node.meta.get("path", ""))
+        if key in blocks:
+            unit[node] = max(below, blocks[key])
+        else:
+            unit[node] = below + 1 if last and below == last else below
+    for node in reversed(calls):
+        if (node in free or node in early) and node.target is not operator.getitem:
+            items = [u for u in node.users if u.target is operator.getitem]
+            users = {unit[u] for n in (node, *items) for u in _readers(n) if u in unit}
+            if node in early:
+                place = min(users, default=0)
+                place = 0 if place == 1 and early[node] else place
+            else:
+                place = users.pop() if len(users) == 1 else -1
+            unit.update(dict.fromkeys((node, *items), place))
+    names = {-1: "inputs", 0: "head" if last else "model", last + 1: "tail", **{i: key for key, i in blocks.items()}}
+    return unit, names
+
+
+def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured) -> dict[fx.Node, bool]:
+    """Calls outside the blocks that follow from parameters and fields alone, and whether they follow from fields too.
+
+    They belong to the first unit that reads them; what embeds fields for the first block comes before it.
+    """
+    known = {*captured.parameters, *captured.fields}
+    found: dict[fx.Node, bool] = {}
+    batch: set[fx.Node] = set()  # what follows from fields
+    for node in calls:
+        sources = [i for i in _sources(node) if i.name != "env"]
+        if any(i in batch or i.name in captured.fields for i in sources):
+            batch.add(node)
+        inside = block_of(node.meta.get("path", "")) in blocks
+        if node not in free and not inside and all(i in found or i in free or i.name in known for i in sources):
+            found[node] = node in batch
+    return found
+
+
+def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
+    """Block paths in which a parameter is used; others (a lone activation) belong to the unit before them."""
+    found = set()
+    for node in graph.nodes:
+        if node.op == "call_function" and any(i.op == "placeholder" and i.meta.get("grad") for i in node.all_input_nodes):
+            found.add(block_of(node.meta.get("path", "")))
+    return found - {""}
+
+
+def _free(graph: fx.Graph, sharded: Sharded) -> set[fx.Node]:
+    """Calls that follow from fields, constants and unwritten buffers alone."""
+    captured, written = sharded.normal.captured, set(sharded.normal.updates)
+    bound = {
+        n
+        for n in graph.nodes
+        if n.op == "placeholder" and (n.name in captured.parameters or captured.buffers.get(n.name) in written)
+    }
+    output = next(n for n in graph.nodes if n.op == "output")
+    free: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op == "call_function":
+            if any(i in bound for i in node.all_input_nodes) or node in output.args[0]:
+                bound.add(node)
+            else:
+                free.add(node)
+    return free
+
+
+class _Builder:
+    def __init__(
+        self,
+        sharded: Sharded,
+        assigned: dict[fx.Node, int],
+        useful: set[fx.Node],
+        loss: fx.Node,
+        updates: list[tuple[fx.Node, str]],
+    ) -> None:
+        self.sharded, self.assigned, self.useful, self.loss, self.updates = sharded, assigned, useful, loss, updates
+        self.captured = sharded.normal.captured
+
+    def unit(self, index: int, key: int, name: str, shared: dict[str, Callable[..., Any]]) -> Unit:
+        own = [n for n in self.sharded.graph.nodes if self.assigned.get(n) == key]
+        mine = [n for n in own if n.op != "placeholder"]
+        kinds: dict[str, list[fx.Node]] = {"parameters": [], "buffers": [], "constants": [], "fields": [], "inputs": []}
+        for node in dict.fromkeys((*(n for n in own if n.op == "placeholder"), *self._outside(mine))):
+            kinds[self._kind(node, key)].append(node)
+        outputs = [n for n in own if n is self.loss or any(self.assigned.get(r, key) > key for r in _readers(n))]
+        updated = [(n, buffer) for n, buffer in self.updates if self.assigned.get(n) == key]
+        graph, ordinal = self._graph(mine, kinds, [*outputs, *(n for n, _ in updated)])
+        code = graph.python_code("self").src
+        if code not in shared:
+            module = fx.GraphModule(torch.nn.Module(), graph)
+            shared[code] = module.forward
+        captured = self.captured
+        parameters = tuple(captured.parameters[n.name] for n in kinds["parameters"])
+        trainable = [captured.trainable[n] for n in parameters]
+        products = find(graph, trainable)
+        exposed, own_outputs = expose(graph, products), len(outputs) + len(updated)
+        note_unread(graph, exposed, own_outputs)
+        exposed = recallable(exposed, own_outputs)
+        key_code = exposed.python_code("self").src
+        if key_code not in shared:
+            shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
+        return Unit(
+            index, name, shared[code], code, graph, parameters,
+            tuple(captured.buffers[n.name] for n in kinds["buffers"]),
+            tuple(captured.constants[n.name] for n in kinds["constants"]),
+            tuple(captured.fields[n.name] for n in kinds["fields"]),
+            tuple(n.name for n in kinds["inputs"]),
+            tuple("loss" if n is self.loss else n.name for n in outputs),
+            tuple(buffer for _, buffer in updated),
+            tuple(n in self.useful for n in kinds["inputs"]),
+            tuple(n in self.useful for n in outputs),
+            ordinal,
+            any(n.target in _COMMUNICATING for n in mine),
+            {n.name: n for n in (*kinds["inputs"], *outputs)},
+            shared[key_code], tuple(parameters[one.parameter] for one in products.values()),
+            tuple(parameters[i] for i in inside(graph, trainable, products)),
+            self._names(held(graph, products), kinds["inputs"], outputs),
+        )  # fmt: skip
+
+    @staticmethod
+    def _names(places: Iterable[tuple[str, int]], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[str, ...]:
+        """Live tensors by their place in a unit; what a buffer becomes is none."""
+        return tuple(nodes[i].name for kind, i in places if i < len(nodes := inputs if kind == "input" else outputs))
+
+    def _kind(self, node: fx.Node, key: int) -> str:
+        if node.op != "placeholder" or self.assigned.get(node, key) != key:
+            return "inputs"
+        for kind in ("parameters", "buffers", "constants", "fields"):
+            if node.name in getattr(self.captured, kind):
+                return kind
+        raise AssertionError(f"placeholder {node.name} is nothing known")
+
+    def _outside(self, mine: Iterable[fx.Node]) -> list[fx.Node]:
+        """What the unit reads from outside, without the sizes, which every unit computes for itself."""
+        inside = set(mine)
+        return list(dict.fromkeys(n for one in mine for n in _sources(one) if n not in inside and n.name != "env"))
+
+    def _graph(self, mine: list[fx.Node], kinds: dict[str, list[fx.Node]], outputs: list[fx.Node]) -> tuple[fx.Graph, int]:
+        """The unit's graph, its names independent of where in the model it stands."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, Any] = {}
+        env = graph.placeholder("env")
+        for kind, nodes in kinds.items():
+            for i, node in enumerate(nodes):
+                copies[node] = graph.placeholder(f"{kind[0]}{i}")
+                copies[node].meta = {key: node.meta.get(key) for key in ("val", "layout")}
+        ordinals = [o for n in mine if (o := _ordinal(n)) is not None]
+        first = min(ordinals, default=0)
+
+        def value(node: fx.Node) -> Any:
+            if node.name == "env" and node.op == "placeholder":
+                return env
+            if node not in copies:  # a size
+                copies[node] = graph.call_function(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
+            return copies[node]
+
+        for node in mine:
+            args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+            if (own := _ordinal(node)) is not None:
+                at = ORDINAL_AT[node.target]
+                args = (*args[:at], own - first, *args[at + 1 :])  # relative: equal blocks have equal code
+            copies[node] = graph.call_function(node.target, args, kwargs)
+            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause") if k in node.meta}
+        graph.output(tuple(copies[n] for n in outputs))
+        return graph, first
+
+
+ORDINAL_AT = {
+    random_ops.dropout: 3, random_ops.feature_dropout: 3, random_ops.alpha_dropout: 3, random_ops.feature_alpha_dropout: 3, random_ops.attention: 7, random_ops.random_like: 2,
+    random_ops.random_of: 2, random_ops.bernoulli: 2,
+}  # fmt: skip
+RUNNING_AT = {norms.batch_norm: (3, 4), norms.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
+_COMMUNICATING = {
+    collectives.all_reduce, collectives.replicate, collectives.gather, collectives.shard, collectives.scatter, norms.sync_batch_norm, norms.norm_of_width,
+    cross_entropy.cross_entropy, softmax.softmax, softmax.logsumexp,
+}  # fmt: skip
+
+
+def _ordinal(node: fx.Node) -> int | None:
+    """The ordinal in a random op's arguments."""
+    at = ORDINAL_AT.get(node.target)
+    return None if at is None else int(node.args[at])

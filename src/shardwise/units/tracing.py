@@ -1,0 +1,189 @@
+"""From a model to its trace: capture, clean-up, sharding, units and buckets, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.capture.capture import LossFunction, capture
+from shardwise.capture.casts import cast_buffer, cast_field, shadow_dtype
+from shardwise.core.errors import ConfigError
+from shardwise.core.layout import Layout
+from shardwise.graph.captured import Captured, Uncapturable
+from shardwise.graph.functional import Normal, functionalise
+from shardwise.graph.normalise import normalise
+from shardwise.shard.assignment import Tensors
+from shardwise.shard.rules import find
+from shardwise.shard.sharded import shard
+from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of, unweighted
+from shardwise.units.opaque import first_loss, opaque_unit
+from shardwise.units.split import split
+from shardwise.units.trace import Beside, Bucket, Parameter, Trace, Unit
+
+CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
+"""Precision, training, the fields that are all ones, static rows: what the graph of a module, loss and batch depends on."""
+Captures = dict[CaptureKey, Normal]
+
+NOTHING_LEARNS = (
+    "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's output, and "
+    "parameters with requires_grad"
+)
+
+
+def trace(
+    module: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    loss: LossFunction | None = None,
+    precision: str = "fp32",
+    training: bool = True,
+    dropout: str = "exact",
+    device: torch.device | None = None,
+    ones: tuple[str, ...] = (),
+    rows: int | None = None,
+    opaque: bool = True,
+    group: Callable[[str], Hashable] | None = None,
+    tensor: Tensors | None = None,
+    captures: Captures | None = None,
+) -> Trace:
+    """Trace ``module`` on rows like those of ``batch``, sharded over the axes of the batch.
+
+    Args:
+        loss: called as ``loss(output, fields)``; without it the module returns its loss.
+        ones: fields that are known to be all ones in the batches that will use this trace.
+        rows: ask for a static graph of so many rows.
+        group: parameters (by name) for which it differs never share a bucket.
+        tensor: what tensor parallelism does to it; a model that cannot be captured takes none.
+        opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.
+        captures: what earlier traces of this module, loss and batch have captured; what this one does is put there.
+    """
+    try:
+        normal = _normal(module, batch, loss, (precision, training, ones, rows), {} if captures is None else captures)
+        captured = normal.captured
+        entropy = mean_cross_entropy(normal)
+        sharded = shard(
+            normal,
+            find,
+            counted=entropy if unweighted(entropy) else None,
+            summands=summands(normal),
+            dropout=dropout,
+            device=device,
+            tensor=tensor,
+        )
+        targets = targets_of(sharded, entropy) if entropy is not None else None
+    except Uncapturable as error:
+        if not opaque:
+            raise
+        if tensor is not None and tensor.axes:
+            raise ConfigError(
+                f"tp: the model could not be captured, so nothing inside it can be sharded: {error}; legal: tp = 1"
+            ) from error
+        return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
+    units = split(sharded)
+    used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
+    learning = _learning(units, captured)
+    if training and not learning:
+        raise ConfigError(NOTHING_LEARNS)
+    buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
+    return Trace(
+        units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
+        [*captured.notes, *sharded.notes], tuple(sharded.replicated), sharded.collectives, ones, _beside(module, batch, buckets, precision),
+        sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats, sharded.decisions,
+    )  # fmt: skip
+
+
+def _normal(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, key: CaptureKey, captures: Captures
+) -> Normal:
+    """The graph that is sharded, which is the same under all plans; nobody changes it."""
+    if key not in captures:
+        precision, training, ones, rows = key
+        normal = functionalise(capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows))
+        normalise(normal)
+        captures[key] = normal
+    return captures[key]
+
+
+def _beside(module: nn.Module, batch: Mapping[str, Tensor], buckets: list[Bucket], precision: str) -> Beside:
+    def nbytes(values: Iterable[Tensor]) -> int:
+        return sum(v.numel() * v.element_size() for v in values)
+
+    with torch.no_grad():
+        rows = [cast_field(torch.empty_like(v[:1], device="meta"), precision) for v in batch.values()]
+        buffers = [cast_buffer(torch.empty_like(b, device="meta"), precision) for _, b in module.named_buffers()]
+    placed = {p.name for b in buckets for p in b.parameters}
+    return Beside(nbytes(rows), nbytes(buffers), nbytes(p for n, p in module.named_parameters() if n not in placed))
+
+
+def _learning(units: list[Unit], captured: Captured) -> set[str]:
+    """Parameters that a gradient reaches: trainable, and on a differentiable path to the loss."""
+    found = set()
+    for unit in units:
+        assert unit.graph is not None
+        output = next(n for n in unit.graph.nodes if n.op == "output")
+        useful = {n for n, good in zip(output.args[0], unit.output_grads, strict=False) if good}
+        stack, seen = list(useful), set()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                stack.extend(i for i in node.all_input_nodes if i.op == "placeholder" or i.meta.get("grad"))
+        places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
+        found |= {
+            name for name, place in zip(unit.parameters, places, strict=False) if place in seen and captured.trainable[name]
+        }
+    return found
+
+
+def _buckets(
+    units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
+    layouts: Mapping[str, Layout] = MappingProxyType({}), summed: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> list[Bucket]:  # fmt: skip
+    """``layouts``: of the parameters that are sharded, by name; ``summed``: the axes over which their gradients are partial sums."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    users: dict[str, tuple[int, ...]] = {}
+    for unit in units:
+        for name in unit.parameters:
+            users[name] = (*users.get(name, ()), unit.index)
+    groups: dict[tuple[Any, ...], list[Parameter]] = {}
+    for name in own:  # the module's own order
+        if name in users:
+            if name in learning and own[name].is_complex():
+                raise ConfigError(
+                    f"model: parameter {name} is {own[name].dtype}, which no fused optimizer steps; legal: a real one with a last dim of 2, "
+                    "read through torch.view_as_complex"
+                )
+            dtype = shadow_dtype(module, name, own[name], precision)
+            one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name), summed.get(name, ()))
+            key = (users[name], dtype, name in learning, one.axes, one.summed, group(name) if group is not None else None)
+            groups.setdefault(key, []).append(one)
+    # Those of one unit in the order of the module, so that all processes agree.
+    ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5]))
+    return [Bucket(i, tuple(groups[k]), *k[:5]) for i, k in enumerate(ordered)]
+
+
+def _opaque(
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str,
+    group: Callable[[str], Hashable] | None, device: torch.device,
+) -> Trace:  # fmt: skip
+    unit = opaque_unit(module, tuple(batch), loss, precision, training)
+    real = not any(p.is_meta for p in module.parameters())
+    if real and not first_loss(unit, module, batch, precision, device).requires_grad and training:
+        raise ConfigError(NOTHING_LEARNS)
+    trainable = {n: p.requires_grad for n, p in module.named_parameters()}
+    learning = {n for n, good in trainable.items() if good}
+    notes = [
+        f"not captured, trains as one unit: {reason}",
+        "lost with it: overlap of reductions with backward, per-unit recomputation, and any mixing of rows other than BatchNorm's "
+        "(a loss that is not a mean of rows, negatives of the same batch) is computed on each rank's own rows",
+        "branches that depend on values are decided by each rank's own rows",
+    ]
+    buckets = _buckets([unit], module, precision, learning, group)
+    return Trace(
+        [unit], buckets, tuple(n for n in trainable if n not in learning), tuple(batch), None, precision, None, reason, notes,
+        beside=_beside(module, batch, buckets, precision),
+    )  # fmt: skip

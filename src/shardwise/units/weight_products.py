@@ -1,0 +1,390 @@
+"""Weight gradients of products taken out of backward: their operands become outputs of the unit.
+
+A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of experts, an embedding
+(a product with rows of the identity).  The
+gradient of its weight needs only the input X and the output's gradient dY.  A unit that trains computes its products with
+detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its results,
+and whoever runs the unit multiplies the two when and where it likes: straight into the gradient buffer, without a copy, or later.
+
+Which ops are products is the table ``PRODUCTS``; every other gradient (of biases, norms, of slices of parameters)
+is left to autograd.  The weight of a product may be a parameter with its dims permuted.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from shardwise.graph.schema import given, op_name
+from shardwise.ops import collectives
+from shardwise.ops.weight_gradients import Factors, convolved, grouped
+
+aten = torch.ops.aten
+
+
+class Operand(NamedTuple):
+    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, whether this rank's product counts
+    (of those that all ranks compute alike one does), and whether the gradient of X goes straight to a collective."""
+
+    kind: str
+    x: Tensor
+    dims: tuple[int, ...] | None
+    rest: tuple[Any, ...]
+    y: GradientEdge
+    counts: bool
+    meets: bool
+
+    def factors(self, weight: str, dy: Tensor) -> Factors:
+        return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
+
+
+# ---- in the graph of a unit --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A node that is a product: where its weight is among the arguments, and which parameter that is.
+
+    ``alike``: the axes over which all ranks compute it alike.  ``meets``: the gradient of X goes straight to a collective.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
+    and ``rest``.
+    """
+
+    kind: str
+    x: fx.Node
+    at: int
+    parameter: int
+    dims: tuple[int, ...] | None
+    alike: tuple[str, ...]
+    meets: bool
+    rest: tuple[Any, ...]
+    forward: Callable[..., Tensor] | None
+
+
+def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
+    """The products of a unit's graph over its parameters, of which those that are ``trainable`` count."""
+    parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
+    learning = {n: i for i, (n, learns) in enumerate(zip(parameters, trainable, strict=True)) if learns}
+    found: dict[fx.Node, Product] = {}
+    for node in graph.nodes:
+        rule = PRODUCTS.get(op_name(node)) if node.op == "call_function" else None
+        if rule is None or len(node.args) <= max(rule.x, rule.weight):
+            continue
+        x, weight = node.args[rule.x], node.args[rule.weight]
+        source, dims, alike = _source(weight)
+        real = source in learning and not weight.meta["val"].is_complex()  # of complex numbers a conjugate would be due
+        form = rule.form(node, x, weight) if real else None
+        if form is not None:
+            kind, *rest = form
+            meets = x.target in _MOVES
+            found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, meets, tuple(rest), rule.forward)
+    return found
+
+
+def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, Product]) -> tuple[int, ...]:
+    """The trainable parameters that something else reads than the weights of products: autograd has a gradient for them."""
+
+    def elsewhere(node: fx.Node) -> bool:
+        for user in node.users:
+            if _permutation(user) is not None or user.target is collectives.own:
+                if elsewhere(user):
+                    return True
+            elif user not in found or [i for i, a in enumerate(user.args) if a is node] != [found[user].at]:
+                return True
+        return False
+
+    parameters = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("p")]
+    return tuple(i for i, n in enumerate(parameters) if trainable[i] and elsewhere(n))
+
+
+def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, int]]:
+    """The unit's live tensors that may share memory with the X of a product: ("input", index) and ("output", index)."""
+    wanted = {_base(one.x) for one in found.values()}
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.name.startswith("i")]
+    outputs = next(n for n in graph.nodes if n.op == "output").args[0]
+    places = (("input", inputs), ("output", outputs))
+    return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
+
+
+_MOVES = frozenset([collectives.replicate, collectives.gather, collectives.shard, collectives.scatter])
+"""Those whose gradient other ranks wait for."""
+
+_VIEWS = frozenset(
+    [
+        "view",
+        "reshape",
+        "flatten",
+        "unflatten",
+        "transpose",
+        "permute",
+        "t",
+        "numpy_T",
+        "mT",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "expand_as",
+        "contiguous",
+        "alias",
+        "detach",
+        "select",
+        "slice",
+        "narrow",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "unfold",
+        "diagonal",
+        "view_as",
+        "movedim",
+        "swapaxes",
+        "to",
+        "dropout",
+        "feature_dropout",
+        "getitem",
+        "replicate",
+        "own",
+        "partial",
+        "gather",
+        "shard",
+        "scatter",
+    ]
+)
+"""Ops whose result may share memory with their first operand."""
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a node may share."""
+    while node.op == "call_function" and op_name(node) in _VIEWS:
+        sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor | tuple | list)]
+        if not sources:
+            break
+        node = sources[0]
+    return node
+
+
+def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
+    """A copy of a unit's graph whose last outputs are the fields of an :class:`Operand` for each of the products ``found``."""
+    new = fx.Graph()
+    copies: dict[fx.Node, Any] = {}
+    operands: list[Any] = []
+    for node in graph.nodes:
+        if node.op == "output":
+            new.output((*fx.map_arg(node.args[0], lambda a: copies[a]), *operands))
+            continue
+        copies[node] = copy = new.node_copy(node, lambda a: copies[a])
+        if node in found:
+            one = found[node]
+            with new.inserting_before(copy):
+                weight = new.call_function(aten.detach.default, (copies[node.args[one.at]],))
+            copy.update_arg(one.at, weight)
+            if one.forward is not None:
+                bias = given(copy, "bias")
+                copy.target, copy.kwargs = one.forward, {}
+                copy.args = (copies[one.x], weight, bias, *fx.map_arg(one.rest, lambda a: copies[a]))
+            copies[node] = new.call_function(begun, (copy,))
+            y = new.call_function(edge, (copies[node],))
+            counts = new.call_function(collectives.is_first, (copies[next(iter(graph.nodes))], one.alike)) if one.alike else True
+            operands.append((one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts, one.meets))
+    return new
+
+
+def begun(y: Tensor) -> Tensor:
+    """``y``, or where nothing before it has a gradient, ``y`` as the start of a graph."""
+    return y if y.requires_grad else start([y])[0]
+
+
+def start(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """``tensors`` as the start of a graph: gradients end there, but it does not hold them as it would hold leaves."""
+    begun: tuple[Tensor, ...] = _Start.apply(torch.empty(0, requires_grad=True), tensors)  # type: ignore[no-untyped-call]
+    return begun
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def edge(y: Tensor) -> GradientEdge:
+    """Where the gradient of ``y`` arrives; ``y`` itself is not kept."""
+    return get_gradient_edge(y)
+
+
+# ---- which ops -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """The positions of X and of the weight among an op's arguments, and the form of a call: its kind and ``rest``, or None if it
+    is no product."""
+
+    x: int
+    weight: int
+    form: Callable[[fx.Node, fx.Node, fx.Node], tuple[str, *tuple[Any, ...]] | None]
+    forward: Callable[..., Tensor] | None = (
+        None  # in place of an op whose backward would compute the weight's gradient regardless
+    )
+
+
+def _rank(node: fx.Node) -> int:
+    return int(node.meta["val"].dim())
+
+
+def _left(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
+    return ("linear",) if _rank(weight) == 2 else None
+
+
+def _right(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
+    """One matrix, or as many as X has; nothing scaled."""
+    if given(node, "alpha", 1) != 1:
+        return None
+    if _rank(weight) == 3:
+        first = x.meta["val"].shape[0]
+        return ("batched",) if _rank(x) == 3 and isinstance(first, int) and first == weight.meta["val"].shape[0] else None
+    return ("right",) if _rank(weight) == 2 else None
+
+
+def _groups(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, Any] | None:
+    """Rows in groups, each with a matrix of its own."""
+    offsets, kind = given(node, "offs"), "grouped" if op_name(node) == "_grouped_mm" else "in turn"
+    plain = given(node, "out_dtype") is None and isinstance(offsets, fx.Node)
+    return (kind, offsets) if plain and _rank(x) == 2 and _rank(weight) == 3 else None
+
+
+def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[Any, ...]] | None:
+    """With the arguments that ``aten.convolution_backward`` has after the weight and the bias's sizes."""
+    size = [int(s) for s in weight.meta["val"].shape[2:]]
+
+    def each(name: str, default: int) -> list[int]:
+        value = given(node, name, default)
+        value = [value] if isinstance(value, int) else list(value)
+        return value * len(size) if len(value) == 1 else value
+
+    dilation, padding = each("dilation", 1), given(node, "padding", 0)
+    if isinstance(padding, str):
+        both = [d * (s - 1) if padding == "same" else 0 for d, s in zip(dilation, size, strict=True)]
+        if any(b % 2 for b in both):  # one side gets more
+            return None
+        pad = [b // 2 for b in both]
+    else:
+        pad = each("padding", 0)
+    transposed = bool(given(node, "transposed", op_name(node).startswith("conv_transpose")))
+    return "convolution", each("stride", 1), pad, dilation, transposed, each("output_padding", 0), given(node, "groups", 1)
+
+
+def _rows(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, int] | None:
+    """Rows of the weight, each as it is; with the index that has no gradient."""
+    if given(node, "scale_grad_by_freq", False) or given(node, "sparse", False):
+        return None
+    padding = given(node, "padding_idx", -1)
+    return ("embedding", padding) if isinstance(padding, int) else None
+
+
+PRODUCTS: Mapping[str, _Rule] = {
+    "embedding": _Rule(1, 0, _rows),
+    "linear": _Rule(0, 1, _left),
+    **dict.fromkeys(("mm", "matmul", "bmm"), _Rule(0, 1, _right)),
+    **dict.fromkeys(("addmm", "baddbmm"), _Rule(1, 2, _right)),
+    "_grouped_mm": _Rule(0, 1, _groups),
+    "transformers::grouped_mm_fallback": _Rule(0, 1, _groups, grouped),
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        _Rule(0, 1, _filters, convolved),
+    ),
+}
+"""By the name of the op."""
+
+
+def _permutation(node: Any) -> tuple[int, ...] | None:
+    """The permutation of dims that a node makes, if it does nothing else."""
+    name = op_name(node) if isinstance(node, fx.Node) and node.op == "call_function" else ""
+    if name not in ("t", "numpy_T", "mT", "transpose", "permute"):
+        return None
+    source = node.args[0]
+    dims = list(range(_rank(source)))
+    match name:
+        case "t" | "numpy_T":
+            return tuple(reversed(dims))
+        case "permute":
+            return tuple(dims[d] for d in node.args[1])
+    a, b = (-1, -2) if name == "mT" else node.args[1:]
+    dims[a], dims[b] = dims[b], dims[a]
+    return tuple(dims)
+
+
+def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
+    """What lies under views that only permute dims, how they do it together, and over which axes all ranks use it alike."""
+    dims, alike = None, ()
+    while isinstance(node, fx.Node):
+        if node.target is collectives.own:
+            alike, node = node.args[2], node.args[1]
+        elif (step := _permutation(node)) is not None:
+            dims = step if dims is None else tuple(step[d] for d in dims)
+            node = node.args[0]
+        else:
+            break
+    return node, dims, alike
+
+
+# ---- in backward, and after it -------------------------------------------------------------------------------------------
+
+
+class Multiplier(ABC):
+    """Multiplies products as a backward finds them, but one at a time behind the collective that the gradient of its X goes to: that is
+    posted, the product multiplied, the collective waited for.
+    """
+
+    def __init__(self) -> None:
+        self.held: list[Factors] = []
+
+    @abstractmethod
+    def multiply(self, factors: Factors) -> None:
+        """Compute a weight gradient."""
+
+    def behind(self, factors: Factors) -> None:
+        """Keep these for the next collective; of several products of one X the last is next to it."""
+        self.flush()
+        self.held.append(factors)
+
+    def flush(self) -> None:
+        """Multiply what is kept."""
+        while self.held:
+            self.multiply(self.held.pop())
+
+
+def watch(
+    names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None], behind: Callable[[Factors], None]
+) -> list[tuple[str, Operand]]:
+    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` where a collective follows.
+
+    ``names`` are the products' weights.  Returns the products that backward would not pass, as nothing before them has a gradient.
+    """
+    later = []
+    for name, one in zip(names, operands, strict=True):
+        if not one.x.requires_grad:
+            # Also where it does not count: behind it there may be collectives, which all ranks must meet.
+            later.append((name, one))
+            continue
+        if not one.counts:
+            continue
+        held = [one._replace(x=one.x.detach())]
+
+        def arrive(grads: Sequence[Tensor | None], name: str = name, held: list[Operand] = held) -> None:
+            operand = held.pop()  # X ends here, unless it is put off
+            dy = grads[operand.y.output_nr]
+            if dy is not None:
+                (behind if operand.meets else add)(operand.factors(name, dy))
+
+        one.y.node.register_prehook(arrive)
+    return later

@@ -1,0 +1,317 @@
+"""A user's own loop, unchanged: model, loss and optimizer stand for the trainer's steps."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from processes import run_processes
+from shardwise import Mesh, OptimizerChoice, Plan
+from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.train.distribute import choice_of, distribute
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.second(self.first(x).tanh()) - y).square().mean()
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {"x": torch.randn(6, 4, generator=generator), "y": torch.randn(6, 1, generator=generator)}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.3),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, eps=1e-6),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, alpha=0.9, momentum=0.5),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "radam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_loop_gives_the_same_numbers(name: str) -> None:
+    def run(model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for step in range(8):
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    plain, ours = net(), net()
+    expected = run(plain, OPTIMIZERS[name](plain.parameters()))
+    plan = Plan(mesh=Mesh.of(dp=1), microbatches=2)
+    model, optimizer = distribute(ours, OPTIMIZERS[name](ours.parameters()), plan)
+    assert run(model, optimizer) == pytest.approx(expected, rel=2e-5)
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[key], rtol=1e-4, atol=1e-6)
+
+
+def test_an_evaluation_in_between() -> None:
+    plain = net()
+    model, optimizer = distribute(net(), OptimizerChoice("sgd", lr=0.1))
+    model.eval()
+    first = model(**batch(7)).item()
+    assert first == pytest.approx(plain(**batch(7)).item(), rel=1e-5)
+    model.train()
+    model(batch(0)["x"], batch(0)["y"]).backward()  # also by position
+    optimizer.step()
+    assert model.eval()(**batch(7)).item() != first
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    model, optimizer = distribute(net(), OptimizerChoice("sgd", lr=0.1))
+    with pytest.raises(ShardwiseError, match="after loss.backward"):
+        optimizer.step()
+    loss = model(**batch(0))
+    with pytest.raises(ShardwiseError, match="known after optimizer.step"):
+        loss.item()
+    with pytest.raises(TypeError):
+        loss * 2
+    loss.backward()
+    with pytest.raises(ShardwiseError, match="called twice before"):
+        loss.backward()
+    optimizer.step()
+    assert float(loss) == loss.item() and f"{loss:.2f}" == f"{loss.item():.2f}"
+    with pytest.raises(ShardwiseError, match="a step that is done"):
+        loss.backward()
+    with pytest.raises(ShardwiseError, match="model.parameters is not there .* clip_norm"):
+        model.parameters()
+    with pytest.raises(ShardwiseError, match="optimizer.param_groups is not there"):
+        _ = optimizer.param_groups
+    with torch.no_grad(), pytest.raises(ShardwiseError, match="after model.eval"):
+        model(**batch(0))
+
+
+def test_a_schedule_of_torch() -> None:
+    plain, ours = net(), net()
+    ours.load_state_dict(plain.state_dict())
+    losses: list[list[float]] = [[], []]
+    for index, module in enumerate((plain, ours)):
+        theirs = torch.optim.SGD(module.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(theirs, 1, gamma=0.5)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss = model(**batch(step))
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            losses[index].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_what_an_optimizer_must_not_do() -> None:
+    ours = net()
+    theirs = torch.optim.SGD(ours.parameters(), lr=0.1, momentum=0.5)
+    model, optimizer = distribute(ours, theirs)
+    model(**batch(0)).backward()
+    optimizer.step()
+    theirs.param_groups[0]["momentum"] = 0.9
+    model(**batch(1)).backward()
+    with pytest.raises(ShardwiseError, match="momentum changed after distribute"):
+        optimizer.step()
+    used = net()
+    old = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.5)
+    used(**batch(0)).backward()
+    old.step()
+    with pytest.raises(ConfigError, match="has taken steps already"):
+        distribute(used, old)
+
+
+def test_calls_that_plain_torch_refuses() -> None:
+    ours = net()
+    model, _ = distribute(ours, torch.optim.SGD(ours.parameters(), lr=0.1))
+    good = batch(0)
+    with pytest.raises(ConfigError, match="too many positional arguments"):
+        model(*good.values(), 1)
+    first = next(iter(good))
+    with pytest.raises(ConfigError, match="multiple values"):
+        model(good[first], **good)
+    with pytest.raises(ConfigError, match="different numbers of rows"):
+        model(**{**good, first: good[first][:1]})
+    with pytest.raises(ConfigError, match="is of type float"):
+        model(**{**good, first: 1.0})
+
+
+def test_optimizers_that_cannot_be_said() -> None:
+    model = net()
+    groups = [{"params": model.first.parameters()}, {"params": model.second.parameters(), "lr": 1.0}]
+    for optimizer, message in (
+        (torch.optim.AdamW(groups), "2 groups"),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True), "amsgrad = True is not legal"),
+        (torch.optim.RMSprop(model.parameters(), centered=True), "centered = True"),
+        (torch.optim.SGD(model.parameters(), momentum=0.9, dampening=0.1), "dampening = 0.1"),
+        (torch.optim.AdamW(model.first.parameters()), "exactly the parameters"),
+        (torch.optim.Adamax(model.parameters()), "Adamax is not legal; legal: adamw, sgd"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choice_of(optimizer, model)
+    assert choice_of(torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True), model) == OptimizerChoice(
+        "adamw", lr=2e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, decay="all"
+    )
+
+
+@pytest.mark.parametrize("frozen", ["statistics", "dropout", "all"])
+def test_parts_in_evaluation_mode(frozen: str) -> None:
+    """A frozen BatchNorm or dropout stays so; a model that is as a whole in evaluation mode trains."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.drop = torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)
+            self.last = torch.nn.Linear(8, 1)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return (self.last(self.drop(self.norm(self.first(x)))) - y).square().mean()
+
+    torch.manual_seed(0)
+    plain = Net()
+    plain.drop.eval()
+    if frozen == "statistics":
+        plain.norm.eval()
+    if frozen == "all":
+        plain.drop.p = 0.0
+        plain.eval()
+    ours = copy.deepcopy(plain)
+    if frozen == "all":
+        plain.train()
+    losses: list[list[float]] = [[], []]
+    for index, module in enumerate((plain, ours)):
+        theirs = torch.optim.SGD(module.parameters(), lr=0.1)
+        model, optimizer = (module, theirs) if index == 0 else distribute(module, theirs)
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = model(x=torch.randn(6, 4, generator=generator), y=torch.randn(6, 1, generator=generator))
+            loss.backward()
+            optimizer.step()
+            losses[index].append(loss.item())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+LOOP = """
+import json, os, sys
+import torch
+from shardwise import Plan
+from shardwise.train.distribute import distribute
+from shardwise.models import GPT
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.pipeline import pipeline
+from shardwise.parallel.tensor import tensor_parallel
+from shardwise.runtime.connect import connect
+
+backend, tensor, schedule, (tp, pp, dp, zero) = *sys.argv[1:4], map(int, sys.argv[4:])
+torch.set_num_threads(1)
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 31, (9, 13), generator=generator)
+    labels = ids[:, 1:].clone()
+    labels[step % 9, 3:] = -100
+    return {"input_ids": ids[:, :-1].contiguous(), "labels": labels}
+
+def run(model, optimizer, schedule, clip):
+    losses = []
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = model(**batch(step))
+        loss.backward()
+        clip()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+        if step == 3:
+            model.eval()
+            with torch.no_grad():
+                losses.append(model(**batch(99)).item())
+            model.train()
+    return losses
+
+torch.manual_seed(0)
+plain = GPT(vocabulary=31, width=16, layers=6, heads=2, context=12).double()
+ours = GPT(vocabulary=31, width=16, layers=6, heads=2, context=12).double()
+ours.load_state_dict(plain.state_dict())
+
+def made(module):
+    theirs = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    return theirs, torch.optim.lr_scheduler.StepLR(theirs, 2, gamma=0.5)
+
+theirs, rates = made(plain)
+expected = run(plain, theirs, rates, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
+theirs, rates = made(ours)
+plan = tensor_parallel(Plan(precision="fp64", microbatches=4), tp, tensor)
+plan = pipeline(data_parallel(plan, dp, zero), pp, schedule)
+model, optimizer = distribute(ours, theirs, plan, clip_norm=0.3, comm=connect(plan.mesh, backend=backend))
+found = run(model, optimizer, rates, lambda: None)
+state = model.state_dict()
+off = max(float((state[n] - v).abs().max() / v.abs().max()) for n, v in plain.state_dict().items())
+print(json.dumps([expected, found, off]), flush=True)
+model.trainer.comm.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("backend", "schedule", "dp", "zero"),
+    [
+        ("gloo", "zb-h1", 1, 0),
+        pytest.param("shared", "1f1b", 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "zbv", 2, 3, marks=pytest.mark.full),
+    ],
+)
+def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str, dp: int, zero: int) -> None:
+    """In processes: a tied GPT, clipping, a schedule of rates and an evaluation in between, in fp64 as plain torch has them."""
+    the_same_loop(tmp_path, [backend, "1d", schedule], 1, 2, dp, zero)
+
+
+@pytest.mark.parametrize(
+    ("backend", "tensor", "tp", "pp", "dp", "zero"),
+    [
+        ("gloo", "1d-sp", 2, 1, 1, 0),
+        pytest.param("gloo", "2d", 4, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "2.5d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "3d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "2d", 4, 2, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "2.5d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "3d", 8, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("shared", "1d", 2, 1, 1, 0, marks=pytest.mark.full),
+        pytest.param("gloo", "1d", 2, 1, 2, 3, marks=pytest.mark.full),
+        pytest.param("shared", "1d-sp", 2, 2, 1, 0, marks=pytest.mark.full),
+    ],
+)
+def test_the_same_loop_where_ranks_share_layers(
+    tmp_path: Path, backend: str, tensor: str, tp: int, pp: int, dp: int, zero: int
+) -> None:
+    """The same; every rank of a layer gets the whole batch."""
+    the_same_loop(tmp_path, [backend, tensor, "1f1b"], tp, pp, dp, zero)
+
+
+def the_same_loop(folder: Path, words: list[str], tp: int, pp: int, dp: int, zero: int) -> None:
+    script = folder / "loop.py"
+    script.write_text(LOOP)
+    for output in run_processes(tp * pp * dp, [str(script), *words, *map(str, (tp, pp, dp, zero))], 120):
+        expected, found, off = json.loads(output.splitlines()[-1])
+        assert len(set(expected)) == 7
+        assert found == pytest.approx(expected, rel=1e-10, abs=0)
+        assert off < 1e-10
