@@ -23,7 +23,7 @@ import card
 import zoo
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.launch.ready import Side
+from shardwise.launch.ready import Surroundings
 from shardwise.launch.results import MetricsWriter
 from shardwise.launch.run import Run
 from shardwise.parallel.data import data_parallel
@@ -129,7 +129,7 @@ def train(one: zoo.Model, plan: Plan, device: torch.device, rank: int, compiled:
         trainer = Trainer(compiled, OptimizerChoice("adamw", lr=1e-3), plan, one.batch, clip_norm=1.0, comm=comm)
         metrics = MetricsWriter(io.StringIO(), trainer.engine.optimizer, 1, device)
         nothing: Any = None
-        run = Run(nothing, trainer, nothing, nothing, Side(Progress(folder / "record")), nothing, metrics)
+        run = Run(nothing, trainer, nothing, nothing, Surroundings(Progress(folder / "record")), nothing, metrics)
         run._clock = 0.0
         with trainer.loader(samples, zoo.ROWS) as loader:
             for step in range(STEPS):

@@ -19,7 +19,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import total_error
 from shardwise.verify.oracle import Oracle
-from shardwise.verify.verify import RankStep, run_steps
+from shardwise.verify.verify import VerifiedStep, run_steps
 
 
 class Net(nn.Module):
@@ -53,7 +53,7 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: value.bfloat16().to(dtype) for name, value in fields.items()}
 
 
-def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> RankStep:
+def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> VerifiedStep:
     compiled = Compiled(module, Plan(precision=precision), fields)  # type: ignore[arg-type]
     choice = OptimizerChoice(lr=1e-3, eps=1e-4)
     return run_ranks(Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0)))[0][

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import LINKS, Axis, Mesh
-from shardwise.core.pins import PLANS, Cut, cuts
+from shardwise.core.pins import PLANS, PinnedCut, cuts
 from shardwise.core.plan import ASYNCHRONOUS, CHOICES, DATA_PARALLEL_ROWS, OTHERS, ParameterRule, Plan
 from shardwise.core.timetable import written
 from shardwise.parallel.schedule import SCHEDULES
@@ -162,10 +162,10 @@ def test_bad_pins_are_refused(change: dict[str, object], message: str) -> None:
 
 
 def test_what_pins_say() -> None:
-    assert cuts("a", "column", ["tp"]) == {"tp": Cut("column")}
-    assert cuts("a", "0/3@tp_j, -1@tp_i", ["tp_i", "tp_j"]) == {"tp_j": Cut("", 0, 3), "tp_i": Cut("", -1)}
-    assert cuts("a", "whole", ["tp_i", "tp_j"]) == {"tp_i": Cut("whole"), "tp_j": Cut("whole")}
-    assert cuts("a", "row@tp_j", ["tp_i", "tp_j"]) == {"tp_j": Cut("row")}
+    assert cuts("a", "column", ["tp"]) == {"tp": PinnedCut("column")}
+    assert cuts("a", "0/3@tp_j, -1@tp_i", ["tp_i", "tp_j"]) == {"tp_j": PinnedCut("", 0, 3), "tp_i": PinnedCut("", -1)}
+    assert cuts("a", "whole", ["tp_i", "tp_j"]) == {"tp_i": PinnedCut("whole"), "tp_j": PinnedCut("whole")}
+    assert cuts("a", "row@tp_j", ["tp_i", "tp_j"]) == {"tp_j": PinnedCut("row")}
 
 
 @pytest.mark.parametrize(

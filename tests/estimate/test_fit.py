@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.estimate.fit import Changes, Choices, nearest
+from shardwise.estimate.fit import Changes, FitChoices, nearest
 
-NOW = Choices(batch_size=16, dp=4, gathered="step")
+NOW = FitChoices(batch_size=16, dp=4, gathered="step")
 SHRINKS = {
     "parallel.microbatches": {1: 1.0, 2: 0.6, 4: 0.45},
     "parallel.recompute": {"none": 1.0, "selective": 0.7, "full": 0.3},
@@ -82,7 +82,7 @@ def test_only_legal_plans_are_tried() -> None:
         asked.append(dict(changes))
         return 10**6
 
-    found = nearest(Choices(batch_size=12, dp=1, recompute="selective", precision="fp16", kind="cpu"), 1, peak)
+    found = nearest(FitChoices(batch_size=12, dp=1, recompute="selective", precision="fp16", kind="cpu"), 1, peak)
     assert found.changes is None and found.least == 10**6
     for one in asked:
         dp, m = one.get("parallel.dp", 1), one.get("parallel.microbatches", 1)
@@ -99,9 +99,9 @@ def test_a_change_that_needs_more_does_not_hide_a_plan_that_fits() -> None:
     def peak(changes: Changes) -> int:
         return {0: 100, 1: 60, 2: 50, 3: 120}[changes.get("parallel.zero", 0)] + changes.get("parallel.microbatches", 1)
 
-    found = nearest(Choices(batch_size=4, dp=4), 55, peak)
+    found = nearest(FitChoices(batch_size=4, dp=4), 55, peak)
     assert found == ({"parallel.zero": 2}, 51, 51, {"parallel.zero": 2})
-    assert nearest(Choices(batch_size=4, dp=4), 20, peak).least == 51
+    assert nearest(FitChoices(batch_size=4, dp=4), 20, peak).least == 51
 
 
 def test_a_search_asks_for_few_of_all_plans() -> None:
@@ -120,7 +120,7 @@ def test_layers_are_shared_before_numbers_change_or_devices_are_added() -> None:
         half = 0.5 if changes.get("parallel.precision") == "bf16" else 1
         return int(10**6 * half / changes.get("parallel.tp", 1))
 
-    now = Choices(batch_size=32, dp=16, zero=3, recompute="full", kind="cpu", tp=1)
+    now = FitChoices(batch_size=32, dp=16, zero=3, recompute="full", kind="cpu", tp=1)
     found = nearest(now, 3 * 10**5, peak)
     assert found.changes == {"parallel.dp": 4, "parallel.tp": 4}
     found = nearest(now, 10**5, peak)

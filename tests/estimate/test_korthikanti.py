@@ -20,7 +20,7 @@ from layer import Layer, Layers
 
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import UnitMemory, profile
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
 
 SHAPES = [(4, 32, 64, 4), (1, 48, 32, 8), (3, 16, 96, 6)]  # microbatch, sequence, hidden, heads
@@ -29,7 +29,7 @@ PARALLEL = [(*shape, t) for shape, t in zip(SHAPES, (4, 8, 2), strict=True)]
 
 
 def middle_layer(
-    b: int, s: int, h: int, a: int, device: str, tensor: Tensors | None = None, recompute: str = "none"
+    b: int, s: int, h: int, a: int, device: str, tensor: TensorParallelSpec | None = None, recompute: str = "none"
 ) -> UnitMemory:
     with torch.device("meta"):
         module = Layers(h, a)
@@ -55,7 +55,7 @@ def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: in
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
-    layer = middle_layer(b, s, h, a, device, Tensors({"tp": t}, "1d"))
+    layer = middle_layer(b, s, h, a, device, TensorParallelSpec({"tp": t}, "1d"))
     assert layer.outputs == 2 * s * b * h
     assert t * (layer.outputs + layer.none.kept - statistics(b, s, device)) == s * b * h * (10 * t + 24) + 5 * a * s * s * b
 
@@ -64,7 +64,7 @@ def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
 def test_sequence_parallelism_shards_all_but_what_was_gathered(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
     """And what recomputation keeps is the shard of the layer's input."""
-    layer = middle_layer(b, s, h, a, device, Tensors({"tp": t}, "1d-sp"))
+    layer = middle_layer(b, s, h, a, device, TensorParallelSpec({"tp": t}, "1d-sp"))
     assert t * layer.outputs == 2 * s * b * h
     published, gathered = s * b * h * 34 + 5 * a * s * s * b, 2 * 2 * s * b * h * (t - 1)
     assert t * (layer.outputs + layer.none.kept) == published + gathered + statistics(b, s, device)

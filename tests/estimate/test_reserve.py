@@ -20,7 +20,7 @@ from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device, Reserve, here, named
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.subject import forecast, load_anywhere
-from shardwise.lower.stages import Cut, weights_of
+from shardwise.lower.stages import StageSplit, weights_of
 
 TINY = ["model.width=32", "model.layers=4", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
 PLANS = {
@@ -155,6 +155,6 @@ def test_stages_are_balanced_by_the_devices_that_compute_them() -> None:
     assert all(gpu[unit] >= cpu[unit] for unit in cpu) and gpu != cpu
     assert gpu == weights_of(compiled.general, "gpu", rates("gpu", "bf16", model=NAMED["H100-80GB"]))
     cut = compiled.cut(compiled.general)
-    assert cut.stage == Cut.of(compiled.general, found.plan, weights=compiled.unit_weights).stage
+    assert cut.stage == StageSplit.of(compiled.general, found.plan, weights=compiled.unit_weights).stage
     rank = found.worst.rank
     assert found.worst.program == class_of(compiled.programs(compiled.general, 2), found.plan.mesh, rank)

@@ -9,7 +9,7 @@ import pytest
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.timetable import Timetable
-from shardwise.estimate.fill import Draft, Filler
+from shardwise.estimate.fill import Filler, PlanDraft
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, simulate
 from shardwise.parallel.schedule import SCHEDULES, timetable
@@ -144,7 +144,7 @@ def test_many_microbatches_begin_with_few() -> None:
 def test_fills_gaps() -> None:
     """Rank 0 of 1F1B waits for the first gradient with nothing to do, then for the second with W 0 due: a gap of 1.5 is half of a W of 3."""
     costs = Costs([1, 1], [1, 2.5], [3, 3])
-    draft = Draft.of(timetable("1f1b", 2, 2), "I")
+    draft = PlanDraft.of(timetable("1f1b", 2, 2), "I")
     filler = Filler(costs, {0: 0, 1: 1}, 2, [float("inf")] * 2)
 
     def first(fit: float) -> str:

@@ -28,7 +28,7 @@ from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
 from shardwise.estimate.predict import fullest
 from shardwise.estimate.states import UPDATE_TENSORS, Share, bucket_states, model_states, step_peak, widths
-from shardwise.lower.stages import Cut
+from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.parallel.data import ZERO, data_parallel
@@ -173,7 +173,7 @@ def test_states_of_parameters_in_pieces(zero: int) -> None:
         sharded.place(found, sharded.net(), plan, sharded.layouts("tp", "ep" if "ep" in tensor else "tp"))
         ours = compare_states(found, plan, OptimizerChoice("adamw"))
         assert len({sum(one.values()) for one in ours}) > 1  # pieces are uneven
-        assert fullest(found, plan, OptimizerChoice("adamw"), 4, Cut.of(found, plan)) == [_most(ours)]
+        assert fullest(found, plan, OptimizerChoice("adamw"), 4, StageSplit.of(found, plan)) == [_most(ours)]
 
 
 def _most(ours: list[dict[Buffer, int]]) -> int:

@@ -19,7 +19,7 @@ from shardwise.core.layout import shard_range
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.estimate.traffic import Moment, step_traffic
+from shardwise.estimate.traffic import TrafficMoment, step_traffic
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
@@ -27,7 +27,7 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.compiled import Compiled
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 
@@ -165,7 +165,7 @@ def layer(kind: str, tp: int, model: str = "gpt") -> tuple[Trace, UnitTraffic]:
     sizes: dict[str, int] = {"vocabulary": WORDS, "width": H, "layers": 2, "heads": 12, "context": S}
     module = GPT(**sizes) if model == "gpt" else Llama(**sizes, kv_heads=12)
     batch = {name: torch.zeros(B, S, dtype=torch.int64) for name in ("input_ids", "labels")}
-    found = trace(module, batch, tensor=Tensors({"tp": tp}, kind))
+    found = trace(module, batch, tensor=TensorParallelSpec({"tp": tp}, kind))
     unit = next(u for u in found.units if u.name.endswith(".0"))
     assert unit.graph is not None
     return found, traffic(unit.graph, Env(rows=B, tensor={"tp": (tp, tp - 1)}), unit.output_grads)
@@ -201,7 +201,7 @@ def test_only_uneven_pieces_are_padded() -> None:
 
 
 def test_recomputation_communicates_what_forward_does_once_more() -> None:
-    found: dict[str, list[Moment]] = {}
+    found: dict[str, list[TrafficMoment]] = {}
     for recompute in ("none", "full"):
         plan = planned(2, "1d", recompute=recompute)
         found[recompute] = step_traffic([captured("own gpt", "1d", Mesh.of(tp=2))[1].general], plan, SGD, rows=zoo.ROWS)

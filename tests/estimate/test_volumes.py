@@ -20,10 +20,10 @@ from shardwise.core.instruction import Op
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
-from shardwise.estimate.traffic import Moment, step_traffic
+from shardwise.estimate.traffic import TrafficMoment, step_traffic
 from shardwise.measure.unit_traffic import Traffic
 from shardwise.models import GPT, Llama
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 
@@ -93,7 +93,7 @@ class Products(nn.Module):
 @functools.cache
 def products(kind: str, q: int, d: int, rows: int, width: int, hidden: int) -> Trace:
     batch = {name: torch.zeros(rows, width) for name in ("x", "y")}
-    return trace(Products(width, hidden), batch, tensor=Tensors(axes_of(kind, q, d), kind))
+    return trace(Products(width, hidden), batch, tensor=TensorParallelSpec(axes_of(kind, q, d), kind))
 
 
 def planned(kind: str, q: int, d: int, recompute: Literal["none", "full"] = "none") -> Plan:
@@ -114,7 +114,7 @@ def elements(several: Sequence[Traffic], plan: Plan) -> Fraction:
 def of_unit(found: Trace, plan: Plan, rows: int, name: str) -> Fraction:
     """What the last rank sends because of a unit, in a step of one microbatch."""
     index = next(u.index for u in found.units if u.name == name)
-    moments: list[Moment] = step_traffic([found], plan, SGD, rows=rows, rank=plan.mesh.size - 1)
+    moments: list[TrafficMoment] = step_traffic([found], plan, SGD, rows=rows, rank=plan.mesh.size - 1)
     return sum((elements(one.traffic, plan) for one in moments if one.instruction.unit == index), Fraction())
 
 
@@ -169,7 +169,7 @@ def model(name: str, kind: str, q: int, d: int) -> Trace:
     sizes: dict[str, int] = {"vocabulary": 72, "width": H, "layers": 2, "heads": 12, "context": S}
     module = GPT(**sizes) if name == "gpt" else Llama(**sizes, kv_heads=12, hidden=3 * H)
     batch = {name: torch.zeros(B, S, dtype=torch.int64) for name in ("input_ids", "labels")}
-    return trace(module, batch, tensor=Tensors(axes_of(kind, q, d), kind))
+    return trace(module, batch, tensor=TensorParallelSpec(axes_of(kind, q, d), kind))
 
 
 PRODUCTS = {"gpt": (7, 12, 9), "llama": (1 + 1 + 1 + 3, 4 + 3 * 3, 4 + 3 + 3 + 1)}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.initial.initial import Recorded, named_tensors, record
-from shardwise.initial.recording import Memory, Operand, Operation
+from shardwise.initial.recording import Memory, RecordedOperand, RecordedOperation
 
 SMALL = {
     "vocab_size": 300,
@@ -287,17 +287,17 @@ def test_order_of_writes_and_reads() -> None:
 
 
 def test_a_kernel_may_lay_its_result_out_otherwise() -> None:
-    ordered = Operand(0, torch.float32, (2, 3), (3, 1), 0)
+    ordered = RecordedOperand(0, torch.float32, (2, 3), (3, 1), 0)
     values = torch.arange(6.0).view(2, 3)
-    transposed = Operation(lambda: values.T.contiguous().T, (), {}, ((0, ordered),), (), torch.float32)
+    transposed = RecordedOperation(lambda: values.T.contiguous().T, (), {}, ((0, ordered),), (), torch.float32)
     memory = Memory([24])
     memory.run(transposed, None)
     assert memory.tensor(ordered).tolist() == values.tolist()
     # Or return its argument, where the record has a copy.
-    copied = Operand(1, torch.float32, (2, 3), (3, 1), 0)
+    copied = RecordedOperand(1, torch.float32, (2, 3), (3, 1), 0)
     memory = Memory([24, 24])
     memory.tensor(ordered).copy_(values)
-    memory.run(Operation(lambda x: x, (ordered,), {}, ((0, copied),), (), torch.float32), None)
+    memory.run(RecordedOperation(lambda x: x, (ordered,), {}, ((0, copied),), (), torch.float32), None)
     memory.tensor(ordered).zero_()
     assert memory.tensor(copied).tolist() == values.tolist()
 

@@ -27,7 +27,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.estimate.devices import Device
 from shardwise.launch import devices, training
 from shardwise.launch.devices import Card, cards_of, check_apart, check_free, check_ranks, check_torch, mixed, occupied
-from shardwise.launch.ready import Side
+from shardwise.launch.ready import Surroundings
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import run_ranks
@@ -383,7 +383,7 @@ def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, t
         None, [f"train.run_dir={tmp_path}", "train.devices=1", "train.steps=1", "model.width=16", "model.layers=1", "model.heads=1",
                "data.sequence_length=16", "data.batch_size=2", f"data.source={tmp_path / 'text.txt'}"], hardware=Hardware(cores=1),
     )  # fmt: skip
-    side = Side(Progress(record_path(tmp_path, 0)))
+    side = Surroundings(Progress(record_path(tmp_path, 0)))
     monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, 1000)])
     with pytest.raises(
         ConfigError, match="memory: rank 0 needs .*, but only 1000 B of the 1.0 GiB of NVIDIA L4 are free: others hold"

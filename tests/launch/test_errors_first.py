@@ -19,7 +19,7 @@ from shardwise.launch import training
 from shardwise.launch.local import RunFailed, launch_local, run_folder
 from shardwise.launch.monitor import read_errors
 from shardwise.launch.rank import record_error
-from shardwise.launch.ready import Side
+from shardwise.launch.ready import Surroundings
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
@@ -153,7 +153,7 @@ def test_an_error_is_told_before_leaving_blocks(tmp_path: Path, monkeypatch: pyt
                "data.batch_size=4", "train.steps=50"], hardware=Hardware(cores=1),
     )  # fmt: skip
     told: list[tuple[Exception, bool]] = []
-    side = Side(Progress(record_path(tmp_path, 0)), failed=lambda error: told.append((error, leaving.is_set())))
+    side = Surroundings(Progress(record_path(tmp_path, 0)), failed=lambda error: told.append((error, leaving.is_set())))
     ended: list[BaseException] = []
 
     def work() -> None:

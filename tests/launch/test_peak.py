@@ -15,7 +15,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES
 from shardwise.launch.peak import mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
 
 VOCABULARY, WIDTH, LAYERS, LENGTH = 61, 32, 3, 12
@@ -117,7 +117,7 @@ def test_a_model_that_was_not_captured_has_no_number() -> None:
 
 
 def test_one_rank_s_trace_has_no_number_of_the_model_s() -> None:
-    found = trace(gpt(), text(), tensor=Tensors({"tp": 2}))
+    found = trace(gpt(), text(), tensor=TensorParallelSpec({"tp": 2}))
     with pytest.raises(ConfigError, match=r"of one rank of \{'tp': 2\}; legal: one of the whole model"):
         model_flops(found, ROWS)
 

@@ -22,7 +22,7 @@ from shardwise.initial.initial import record
 from shardwise.launch import matmul
 from shardwise.launch.evaluation import evaluate
 from shardwise.launch.matmul import FAST, SAFE, SQUARE, choose_matmul, typical_shapes
-from shardwise.launch.ready import Side
+from shardwise.launch.ready import Surroundings
 from shardwise.launch.results import MetricsWriter, save_weights
 from shardwise.launch.training import train
 from shardwise.models import Llama
@@ -79,7 +79,7 @@ def _settings() -> Iterator[None]:
 def run(tmp_path: Path, *overrides: str) -> Config:
     """One rank that trains; what it leaves is in ``tmp_path``."""
     config = load_config(None, ["train.devices=1", f"train.run_dir={tmp_path}", *overrides], hardware=Hardware(cores=1))
-    train(config, Side(Progress(record_path(tmp_path, 0))))
+    train(config, Surroundings(Progress(record_path(tmp_path, 0))))
     return config
 
 

@@ -15,7 +15,7 @@ from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.lower.slots import Span, assign
+from shardwise.lower.slots import SlotSpan, assign
 from shardwise.lower.step import lower
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
@@ -119,14 +119,14 @@ def test_what_is_freed_is_not_read_again() -> None:
 
 spans = st.lists(
     st.tuples(st.integers(0, 9), st.integers(1, 5), st.integers(0, 20), st.integers(0, 6)).map(
-        lambda t: Span(t[0], t[0] * 100 + 64, t[2], t[2] + t[3])
+        lambda t: SlotSpan(t[0], t[0] * 100 + 64, t[2], t[2] + t[3])
     ),
     max_size=30,
 )
 
 
 @given(spans)
-def test_no_slot_holds_two_buckets_at_once(found: list[Span]) -> None:
+def test_no_slot_holds_two_buckets_at_once(found: list[SlotSpan]) -> None:
     slots, held = assign(found)
     for i, a in enumerate(found):
         assert a.bucket in held[slots[i]]

@@ -21,7 +21,7 @@ from shardwise.measure.unit_cost import UnitCost, cost
 from shardwise.models import GPT, Llama
 from shardwise.models.llama import rotary_table
 from shardwise.runtime.threads import run_ranks
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 
@@ -237,7 +237,7 @@ def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None
     """Of all products and attention, even and uneven: four heads over three ranks.  They share weights, but for norms and late biases."""
     whole, h = cost(traced("gpt"), 6), 32
     module = GPT(vocabulary=VOCABULARY, width=h, layers=2, heads=4, context=LENGTH)
-    found = trace(module, text(), tensor=Tensors({"tp": tp}, kind))
+    found = trace(module, text(), tensor=TensorParallelSpec({"tp": tp}, kind))
     each = [cost(found, 6, tensor={"tp": (tp, i)}) for i in range(tp)]
     assert cost(found, 6) == each[-1]
     for index in range(1, len(whole)):

@@ -14,7 +14,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.measure import unit_memory as module_under_test
 from shardwise.measure.unit_memory import UnitMemory, profile
 from shardwise.models import GPT
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
 
 
@@ -105,7 +105,7 @@ def test_illegal_arguments_are_refused() -> None:
         profile(found, 7, 0)
     with pytest.raises(ConfigError, match="legal: 0 to 1"):
         profile(found, 7, 2, index=2)
-    found = trace(model.module, model.batch, loss=model.loss, tensor=Tensors({"tp": 2}))
+    found = trace(model.module, model.batch, loss=model.loss, tensor=TensorParallelSpec({"tp": 2}))
     for places in ({}, {"tp": (3, 0)}, {"tp": (2, 2)}, {"ep": (2, 0)}):
         with pytest.raises(ConfigError, match="legal: 0 to 1 of 2 along tp"):
             profile(found, 7, tensor=places)
@@ -117,13 +117,13 @@ def test_selective_recomputation_keeps_shards(kind: str, tp: int) -> None:
     b, s, h, a = 3, 24, 48, 12
     module = GPT(vocabulary=48, width=h, layers=2, heads=a, context=s)
     batch = {n: torch.zeros(b, s, dtype=torch.int64) for n in ("input_ids", "labels")}
-    layer = profile(trace(module, batch, tensor=Tensors({"tp": tp}, kind)), b, recompute="selective").units[1]
+    layer = profile(trace(module, batch, tensor=TensorParallelSpec({"tp": tp}, kind)), b, recompute="selective").units[1]
     assert layer.again.kept == 4 * b * s * ((3 * h + h + a + 4 * h) // tp + h)
 
 
 def test_the_last_rank_of_an_axis_has_the_most() -> None:
     model = zoo.make("own gpt")  # four heads, and 31 words
-    found = trace(model.module, model.batch, tensor=Tensors({"tp": 3}))
+    found = trace(model.module, model.batch, tensor=TensorParallelSpec({"tp": 3}))
     first, *_, last = (profile(found, 7, tensor={"tp": (3, i)}).units for i in range(3))
     assert profile(found, 7).units == last
     assert all(a.none.forward < b.none.forward for a, b in zip(first, last, strict=True) if a.name.startswith("blocks"))

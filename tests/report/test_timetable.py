@@ -20,7 +20,7 @@ from shardwise.estimate.simulate import Costs, simulate
 from shardwise.parallel.schedule import SCHEDULES, timetable
 from shardwise.report.kinds import LOOKS
 from shardwise.report.simulated import drawing
-from shardwise.report.timetable import LANES, Box, Drawing, mark_critical, perfetto
+from shardwise.report.timetable import LANES, Drawing, TimeBox, mark_critical, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import CRITICAL, IDLE, LEFT, fill, picture, round_step
 
@@ -47,9 +47,9 @@ def simulated(name: str, ranks: int, microbatches: int, step: float = 0.0, norm:
 def recorded() -> Drawing:
     """Two ranks with lanes that communicate, in a message from one to the other."""
     boxes = [
-        Box(0, 0.0, 0.02, "F", 0, 0), Box(0, 0.02, 0.03, "SEND", 0, 0, "send", flow="0 to 1: 0"),
-        Box(1, 0.01, 0.031, "RECEIVE", 1, 0, "receive", flow="0 to 1: 0"), Box(1, 0.031, 0.06, "F", 1, 0), Box(1, 0.06, 0.1, "B", 1, 0),
-        Box(1, 0.1, 0.12, "REDUCE", -1, -1, "reduce"), Box(1, 0.12, 0.13, "STEP", name="STEP b0"), Box(0, 0.12, 0.14, "STEP"),
+        TimeBox(0, 0.0, 0.02, "F", 0, 0), TimeBox(0, 0.02, 0.03, "SEND", 0, 0, "send", flow="0 to 1: 0"),
+        TimeBox(1, 0.01, 0.031, "RECEIVE", 1, 0, "receive", flow="0 to 1: 0"), TimeBox(1, 0.031, 0.06, "F", 1, 0), TimeBox(1, 0.06, 0.1, "B", 1, 0),
+        TimeBox(1, 0.1, 0.12, "REDUCE", -1, -1, "reduce"), TimeBox(1, 0.12, 0.13, "STEP", name="STEP b0"), TimeBox(0, 0.12, 0.14, "STEP"),
     ]  # fmt: skip
     return Drawing("recorded", tuple(boxes), 2, 0.15, 0.6, (3 << 30, 5 << 20))
 
@@ -258,18 +258,18 @@ def test_a_critical_path_has_no_gap(name: tuple[str, int, int]) -> None:
     tasks = timetable(*name)
     costs = Costs.uniform(name[1] * SCHEDULES[name[0]].stages_per_rank, 1.0, 1.5, 0.7)
     one = drawing("", simulate(tasks, costs), costs)
-    for boxes in (one.boxes, mark_critical([Box(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch) for b in one.boxes])):
+    for boxes in (one.boxes, mark_critical([TimeBox(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch) for b in one.boxes])):
         path = sorted((b for b in boxes if b.critical), key=lambda b: b.start)
         assert path[0].start == 0 and path[-1].stop == pytest.approx(one.step)
         assert all(before.stop == pytest.approx(after.start) for before, after in pairwise(path))
 
 
 def test_the_path_stays_in_its_replica_and_passes_through_a_norm() -> None:
-    boxes = [Box(0, 0, 1, "F", 0, 0), Box(0, 1, 4, "B", 0, 0), Box(1, 0, 2, "F", 0, 0), Box(1, 2, 3, "B", 0, 0)]
-    boxes += [Box(1, 4.1, 4.2, "NORM"), Box(0, 4.1, 4.15, "NORM")]
+    boxes = [TimeBox(0, 0, 1, "F", 0, 0), TimeBox(0, 1, 4, "B", 0, 0), TimeBox(1, 0, 2, "F", 0, 0), TimeBox(1, 2, 3, "B", 0, 0)]
+    boxes += [TimeBox(1, 4.1, 4.2, "NORM"), TimeBox(0, 4.1, 4.15, "NORM")]
     marked = [b for b in mark_critical(boxes, [0, 1]) if b.critical]
     assert marked == [
-        Box(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch, critical=True) for b in (boxes[0], boxes[1], boxes[4])
+        TimeBox(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch, critical=True) for b in (boxes[0], boxes[1], boxes[4])
     ]
 
 
@@ -307,9 +307,9 @@ def test_perfetto_has_every_box(tmp_path: Path) -> None:
 
 def test_a_drawing_refuses_what_cannot_be() -> None:
     with pytest.raises(ShardwiseError, match="rank 0, compute: B 0 of stage 0 begins before F 0 of stage 0 has ended"):
-        Drawing("", (Box(0, 0, 2, "F", 0, 0), Box(0, 1, 3, "B", 0, 0)), 1, 3, 0)
+        Drawing("", (TimeBox(0, 0, 2, "F", 0, 0), TimeBox(0, 1, 3, "B", 0, 0)), 1, 3, 0)
     with pytest.raises(ShardwiseError, match="of 1 ranks"):
-        Drawing("", (Box(1, 0, 2, "F", 0, 0),), 1, 3, 0)
+        Drawing("", (TimeBox(1, 0, 2, "F", 0, 0),), 1, 3, 0)
     with pytest.raises(ShardwiseError, match="has the memory of 1"):
         Drawing("", (), 2, 3, 0, (1,))
 

@@ -17,7 +17,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.data.loader import rank_rows
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.tensor import tensor_axes
-from shardwise.runtime.batch import Batch, StepInput
+from shardwise.runtime.batch import BatchState, StepInput
 from shardwise.runtime.buffers import local_part
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
@@ -124,7 +124,7 @@ def test_the_norm_counts_every_element_once(plan: tuple[dict[str, int], dict[str
                 for name, view in memory.views(flat).items():
                     view.copy_(mine[name])
                 memory.grad.copy_(flat[memory.held.start : memory.held.stop])
-        batch = Batch(engine.interpreter, [found.general], StepInput(_rows(comm.mesh, comm.rank, found), 5, 0, 0.0))
+        batch = BatchState(engine.interpreter, [found.general], StepInput(_rows(comm.mesh, comm.rank, found), 5, 0, 0.0))
         batch.take_norm(buffers)
         assert batch.norms is not None
         comm.all_reduce(batch.norms, summed.axes).wait()

@@ -8,13 +8,13 @@ import random
 import numpy as np
 import pytest
 
-from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Weights, fewest
-from shardwise.shard.solver.variable_elimination import Factor, total
+from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Objective, fewest
+from shardwise.shard.solver.variable_elimination import CostFactor, total
 
-PRICES = (SECONDS, BYTES, Weights(1.0, 0.5), Weights(1.0, 3.0))
+PRICES = (SECONDS, BYTES, Objective(1.0, 0.5), Objective(1.0, 3.0))
 
 
-def drawn(draw: random.Random) -> tuple[list[int], list[Factor]]:
+def drawn(draw: random.Random) -> tuple[list[int], list[CostFactor]]:
     """Up to 3 equal blocks in a chain, of up to 3 variables of up to 3 values each; some elements infinite."""
     numbers = np.random.default_rng(draw.randrange(1 << 30))
     inside, blocks = [draw.randint(1, 3) for _ in range(draw.randint(1, 3))], draw.randint(1, 3)
@@ -23,14 +23,14 @@ def drawn(draw: random.Random) -> tuple[list[int], list[Factor]]:
         found = numbers.random(shape) * 9 + 1j * numbers.integers(0, 9, shape)
         return np.where(numbers.random(shape) < 0.1, np.inf, found) if found.size > 1 else found
 
-    factors = [Factor((), table())]
+    factors = [CostFactor((), table())]
     for count in range(draw.randint(1, 6)):
         variables = draw.sample(range(len(inside)), draw.randint(1, len(inside)))
         ahead = draw.random() < 0.5 and count > 0
         alike = table(*(inside[v] for v in variables), *([inside[0]] * ahead))
         for block in range(blocks - ahead):
             own = tuple(v + block * len(inside) for v in variables)
-            factors.append(Factor((*own, (block + 1) * len(inside)) if ahead else own, alike))
+            factors.append(CostFactor((*own, (block + 1) * len(inside)) if ahead else own, alike))
     return inside * blocks, factors
 
 
@@ -62,8 +62,8 @@ def test_equal_blocks_are_told_apart_only_by_number() -> None:
     side = np.array(
         [[0, 0.25, 0.25], [0.25, 0, 0.25], [0.25, 0.25, 0]], complex
     )  # blocks that differ from the one before take longer
-    factors = [Factor((i,), own) for i in range(40)] + [Factor((i, i + 1), side) for i in range(39)]
-    found = fewest([3] * 40, factors, 40 * 7, 1e3, [SECONDS, Weights(1.0, 1 / 6)], (200,))
+    factors = [CostFactor((i,), own) for i in range(40)] + [CostFactor((i, i + 1), side) for i in range(39)]
+    found = fewest([3] * 40, factors, 40 * 7, 1e3, [SECONDS, Objective(1.0, 1 / 6)], (200,))
     assert found.values is not None
     cost = total(factors, found.values)
     assert cost == 20 * (1 + 10j) + 20 * (2 + 4j) + 0.25

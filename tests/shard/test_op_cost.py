@@ -12,7 +12,7 @@ from shardwise.capture.capture import capture
 from shardwise.graph.functional import functionalise
 from shardwise.graph.normalise import normalise
 from shardwise.measure.unit_cost import cost
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.solver.op_cost import Work, Works
 from shardwise.units.tracing import trace
 
@@ -20,7 +20,7 @@ from shardwise.units.tracing import trace
 def test_a_product_costs_what_it_multiplies() -> None:
     """y[6, 5] = x[6, 3] w[3, 5] + b in fp32; then the gradients of w and b alone, for x is a field, and of the sum."""
     normal = functionalise(capture(nn.Linear(3, 5), {"input": torch.zeros(4, 3)}, loss=lambda y, _: y.sum()))
-    context, _ = prepared(normal, Tensors({"tp": 2}))
+    context, _ = prepared(normal, TensorParallelSpec({"tp": 2}))
     works = Works(context, 6, "cpu")
     (product,) = [works.work(n) for n in normal.graph.nodes if n.target is torch.ops.aten.linear.default]
     y, x, w, b = 30 * 4, 18 * 4, 15 * 4, 5 * 4
@@ -33,7 +33,7 @@ def test_ops_cost_what_their_units_do(name: str) -> None:
     one = zoo.make(name)
     normal = functionalise(capture(one.module, one.batch, loss=one.loss))
     normalise(normal)
-    context, _ = prepared(normal, Tensors({"tp": 2}))
+    context, _ = prepared(normal, TensorParallelSpec({"tp": 2}))
     works = Works(context, 6, "cpu")
     total = Work((0, 0))
     for node in context.forms:

@@ -29,14 +29,14 @@ from shardwise.measure.unit_traffic import traffic
 from shardwise.models import GPT, Llama
 from shardwise.ops.collectives import ROWS, Env
 from shardwise.shard import sharded
-from shardwise.shard.assignment import Assignment, Tensors
-from shardwise.shard.batch_walk import Walk
+from shardwise.shard.assignment import Assignment, TensorParallelSpec
+from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import Choice, choose
-from shardwise.shard.solver.candidates import Choices, Chosen
-from shardwise.shard.solver.cost_model import Prices, Seconds
+from shardwise.shard.solver.candidates import Candidates, Chosen
+from shardwise.shard.solver.cost_model import CostModel, Seconds
 from shardwise.shard.solver.cost_tables import Flow, Solved, Solver, seconds
 from shardwise.shard.solver.memory_limit import BYTES, SECONDS
 from shardwise.shard.solver.solve import NOT_EXACT, best_within, least, predicted, solve, within
@@ -96,10 +96,10 @@ class Drawn:
         return total
 
 
-def prepared(normal: Normal, tensor: Tensors) -> tuple[ShardingContext, Assignment]:
+def prepared(normal: Normal, tensor: TensorParallelSpec) -> tuple[ShardingContext, Assignment]:
     """Ready for assignments: a context, and what the rows do."""
     context = ShardingContext(normal, find, tensor)
-    return context, Walk(context).run()
+    return context, BatchWalk(context).run()
 
 
 def thinned(draw: random.Random, one: Chosen, most: int) -> Chosen:
@@ -147,10 +147,10 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
     """Of one axis, and of two; tables over all readers of a value, and chains of tables."""
     draw = random.Random(seed)
     axes = {"tp": 2} if seed % 4 else {"tp_i": 2, "tp_j": 2}
-    context, batch = prepared(Drawn(seed).normal, Tensors(axes, "2d" if len(axes) > 1 else "1d"))
+    context, batch = prepared(Drawn(seed).normal, TensorParallelSpec(axes, "2d" if len(axes) > 1 else "1d"))
     link = Link(draw.choice([0.0, 1.0]), draw.choice([1.0, 10.0, 100.0]))
-    prices = Prices(context, batch, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu")
-    chosen = {axis: thinned(draw, Choices(context, axis, prices), 120 if len(axes) == 1 else 12) for axis in axes}
+    prices = CostModel(context, batch, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu")
+    chosen = {axis: thinned(draw, Candidates(context, axis, prices), 120 if len(axes) == 1 else 12) for axis in axes}
     solver = Solver(context, prices, chosen, direct=1 if seed % 2 else 1 << 18)
     found, flow = solver.least(), Flow(context)
     fitting = [
@@ -168,9 +168,9 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
 def test_within_a_limit_of_memory_no_plan_is_faster(seed: int) -> None:
     """Also where bytes of a move cost, and its seconds do not; and however few sums the solver keeps, its bound is true."""
     draw = random.Random(seed)
-    context, batch = prepared(Drawn(seed).normal, Tensors({"tp": 2}))
-    prices = Prices(context, batch, Rates(10.0, 30.0, Link(0.0, draw.choice([30.0, 1e12]))), ROWS_OF, "cpu")
-    chosen = {"tp": thinned(draw, Choices(context, "tp", prices), 120)}
+    context, batch = prepared(Drawn(seed).normal, TensorParallelSpec({"tp": 2}))
+    prices = CostModel(context, batch, Rates(10.0, 30.0, Link(0.0, draw.choice([30.0, 1e12]))), ROWS_OF, "cpu")
+    chosen = {"tp": thinned(draw, Candidates(context, "tp", prices), 120)}
     flow, solver = Flow(context), Solver(context, prices, chosen, limited=True, direct=1 if seed % 2 else 1 << 18)
     every = [seconds(prices, flow, one) for one in every_plan(context, chosen)]
     fewest = min(one.nbytes for one in every)
@@ -197,7 +197,7 @@ def at(one: Assignment, node: fx.Node) -> Any:
     return one.strategies[node] if node in one.strategies else one.states[node][0]
 
 
-def priced(prices: Prices, flow: Flow, one: dict[str, Assignment]) -> float | None:
+def priced(prices: CostModel, flow: Flow, one: dict[str, Assignment]) -> float | None:
     """None where there is no way between what is made and what is needed."""
     try:
         return seconds(prices, flow, one).total
@@ -251,10 +251,10 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
     rows, sharded = 6, 0
     for recipe, axes, plan, link in plans:
         own = Rates(1e9, 1e9, link or SPREAD[0])
-        context = ShardingContext(normal, find, Tensors(axes, recipe, None, plan, pins, Machine(own, rows)))
+        context = ShardingContext(normal, find, TensorParallelSpec(axes, recipe, None, plan, pins, Machine(own, rows)))
         context, assignments, _ = choose(context)
         emitter = emitted(Choice(context, assignments))
-        foretold = seconds(Prices(context, assignments[ROWS], own, rows, "cpu"), Flow(context), assignments)
+        foretold = seconds(CostModel(context, assignments[ROWS], own, rows, "cpu"), Flow(context), assignments)
         names = tuple(axes)
         env = Env(parts=1, rows=rows, tensor={axis: (n, 0) for axis, n in axes.items()})
         real = traffic(emitter.graph, env, [True])
@@ -288,9 +288,9 @@ def emitted(choice: Choice) -> Emitter:
 
 
 def by(normal: Normal, axes: Mapping[str, int], recipe: str, plan: str, machine: Machine) -> tuple[Choice, Seconds]:
-    tensor = Tensors(axes, recipe, None, plan, (), machine)
+    tensor = TensorParallelSpec(axes, recipe, None, plan, (), machine)
     found = choose(ShardingContext(normal, find, tensor, device=torch.device("cuda")))
-    prices = Prices(found.context, found.assignments[ROWS], machine.rates, machine.rows, "gpu")
+    prices = CostModel(found.context, found.assignments[ROWS], machine.rates, machine.rows, "gpu")
     return found, seconds(prices, Flow(found.context), found.assignments)
 
 

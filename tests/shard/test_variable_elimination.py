@@ -8,14 +8,14 @@ import random
 import numpy as np
 import pytest
 
-from shardwise.shard.solver.variable_elimination import Elimination, Factor, TooWide, least, total
+from shardwise.shard.solver.variable_elimination import CostFactor, Elimination, TooWide, least, total
 
 
-def drawn(seed: int) -> tuple[list[int], list[Factor]]:
+def drawn(seed: int) -> tuple[list[int], list[CostFactor]]:
     """Up to 7 variables of up to 4 values, and factors of up to 4 of them, some of the tables shared, some elements infinite."""
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     sizes = [draw.randint(1, 4) for _ in range(draw.randint(1, 7))]
-    factors: list[Factor] = []
+    factors: list[CostFactor] = []
     for _ in range(draw.randint(0, 9)):
         variables = tuple(draw.sample(range(len(sizes)), draw.randint(0, min(4, len(sizes)))))
         shape = tuple(sizes[v] for v in variables)
@@ -23,7 +23,7 @@ def drawn(seed: int) -> tuple[list[int], list[Factor]]:
         table = draw.choice(alike) if alike and draw.random() < 0.5 else numbers.integers(0, 9, shape).astype(float)
         if draw.random() < 0.3 and table.size > 1:
             table = np.where(numbers.random(shape) < 0.2, np.inf, table)
-        factors.append(Factor(variables, table))
+        factors.append(CostFactor(variables, table))
     return sizes, factors
 
 
@@ -57,15 +57,15 @@ def test_equal_blocks_cost_once() -> None:
     numbers = np.random.default_rng(0)
     side, pair = numbers.random((6, 6)), numbers.random((6, 6))
 
-    def chain(blocks: int) -> list[Factor]:
+    def chain(blocks: int) -> list[CostFactor]:
         """In each block two variables hang on one of the chain."""
         return [
             factor
             for i in range(0, 3 * blocks, 3)
             for factor in (
-                Factor((i, i + 1), side),
-                Factor((i + 1, i + 2), side),
-                *([Factor((i, i + 3), pair)] * (i < 3 * blocks - 3)),
+                CostFactor((i, i + 1), side),
+                CostFactor((i + 1, i + 2), side),
+                *([CostFactor((i, i + 3), pair)] * (i < 3 * blocks - 3)),
             )
         ]
 
@@ -76,7 +76,7 @@ def test_equal_blocks_cost_once() -> None:
 
 
 def test_tables_have_a_limit() -> None:
-    factors = [Factor((i, j), np.zeros((9, 9))) for i, j in itertools.combinations(range(6), 2)]
+    factors = [CostFactor((i, j), np.zeros((9, 9))) for i, j in itertools.combinations(range(6), 2)]
     assert least([9] * 6, factors).largest == 9**6
     with pytest.raises(TooWide, match="531441 elements; limit: 1000"):
         least([9] * 6, factors, limit=1000)

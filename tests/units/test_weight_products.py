@@ -14,7 +14,7 @@ from harness import Subject, parity
 from shardwise.graph.torch_private import TorchDispatchMode
 from shardwise.ops.collectives import Env
 from shardwise.ops.weight_gradients import Factors, accumulate, convolved
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
 from shardwise.units.weight_products import Multiplier, Operand, watch
 
@@ -235,7 +235,7 @@ class Noting(Multiplier):
 
 def test_a_weight_gradient_is_multiplied_while_ranks_sum_the_gradient_of_its_input() -> None:
     batch, wire = {"x": torch.randn(4, 6)}, Wire()
-    (unit,) = trace(TwoLayers(), batch, tensor=Tensors({"tp": 2})).units
+    (unit,) = trace(TwoLayers(), batch, tensor=TensorParallelSpec({"tp": 2})).units
     noting = Noting(wire)
     env = Env(wire, rows=4, tensor={"tp": (2, 0)}, meanwhile=noting.flush)
     shapes = {"first.weight": (4, 6), "first.bias": (4,), "second.weight": (6, 4), "second.bias": (6,), "third.weight": (4, 6)}

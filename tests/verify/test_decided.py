@@ -24,7 +24,7 @@ from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.compiled import Compiled
 from shardwise.shard.solver.decisions import Decisions
-from shardwise.verify.verify import RankStep, run_threads, verify
+from shardwise.verify.verify import VerifiedStep, run_threads, verify
 
 Placed = dict[str, tuple[Layout, tuple[str, ...]]]
 
@@ -50,7 +50,7 @@ class Spy:
     def __init__(self) -> None:
         self.seen: list[Compiled] = []
 
-    def __call__(self, compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
+    def __call__(self, compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]]) -> list[list[VerifiedStep]]:
         self.seen.append(compiled)
         return run_threads(compiled, rank)
 

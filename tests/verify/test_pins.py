@@ -25,7 +25,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
-from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
+from shardwise.verify.verify import OPTIMIZER, TOLERANCE, VerifiedStep, compare, run_steps, run_threads
 
 PLAIN = OptimizerChoice("sgd", lr=0.1)
 """For models with parameters whose gradient is zero but for rounding, which Adam would make as large as any."""
@@ -34,7 +34,7 @@ MEGATRON = {"*.qkv.weight": "column", "*.up.weight": "column", "wte.weight": "ro
 
 
 def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice = PLAIN) -> None:
-    ours: list[list[RankStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, 1.0, 0))
+    ours: list[list[VerifiedStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, 1.0, 0))
     for rank in ours:
         found = compare(rank, truth)
         assert found.passes(TOLERANCE), (found.largest, found.worst(3))

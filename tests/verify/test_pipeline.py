@@ -27,7 +27,7 @@ from shardwise.parallel.schedule import AUTO, SCHEDULES
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
-from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads, verify
+from shardwise.verify.verify import OPTIMIZER, TOLERANCE, VerifiedStep, compare, run_steps, run_threads, verify
 from timetables import SYNCHRONOUS, any_order
 
 MODELS = ("gpt", "llama", "gpt2")
@@ -82,7 +82,7 @@ def plan_of(case: Case) -> Plan:
     return pipeline(data_parallel(base, dp, zero), pp, schedule)
 
 
-def steps(name: str, plan: Plan) -> list[list[RankStep]]:
+def steps(name: str, plan: Plan) -> list[list[VerifiedStep]]:
     _, batches, compiled = subject(name)
     mine = compiled.under(plan)
     return run_threads(mine, lambda comm: run_steps(mine, comm, batches, OPTIMIZER, CLIP, 0))

@@ -32,7 +32,7 @@ from shardwise.lower.validate import Validations
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
-from shardwise.runtime.batch import Batches
+from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import run_ranks
@@ -99,7 +99,7 @@ def test_it_equals_one_device(case: Case) -> None:
 def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states before an update, and the loss of a batch whose forwards are run again; without clipping nothing goes back."""
     plan = plan_of("1f1b", 3, 5)
-    for owner, name in ((BucketMemory, "restore"), (Batches, "again")):
+    for owner, name in ((BucketMemory, "restore"), (BatchStates, "again")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, lambda *_: None)
             assert verified("llama", plan, NEVER)[0].passed

@@ -17,7 +17,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.runtime import computing, interpreter
 from shardwise.runtime.compiled import Compiled
 from shardwise.units.trace import Trace
-from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads
+from shardwise.verify.verify import OPTIMIZER, VerifiedStep, run_steps, run_threads
 from split import ORDERS, split
 
 TRACES: dict[str, Any] = {}
@@ -25,7 +25,7 @@ NAMES = ["gpt", "conv", "mixtral", "gpt2", "llama", "mlp"]
 TIED = ("gpt", "gpt2", "mlp")
 
 
-def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 0) -> list[RankStep]:
+def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 0) -> list[VerifiedStep]:
     """Two steps of a model, traced once."""
     if name not in TRACES:
         torch.manual_seed(3)
@@ -35,7 +35,7 @@ def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 
     known: dict[tuple[tuple[str, ...], int | None], Trace] = traces.setdefault(plan.precision, {})
     compiled = Compiled(module, data_parallel(plan, ranks, zero), batches[0], loss, _traces=known)
 
-    def run() -> list[RankStep]:
+    def run() -> list[VerifiedStep]:
         found = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, OPTIMIZER, 1.0, 0))[0]
         (program,) = compiled.programs(compiled.general, plan.microbatches)
         ops = {one.op for one in program.instructions}
@@ -48,7 +48,7 @@ def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 
         return run()
 
 
-def difference(mine: list[RankStep], right: list[RankStep]) -> float:
+def difference(mine: list[VerifiedStep], right: list[VerifiedStep]) -> float:
     """The largest of the gradients' differences, each against its tensor's size; 0 if all bits agree, inf if one lacks."""
     worst = 0.0
     for a, b in zip(mine, right, strict=True):

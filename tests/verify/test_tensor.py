@@ -26,7 +26,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import sides, tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
-from shardwise.verify.verify import OPTIMIZER, TOLERANCE, RankStep, compare, run_steps, run_threads
+from shardwise.verify.verify import OPTIMIZER, TOLERANCE, VerifiedStep, compare, run_steps, run_threads
 
 SIZES = {"1d": (2, 3, 4, 8), "1d-sp": (2, 3, 4, 8), "2d": (4, 9), "2.5d": (8,), "3d": (8,)}
 KINDS = [(kind, size) for kind, sizes in SIZES.items() for size in sizes]
@@ -42,18 +42,18 @@ Case = tuple[str, tuple[str, int], int, int, int, str, int]
 
 
 def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice) -> None:
-    ours: list[list[RankStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0))
+    ours: list[list[VerifiedStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0))
     for rank in distinct(ours):
         found = compare(rank, truth)
         assert found.passes(TOLERANCE), (found.largest, found.worst(3))
 
 
-def distinct(ranks: list[list[RankStep]]) -> list[list[RankStep]]:
+def distinct(ranks: list[list[VerifiedStep]]) -> list[list[VerifiedStep]]:
     """The first rank, and those whose numbers are not its numbers, bit by bit."""
     return [one for i, one in enumerate(ranks) if i == 0 or not all(map(equal, one, ranks[0]))]
 
 
-def equal(a: RankStep, b: RankStep) -> bool:
+def equal(a: VerifiedStep, b: VerifiedStep) -> bool:
     pairs = [(a.gradients, b.gradients), (a.parameters, b.parameters), (a.buffers, b.buffers)]
     named = all(one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one) for one, other in pairs)
     return named and (a.loss, a.grad_norm) == (b.loss, b.grad_norm)

@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.shard.solver import solve
-from shardwise.shard.solver.cost_model import Prices
+from shardwise.shard.solver.cost_model import CostModel
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER
 from verify.test_tensor import PLAIN, check, model
@@ -103,7 +103,7 @@ def test_everything_together(kind: str, tp: int, pp: int, dp: int, zero: int, re
     together(kind, tp, pp, dp, zero, recompute, rates)
 
 
-class Wild(Prices):
+class Wild(CostModel):
     """Prices without sense, so that any strategy may be the best."""
 
     seed = 0

@@ -22,7 +22,7 @@ from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.compiled import Compiled
 from shardwise.verify.oracle import Oracle
-from shardwise.verify.verify import LOW_PRECISION_FACTOR, RankStep, low_precision, run_steps, run_threads
+from shardwise.verify.verify import LOW_PRECISION_FACTOR, VerifiedStep, low_precision, run_steps, run_threads
 from verify.test_tensor import equal
 
 NAMES = ("gpt", "own-llama", "mlp")
@@ -68,9 +68,9 @@ def check(case: Case) -> None:
     name, mesh, precision, beside, recompute = case
     one, batch, truth = subject(name)
     plan = planned(mesh, precision, beside, recompute)
-    ranks: list[list[RankStep]] = []
+    ranks: list[list[VerifiedStep]] = []
 
-    def run(compiled: Compiled, rank: Any) -> list[list[RankStep]]:
+    def run(compiled: Compiled, rank: Any) -> list[list[VerifiedStep]]:
         assert any(b.axes for b in compiled.general.buckets), "in pieces"
         ranks[:] = run_threads(compiled, rank)
         return ranks

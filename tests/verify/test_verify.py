@@ -19,7 +19,7 @@ from shardwise.ops import cross_entropy, norms, random_ops
 from shardwise.runtime.compiled import Compiled
 from shardwise.units import selective_recompute
 from shardwise.units.trace import Trace
-from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads, verify
+from shardwise.verify.verify import OPTIMIZER, VerifiedStep, run_steps, run_threads, verify
 
 DP, MICROBATCHES, RECOMPUTE = (1, 2, 3, 4), (1, 2, 3), ("none", "selective", "full")
 PLANS = list(itertools.product(DP, MICROBATCHES, RECOMPUTE))
@@ -246,7 +246,7 @@ def test_an_overflow_of_the_plan_alone_lowers_the_scale_of_both(monkeypatch: pyt
     batch = {name: torch.randint(0, 11, (5, 4)) for name in ("input_ids", "labels")}
     scales: list[float] = []
 
-    def overflowing(compiled: Compiled, comm: Any, batches: Any, *rest: Any) -> list[RankStep]:
+    def overflowing(compiled: Compiled, comm: Any, batches: Any, *rest: Any) -> list[VerifiedStep]:
         steps = run_steps(compiled, comm, batches, *rest)
         if compiled.plan.precision == "fp16":
             scales.append(rest[-1].initial)

@@ -18,7 +18,7 @@ from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import gathered, gradients
 from shardwise.runtime.compiled import Compiled
-from shardwise.verify.verify import OPTIMIZER, RankStep, run_steps, run_threads, verify
+from shardwise.verify.verify import OPTIMIZER, VerifiedStep, run_steps, run_threads, verify
 
 MODELS = ("gpt", "llama", "bert", "conv")
 ZERO, DP, MICROBATCHES, RECOMPUTE = (0, 1, 2, 3), (1, 2, 3, 4), (1, 3), CHOICES["recompute"]
@@ -109,14 +109,14 @@ def test_rows_of_the_table_side_by_side() -> None:
 # ---- the same bits -------------------------------------------------------------------------------------------------------
 
 
-def steps(plan: Plan, module: nn.Module, clip: float | None = 0.1) -> list[list[RankStep]]:
+def steps(plan: Plan, module: nn.Module, clip: float | None = 0.1) -> list[list[VerifiedStep]]:
     torch.manual_seed(1)
     batches = [tokens(rows) for rows in (13, 12, 7)]
     compiled = Compiled(module, plan, batches[0])
     return run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, OPTIMIZER, clip, 0))
 
 
-def assert_same_bits(ours: list[list[RankStep]], theirs: list[list[RankStep]]) -> None:
+def assert_same_bits(ours: list[list[VerifiedStep]], theirs: list[list[VerifiedStep]]) -> None:
     for mine, other in zip(ours, theirs, strict=True):
         for a, b in zip(mine, other, strict=True):
             assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)

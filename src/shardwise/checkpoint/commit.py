@@ -20,7 +20,7 @@ SLACK = 1 << 20  # bytes for headers and the manifest, when free space is looked
 
 
 @dataclass(frozen=True)
-class Ready:
+class ReadyCheckpoint:
     """A rank before it writes: its bytes, the bytes that it sees free on the disk, and why it cannot write."""
 
     step: int
@@ -33,12 +33,12 @@ class Ready:
         return json.dumps(asdict(self)).encode()
 
     @staticmethod
-    def from_bytes(data: bytes) -> Ready:
+    def from_bytes(data: bytes) -> ReadyCheckpoint:
         """From :meth:`to_bytes`."""
-        return Ready(**json.loads(data))
+        return ReadyCheckpoint(**json.loads(data))
 
 
-def refusal(ranks: Sequence[Ready]) -> str | None:
+def refusal(ranks: Sequence[ReadyCheckpoint]) -> str | None:
     """Why nobody should begin to write, or None; the same on all ranks, as they look at the same answers."""
     for rank, ready in enumerate(ranks):
         if ready.error is not None:

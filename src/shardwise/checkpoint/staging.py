@@ -24,7 +24,7 @@ LEAST_BYTES = 4 * UNIT
 
 
 @dataclass(frozen=True)
-class Run:
+class StagedRun:
     """Bytes ``start`` to ``stop`` of the stream: ``raw`` where they are contiguous in memory, else the ``strided`` tensor."""
 
     start: int
@@ -33,9 +33,9 @@ class Run:
     strided: Tensor | None = None
 
 
-def runs_of(pieces: Sequence[Piece]) -> list[Run]:
+def runs_of(pieces: Sequence[Piece]) -> list[StagedRun]:
     """The stream of ``pieces``, in order; neighbours in memory become one run."""
-    found: list[Run] = []
+    found: list[StagedRun] = []
     end = 0
     for piece in pieces:
         tensor, start = piece.tensor.detach(), end
@@ -43,11 +43,13 @@ def runs_of(pieces: Sequence[Piece]) -> list[Run]:
         if start == end:
             continue
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            found.append(Run(start, end, None, tensor))
+            found.append(StagedRun(start, end, None, tensor))
             continue
         raw = tensor.reshape(-1).view(torch.uint8)
         joined = _joined(found[-1].raw, raw) if found else None
-        found[-1:] = [Run(found[-1].start, end, joined)] if joined is not None else [*found[-1:], Run(start, end, raw)]
+        found[-1:] = (
+            [StagedRun(found[-1].start, end, joined)] if joined is not None else [*found[-1:], StagedRun(start, end, raw)]
+        )
     return found
 
 
@@ -99,7 +101,7 @@ class Staging:
 class Stream:
     """One passage of runs through blocks.  ``fill`` is called by the thread that has the values, ``take`` by the one that writes."""
 
-    def __init__(self, runs: Sequence[Run], blocks: Sequence[Tensor]) -> None:
+    def __init__(self, runs: Sequence[StagedRun], blocks: Sequence[Tensor]) -> None:
         self._runs = runs
         self._free: queue.SimpleQueue[Tensor | None] = queue.SimpleQueue()
         self._full: queue.SimpleQueue[tuple[Tensor, torch.Event | None] | None] = queue.SimpleQueue()
@@ -158,7 +160,7 @@ class Stream:
         self._free.put(None)
 
 
-def _copy(run: Run, start: int, stop: int, block: Tensor, position: int) -> None:
+def _copy(run: StagedRun, start: int, stop: int, block: Tensor, position: int) -> None:
     """Copy bytes ``start`` to ``stop`` of the stream into a block that begins at ``position``."""
     into = block[start - position : stop - position]
     if run.raw is not None:

@@ -24,7 +24,7 @@ from shardwise.core.errors import ShardwiseError, check_count, describe
 
 from . import folder as names
 from .atoms import Gather, Piece, alone
-from .commit import End, RankRecord, Ready, commit, refusal
+from .commit import End, RankRecord, ReadyCheckpoint, commit, refusal
 from .container import Entry, HashedFile, header, lay_out
 from .manifest import plain_meta
 from .staging import LEAST_BYTES, Staging, Stream, runs_of
@@ -243,7 +243,7 @@ class CheckpointWriter:
     def _write(self, job: _Job, saved: Saved) -> Saved:
         part = names.part_folder(self.folder, job.step)
         ready = self._ready(job, part)
-        everyone = [Ready.from_bytes(data) for data in self._gathered(ready.to_bytes())]
+        everyone = [ReadyCheckpoint.from_bytes(data) for data in self._gathered(ready.to_bytes())]
         error, path = refusal(everyone), None
         if error is None:
             record = self._write_file(job, part)
@@ -264,7 +264,7 @@ class CheckpointWriter:
             raise ShardwiseError(f"the gather of a checkpoint brought {len(found)} answers from {self.ranks} ranks")
         return found
 
-    def _ready(self, job: _Job, part: Path) -> Ready:
+    def _ready(self, job: _Job, part: Path) -> ReadyCheckpoint:
         """Make the folder, on rank 0, and say whether this rank can write."""
         free = 0
         error = job.problem
@@ -276,7 +276,7 @@ class CheckpointWriter:
             free = shutil.disk_usage(_existing(self.folder)).free
         except OSError as failed:
             error = error or _words(failed)
-        return Ready(job.step, job.nbytes, free, error)
+        return ReadyCheckpoint(job.step, job.nbytes, free, error)
 
     def _write_file(self, job: _Job, part: Path) -> RankRecord:
         """Write this rank's pieces; a failure is part of the record."""

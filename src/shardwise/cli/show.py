@@ -19,7 +19,7 @@ from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
 from shardwise.core.program import Program
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
-from shardwise.lower.stages import EVERYWHERE, Cut
+from shardwise.lower.stages import EVERYWHERE, StageSplit
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_cost import UnitCost, cost
 from shardwise.parallel.data import batch_axes
@@ -112,7 +112,7 @@ def _plain(
 
 
 def _show(
-    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: Cut,
+    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: StageSplit,
     per_host: int, units: Sequence[Caused], step: Sequence[Sum],
 ) -> None:  # fmt: skip
     console = make_console()
@@ -219,7 +219,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: Cut, width: int) -> Any:
+def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: StageSplit, width: int) -> Any:
     """A parameter that several units read is in the row of each, and once in the sum."""
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1

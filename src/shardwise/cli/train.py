@@ -21,7 +21,7 @@ from shardwise.config import Config, build_data, build_plan, load_config
 from shardwise.data.progress import shown
 from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
-from shardwise.launch.folder import CHECKPOINTS, PLAN, Found, prepare_folder, read_lines
+from shardwise.launch.folder import CHECKPOINTS, PLAN, FoundRun, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
 from shardwise.launch.rank import stop_on
 from shardwise.launch.restarts import run_with_restarts
@@ -59,7 +59,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
             config, torch.device(backend.type)
         )  # by all ranks that somebody else has started: none waits for another that fails
     with run_folder(folder) if first else nullcontext():
-        found = _prepare(config) if first else Found()
+        found = _prepare(config) if first else FoundRun()
         notices += found.notices
         if first and not json:
             for notice in notices:
@@ -99,7 +99,7 @@ def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) 
     console.print(f"stopped after {done} step{'s' if done != 1 else ''}, {words}", markup=False)
 
 
-def _prepare(config: Config) -> Found:
+def _prepare(config: Config) -> FoundRun:
     """Make the folder ready: what belongs to an unfinished run that this one goes on with stays."""
     folder = Path(config.train.run_dir)
     found = prepare_folder(config)
@@ -139,7 +139,7 @@ def _train_local(config: Config, display: Display, quiet: bool) -> None:
 
 def _train_here(config: Config, display: Display | None) -> bool:
     """As the one rank that this process is: SIGINT and SIGTERM ask all ranks to stop, a second one ends this one."""
-    from shardwise.launch.ready import Side
+    from shardwise.launch.ready import Surroundings
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))
@@ -147,7 +147,7 @@ def _train_here(config: Config, display: Display | None) -> bool:
     asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say
-    side = Side(progress, asked, warn, on_step)
+    side = Surroundings(progress, asked, warn, on_step)
     done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
     progress.finish()
     return not done

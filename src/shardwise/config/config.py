@@ -12,7 +12,7 @@ from typing import Any
 from shardwise.core.errors import ConfigError
 
 from .defaults import complete
-from .draft import Draft, problem, reworded
+from .draft import ConfigDraft, problem, reworded
 from .hardware import Hardware
 from .sections import SECTIONS, CheckpointConfig, DataConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from .toml import dumps
@@ -61,7 +61,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *
     ``hardware`` (default: this machine) sets the defaults of devices and their limits. ConfigError lists
     every problem found, one on a line: the key, its value, where it comes from, what is legal.
     """
-    draft = Draft()
+    draft = ConfigDraft()
     if path is not None:
         draft.add_tables(_read(Path(path)), str(path), Path(path).absolute().parent)
     for override in overrides:

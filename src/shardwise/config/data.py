@@ -10,7 +10,7 @@ from shardwise.data.cache import default_cache_dir
 from shardwise.data.sources import exists
 from shardwise.data.tokenizer import BYTES, open_tokenizer
 
-from .draft import Draft
+from .draft import ConfigDraft
 from .files import file_exists, there
 from .sections import rules
 
@@ -19,7 +19,7 @@ OF_TEXT = ("text_field", "tokenizer", "end_token", "attention", "cache_dir")
 VALIDATION = 0.01  # of the documents
 
 
-def complete_data(draft: Draft) -> int | None:
+def complete_data(draft: ConfigDraft) -> int | None:
     """Fill in the defaults of ``[data]``; the tokens that its tokenizer has, or None for no text or no such tokenizer."""
     kinds = [key for key in KINDS if draft.given(key)]
     for key in kinds[1:]:
@@ -39,7 +39,7 @@ def complete_data(draft: Draft) -> int | None:
     return _tokenizer(draft)
 
 
-def _not_text(draft: Draft) -> None:
+def _not_text(draft: ConfigDraft) -> None:
     """Keys of text would be ignored: refuse them."""
     draft.default("data.validation", 0.0)
     for name in OF_TEXT:
@@ -49,7 +49,7 @@ def _not_text(draft: Draft) -> None:
         draft.refuse("data.validation", "0 or left out, for documents of a data.factory cannot be told apart")
 
 
-def _sources_exist(draft: Draft) -> None:
+def _sources_exist(draft: ConfigDraft) -> None:
     named: dict[str, Any] = {"data.source": draft["data.source"]}
     if draft.sound("data.mix"):
         named["data.mix"] = [part["source"] for part in draft["data.mix"] or ()]
@@ -65,7 +65,7 @@ def _flat(value: Any) -> list[str]:
     return [source for part in value for source in _flat(part)]
 
 
-def _tokenizer(draft: Draft) -> int | None:
+def _tokenizer(draft: ConfigDraft) -> int | None:
     """The tokens of the tokenizer, whose end token is filled in."""
     name, end = "data.tokenizer", "data.end_token"
     if not draft.sound(name, end):

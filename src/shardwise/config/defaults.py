@@ -15,7 +15,7 @@ from shardwise.parallel.schedule import AUTO, SCHEDULES, check_schedule
 from shardwise.parallel.tensor import ROLES, sides
 
 from .data import complete_data
-from .draft import Draft
+from .draft import ConfigDraft
 from .files import file_exists, there
 from .hardware import MORE_RANKS, Hardware
 from .sections import rules
@@ -33,7 +33,7 @@ KEYS_OF_KIND = {
 }
 
 
-def complete(draft: Draft, hardware: Hardware) -> None:
+def complete(draft: ConfigDraft, hardware: Hardware) -> None:
     """Fill in the draft's defaults and note all values that do not go together."""
     vocabulary = complete_data(draft)
     _model(draft, vocabulary)
@@ -43,7 +43,7 @@ def complete(draft: Draft, hardware: Hardware) -> None:
     _batch(draft)
 
 
-def _model(draft: Draft, vocabulary: int | None) -> None:
+def _model(draft: ConfigDraft, vocabulary: int | None) -> None:
     kinds = [key for key in KINDS if draft.given(key)]
     if len(kinds) > 1:
         draft.refuse(kinds[1], f"one of {', '.join(KINDS)}; {kinds[0]} is there as well")
@@ -62,7 +62,7 @@ def _model(draft: Draft, vocabulary: int | None) -> None:
             _sizes(draft, kind, vocabulary)
 
 
-def _foreign_keys(draft: Draft, kind: str) -> None:
+def _foreign_keys(draft: ConfigDraft, kind: str) -> None:
     """Keys of other kinds of model would be ignored: refuse them."""
     for name in dict.fromkeys(name for names in KEYS_OF_KIND.values() for name in names):
         key = f"model.{name}"
@@ -73,7 +73,7 @@ def _foreign_keys(draft: Draft, kind: str) -> None:
             draft.refuse(key, f"left out, for it belongs to {' and '.join(words)}", hint)
 
 
-def _sizes(draft: Draft, kind: str, vocabulary: int | None) -> None:
+def _sizes(draft: ConfigDraft, kind: str, vocabulary: int | None) -> None:
     """The sizes of an own model; ``vocabulary`` is that of its text, or None for other data."""
     length = draft["data.sequence_length"]
     sizes = {"vocabulary": vocabulary or BYTE_VOCABULARY, "width": 192, "layers": 4, "heads": 6, "context": length}
@@ -96,7 +96,7 @@ def _sizes(draft: Draft, kind: str, vocabulary: int | None) -> None:
         _llama_heads(draft)
 
 
-def _llama_heads(draft: Draft) -> None:
+def _llama_heads(draft: ConfigDraft) -> None:
     draft.default("model.tied", False)
     if not draft.sound("model.heads"):
         return
@@ -109,7 +109,7 @@ def _llama_heads(draft: Draft) -> None:
         draft.refuse("model.heads", "heads of an even size", f"model.width / model.heads is {size}")
 
 
-def _optimizer(draft: Draft) -> None:
+def _optimizer(draft: ConfigDraft) -> None:
     if draft.sound("optimizer.name"):
         name = draft["optimizer.name"]
         draft.default("optimizer.weight_decay", 0.1 if name == "adamw" else 0.0)
@@ -126,7 +126,7 @@ def _optimizer(draft: Draft) -> None:
         draft.refuse("optimizer.warmup_steps", f"at most {most}, with train.steps = {steps}")
 
 
-def _loss_scale(draft: Draft) -> None:
+def _loss_scale(draft: ConfigDraft) -> None:
     key = "train.loss_scale"
     if not draft.sound("parallel.precision"):
         return
@@ -136,13 +136,13 @@ def _loss_scale(draft: Draft) -> None:
         draft.refuse(key, 'left out, for it belongs to parallel.precision = "fp16"')
 
 
-def _tf32(draft: Draft) -> None:
+def _tf32(draft: ConfigDraft) -> None:
     key, precision = "train.tf32", "parallel.precision"
     if draft.sound(key, precision) and draft[key] and draft[precision] != "fp32":
         draft.refuse(key, 'false, or parallel.precision = "fp32", which alone multiplies matrices of float32')
 
 
-def _train(draft: Draft) -> None:
+def _train(draft: ConfigDraft) -> None:
     key = "train.run_dir"
     if draft.sound(key) and there(draft[key], os.path.lexists) and not there(draft[key], os.path.isdir):
         draft.refuse(key, rules("train")["run_dir"].legal, "It is a file")
@@ -154,12 +154,12 @@ def _train(draft: Draft) -> None:
         draft.refuse(key, "0, for data.validation = 0 sets no data apart")
 
 
-def _checkpoint(draft: Draft) -> None:
+def _checkpoint(draft: ConfigDraft) -> None:
     if draft.sound("train.steps"):
         draft.default("checkpoint.every", max(1, draft["train.steps"] // 5))
 
 
-def _mesh(draft: Draft) -> None:
+def _mesh(draft: ConfigDraft) -> None:
     """Do the ranks that share a layer make the mesh of their recipe?"""
     if draft.sound("parallel.tp", "parallel.tensor"):
         try:
@@ -168,7 +168,7 @@ def _mesh(draft: Draft) -> None:
             draft.refuse_field(error, f'With parallel.tensor = "{draft["parallel.tensor"]}"')
 
 
-def _pins(draft: Draft) -> None:
+def _pins(draft: ConfigDraft) -> None:
     """Do the pins go together with what else is said of tensor parallelism?"""
     if not draft.sound(*(f"parallel.{key}" for key in ("tp", "tensor", "tensor_plan", "pins"))):
         return
@@ -185,7 +185,7 @@ def _pins(draft: Draft) -> None:
         ]
 
 
-def _devices(draft: Draft, hardware: Hardware) -> None:
+def _devices(draft: ConfigDraft, hardware: Hardware) -> None:
     """Ranks: as many as train.devices, or parallel.dp, pp and tp together say, or as the hardware has."""
     keys = ("train.devices", "parallel.dp")
     if not draft.sound(*keys, *SAME_ROWS):
@@ -212,7 +212,7 @@ def _devices(draft: Draft, hardware: Hardware) -> None:
     _pipeline(draft)
 
 
-def _there(draft: Draft, hardware: Hardware, devices: int, key: str | None) -> bool:
+def _there(draft: ConfigDraft, hardware: Hardware, devices: int, key: str | None) -> bool:
     """Whether there are so many devices; else ``key``, which says so, is refused, or what makes any number of them too large."""
     each, over = (1, "") if key == "train.devices" else (math.prod(draft[key] for key in SAME_ROWS), _over(draft))
     if hardware.world and devices != hardware.world:
@@ -229,7 +229,7 @@ def _there(draft: Draft, hardware: Hardware, devices: int, key: str | None) -> b
     return True
 
 
-def _shared(draft: Draft, devices: int, what: str, most: bool = False) -> bool:
+def _shared(draft: ConfigDraft, devices: int, what: str, most: bool = False) -> bool:
     """Whether ``devices`` can be shared out to those that have the same rows, evenly or, with ``most``, at all; else a key is refused."""
     left, over = devices, ""
     for key in SAME_ROWS:
@@ -242,13 +242,13 @@ def _shared(draft: Draft, devices: int, what: str, most: bool = False) -> bool:
     return True
 
 
-def _over(draft: Draft) -> str:
+def _over(draft: ConfigDraft) -> str:
     """`` over parallel.pp x parallel.tp = 2 x 4``: those that have the same rows, where there are several."""
     sizes = {key: draft[key] for key in SAME_ROWS if draft[key] > 1}
     return f" over {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}" if sizes else ""
 
 
-def _pipeline(draft: Draft) -> None:
+def _pipeline(draft: ConfigDraft) -> None:
     """Is the schedule legal for its ranks, stages and microbatches?"""
     keys = ("pp", "schedule", "stages_per_rank", "stages", "timetable", "microbatches")
     if not draft.sound(*(f"parallel.{key}" for key in keys)):
@@ -282,7 +282,7 @@ def _pipeline(draft: Draft) -> None:
         draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')
 
 
-def _auto(draft: Draft, pp: int, microbatches: int) -> None:
+def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
     """Can the given timetable be computed, or, without one, is there anything to look for?"""
     texts, stages, each = (draft[f"parallel.{key}"] for key in ("timetable", "stages", "stages_per_rank"))
     if texts is not None:
@@ -305,7 +305,7 @@ def _auto(draft: Draft, pp: int, microbatches: int) -> None:
     draft.default("parallel.stages_per_rank", each)
 
 
-def _shards(draft: Draft, ranks: int) -> None:
+def _shards(draft: ConfigDraft, ranks: int) -> None:
     """What of ZeRO makes sense on so many ranks."""
     if draft.sound("parallel.reduce", "parallel.precision"):
         precise = draft["parallel.precision"] == "fp64"
@@ -324,7 +324,7 @@ def _shards(draft: Draft, ranks: int) -> None:
         draft.refuse(key, "1, or parallel.zero of at least 1", "Nothing is sharded within a group")
 
 
-def _fitting_devices(draft: Draft, hardware: Hardware, each: int) -> int:
+def _fitting_devices(draft: ConfigDraft, hardware: Hardware, each: int) -> int:
     """The largest number of groups of ``each`` devices that divides the rows of a microbatch."""
     keys = ("data.batch_size", "parallel.microbatches")
     batch, microbatches = (draft[key] for key in keys)
@@ -340,7 +340,7 @@ def _fitting_devices(draft: Draft, hardware: Hardware, each: int) -> int:
     return count
 
 
-def _batch(draft: Draft) -> None:
+def _batch(draft: ConfigDraft) -> None:
     keys = ("data.batch_size", "parallel.dp", "parallel.microbatches")
     if not draft.sound(*keys, "train.devices", *SAME_ROWS):
         return

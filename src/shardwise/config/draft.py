@@ -20,7 +20,7 @@ REFERENCES = ("model.factory", "model.loss", "data.factory")
 PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 
 
-class Draft:
+class ConfigDraft:
     """Values under dotted keys (``"optimizer.lr"``).
 
     ``problems`` are collected, one line each, so that a user sees them all at once; a check on several keys

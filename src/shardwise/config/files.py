@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from .draft import Draft
+from .draft import ConfigDraft
 
 
 def there(path: str, test: Callable[[str], bool]) -> bool:
@@ -16,7 +16,7 @@ def there(path: str, test: Callable[[str], bool]) -> bool:
         return False
 
 
-def file_exists(draft: Draft, key: str) -> None:
+def file_exists(draft: ConfigDraft, key: str) -> None:
     """Refuse a reference to a function in a file that is not there."""
     if draft[key] is None or not draft.sound(key):
         return

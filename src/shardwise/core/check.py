@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.core.communicators import Members, communicators, groups, pair_of
-from shardwise.core.deadlocks import Event, Position, Simulation, describe
+from shardwise.core.deadlocks import DeadlockSimulation, Event, Position, describe
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
@@ -66,7 +66,7 @@ def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | N
     known = frozenset(communicators(programs, mesh) if made is None else made)
     ranks = [mesh.rank(dict(place)) for place in mesh.classes(_fixed(classes))]
     starts = [each[0] for each in needed if not _is_made(classes, ranks, mesh, each[0][0], known)]
-    if problem := Simulation(classes, flat[0] + flat[1], starts).run():
+    if problem := DeadlockSimulation(classes, flat[0] + flat[1], starts).run():
         raise ProgramError(problem)
 
 

@@ -28,7 +28,7 @@ def _in_turn(one: Instruction) -> tuple[object, ...]:
     return one.lane, one.peer, one.peer is not None and one.bucket >= 0
 
 
-class Simulation:
+class DeadlockSimulation:
     """One step of all classes: every instruction runs as soon as the rules allow, until nothing more can.
 
     ``starts`` are the first events of communicators that are not there: of each member its first use.

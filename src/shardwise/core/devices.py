@@ -32,7 +32,7 @@ class Peak(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Model:
+class DeviceModel:
     """One model of GPU.
 
     Attributes:
@@ -59,60 +59,60 @@ _V100_PCIE = Peak(7.0, 14.0, None, None, 112.0)
 _A100 = Peak(19.5, 19.5, 156.0, 312.0)
 _HOPPER, _NVL = Peak(67.0, 67.0, 494.5, 989.0), Peak(60.0, 60.0, 417.5, 835.5)
 
-MODELS: tuple[Model, ...] = (
-    Model("GB300", r"GB300", None, 8.0, 900, Peak(None, 80.0, 1250.0, 2500.0)),
-    Model("GB200", r"GB200", None, 8.0, 900, Peak(40.0, 80.0, 1250.0, 2500.0)),
-    Model("B300", r"B300( SXM6( AC)?)?", None, 8.0, 900, Peak(1.25, 75.0, 1125.0, 2250.0)),
-    Model("B200", r"B200", 178.35, 8.0, 900, Peak(37.0, 75.0, 1125.0, 2250.0)),
-    Model("GH200-144GB", r"GH200 144G HBM3e", None, 4.8, 450, _HOPPER),
-    Model("GH200-96GB", r"GH200 (120GB|480GB)", None, 4.0, 450, _HOPPER),
-    Model("H200-NVL", r"H200 NVL", None, 4.8, 450, _NVL),
-    Model("H200", r"H200", 139.72, 4.8, 450, _HOPPER),
-    Model("H100-NVL", r"H100 NVL", None, 3.9, 300, _NVL),
-    Model("H100-PCIe", r"H100 PCIe", None, 2.0, PCIE5, Peak(51.0, 51.0, 378.0, 756.0)),
-    Model("H100-80GB", r"H100 80GB HBM3", 79.10, 3.35, 450, _HOPPER),
-    Model("A100-80GB", r"A100-SXM4-80GB", 79.10, 2.04, 300, _A100),
-    Model("A100-40GB", r"A100-SXM4-40GB", 39.38, 1.555, 300, _A100),
-    Model("A100-80GB-PCIe", r"A100-(PCIE|PCIe)-80GB|A100 80GB PCIe", 79.10, 1.935, PCIE4, _A100),
-    Model("A100-40GB-PCIe", r"A100-(PCIE|PCIe)-40GB", 39.38, 1.555, PCIE4, _A100),
-    Model("A800-80GB", r"A800-SXM4-80GB", None, 2.04, 200, _A100),
-    Model("A800-40GB", r"A800-SXM4-40GB", None, 1.555, 200, _A100),
-    Model("A800-80GB-PCIe", r"A800 80GB PCIe", None, 1.935, PCIE4, _A100),
-    Model("A30", r"A30", None, 0.933, PCIE4, Peak(10.3, 10.3, 82.0, 165.0)),
-    Model("A40", r"A40", None, 0.696, PCIE4, Peak(None, 37.4, 74.8, 149.7)),
-    Model("A10", r"A10", 21.98, 0.6, PCIE4, Peak(None, 31.2, 62.5, 125.0)),
-    Model("A6000", r"RTX A6000", None, 0.768, PCIE4, Peak(None, 38.7, 77.4, 154.8)),
-    Model("L4", r"L4", 21.95, 0.3, PCIE4, Peak(None, 30.3, 60.0, 121.0)),
-    Model("L40", r"L40", None, 0.864, PCIE4, Peak(None, 90.5, 90.5, 181.0)),
-    Model("L40S", r"L40S", 44.39, 0.864, PCIE4, Peak(None, 91.6, 183.0, 362.0)),
-    Model("RTX6000-Ada", r"RTX 6000 Ada Generation", None, 0.96, PCIE4, Peak(None, 91.1, 182.1, 364.2)),
-    Model("V100-16GB", r"V100-SXM[23]-16GB(-LS)?", 15.77, 0.9, 150, _V100),
-    Model("V100-32GB", r"V100-SXM[23]-32GB(-LS)?", 31.73, 0.9, 150, _V100),
-    Model("V100-16GB-PCIe", r"V100-PCIE-16GB", 15.77, 0.9, PCIE3, _V100_PCIE),
-    Model("V100-32GB-PCIe", r"V100-PCIE-32GB", 31.73, 0.9, PCIE3, _V100_PCIE),
-    Model("V100S", r"V100S-PCIE-32GB", 31.73, 1.134, PCIE3, Peak(8.2, 16.4, None, None, 130.0)),
-    Model("T4", r"T4", 14.56, 0.32, PCIE3, Peak(None, 8.1, None, None, 65.0)),
-    Model("RTX3090", r"GeForce RTX 3090", 23.67, 0.936, PCIE4, Peak(0.556, 35.6, 35.6, 71.0)),
-    Model("RTX3090Ti", r"GeForce RTX 3090 Ti", None, 1.008, PCIE4, Peak(0.625, 40.0, 40.0, 80.0)),
-    Model("RTX4080", r"GeForce RTX 4080", None, 0.717, PCIE4, Peak(0.761, 48.7, 48.7, 97.5)),
-    Model("RTX4090", r"GeForce RTX 4090", 23.63, 1.008, PCIE4, Peak(1.29, 82.6, 82.6, 165.2)),
-    Model("RTX5080", r"GeForce RTX 5080", None, 0.96, PCIE5, Peak(0.879, 56.3, 56.3, 112.6)),
-    Model("RTX5090", r"GeForce RTX 5090", None, 1.792, PCIE5, Peak(1.64, 104.8, 104.8, 209.5)),
+MODELS: tuple[DeviceModel, ...] = (
+    DeviceModel("GB300", r"GB300", None, 8.0, 900, Peak(None, 80.0, 1250.0, 2500.0)),
+    DeviceModel("GB200", r"GB200", None, 8.0, 900, Peak(40.0, 80.0, 1250.0, 2500.0)),
+    DeviceModel("B300", r"B300( SXM6( AC)?)?", None, 8.0, 900, Peak(1.25, 75.0, 1125.0, 2250.0)),
+    DeviceModel("B200", r"B200", 178.35, 8.0, 900, Peak(37.0, 75.0, 1125.0, 2250.0)),
+    DeviceModel("GH200-144GB", r"GH200 144G HBM3e", None, 4.8, 450, _HOPPER),
+    DeviceModel("GH200-96GB", r"GH200 (120GB|480GB)", None, 4.0, 450, _HOPPER),
+    DeviceModel("H200-NVL", r"H200 NVL", None, 4.8, 450, _NVL),
+    DeviceModel("H200", r"H200", 139.72, 4.8, 450, _HOPPER),
+    DeviceModel("H100-NVL", r"H100 NVL", None, 3.9, 300, _NVL),
+    DeviceModel("H100-PCIe", r"H100 PCIe", None, 2.0, PCIE5, Peak(51.0, 51.0, 378.0, 756.0)),
+    DeviceModel("H100-80GB", r"H100 80GB HBM3", 79.10, 3.35, 450, _HOPPER),
+    DeviceModel("A100-80GB", r"A100-SXM4-80GB", 79.10, 2.04, 300, _A100),
+    DeviceModel("A100-40GB", r"A100-SXM4-40GB", 39.38, 1.555, 300, _A100),
+    DeviceModel("A100-80GB-PCIe", r"A100-(PCIE|PCIe)-80GB|A100 80GB PCIe", 79.10, 1.935, PCIE4, _A100),
+    DeviceModel("A100-40GB-PCIe", r"A100-(PCIE|PCIe)-40GB", 39.38, 1.555, PCIE4, _A100),
+    DeviceModel("A800-80GB", r"A800-SXM4-80GB", None, 2.04, 200, _A100),
+    DeviceModel("A800-40GB", r"A800-SXM4-40GB", None, 1.555, 200, _A100),
+    DeviceModel("A800-80GB-PCIe", r"A800 80GB PCIe", None, 1.935, PCIE4, _A100),
+    DeviceModel("A30", r"A30", None, 0.933, PCIE4, Peak(10.3, 10.3, 82.0, 165.0)),
+    DeviceModel("A40", r"A40", None, 0.696, PCIE4, Peak(None, 37.4, 74.8, 149.7)),
+    DeviceModel("A10", r"A10", 21.98, 0.6, PCIE4, Peak(None, 31.2, 62.5, 125.0)),
+    DeviceModel("A6000", r"RTX A6000", None, 0.768, PCIE4, Peak(None, 38.7, 77.4, 154.8)),
+    DeviceModel("L4", r"L4", 21.95, 0.3, PCIE4, Peak(None, 30.3, 60.0, 121.0)),
+    DeviceModel("L40", r"L40", None, 0.864, PCIE4, Peak(None, 90.5, 90.5, 181.0)),
+    DeviceModel("L40S", r"L40S", 44.39, 0.864, PCIE4, Peak(None, 91.6, 183.0, 362.0)),
+    DeviceModel("RTX6000-Ada", r"RTX 6000 Ada Generation", None, 0.96, PCIE4, Peak(None, 91.1, 182.1, 364.2)),
+    DeviceModel("V100-16GB", r"V100-SXM[23]-16GB(-LS)?", 15.77, 0.9, 150, _V100),
+    DeviceModel("V100-32GB", r"V100-SXM[23]-32GB(-LS)?", 31.73, 0.9, 150, _V100),
+    DeviceModel("V100-16GB-PCIe", r"V100-PCIE-16GB", 15.77, 0.9, PCIE3, _V100_PCIE),
+    DeviceModel("V100-32GB-PCIe", r"V100-PCIE-32GB", 31.73, 0.9, PCIE3, _V100_PCIE),
+    DeviceModel("V100S", r"V100S-PCIE-32GB", 31.73, 1.134, PCIE3, Peak(8.2, 16.4, None, None, 130.0)),
+    DeviceModel("T4", r"T4", 14.56, 0.32, PCIE3, Peak(None, 8.1, None, None, 65.0)),
+    DeviceModel("RTX3090", r"GeForce RTX 3090", 23.67, 0.936, PCIE4, Peak(0.556, 35.6, 35.6, 71.0)),
+    DeviceModel("RTX3090Ti", r"GeForce RTX 3090 Ti", None, 1.008, PCIE4, Peak(0.625, 40.0, 40.0, 80.0)),
+    DeviceModel("RTX4080", r"GeForce RTX 4080", None, 0.717, PCIE4, Peak(0.761, 48.7, 48.7, 97.5)),
+    DeviceModel("RTX4090", r"GeForce RTX 4090", 23.63, 1.008, PCIE4, Peak(1.29, 82.6, 82.6, 165.2)),
+    DeviceModel("RTX5080", r"GeForce RTX 5080", None, 0.96, PCIE5, Peak(0.879, 56.3, 56.3, 112.6)),
+    DeviceModel("RTX5090", r"GeForce RTX 5090", None, 1.792, PCIE5, Peak(1.64, 104.8, 104.8, 209.5)),
     # A torch device is one of the two dies of an MI250 or MI250X: half of what the datasheet gives for both.
-    Model("MI250", r"Instinct MI250", None, 1.638, 350, Peak(45.3, 45.3, None, 181.0)),
-    Model("MI250X", r"Instinct MI250X", None, 1.638, 350, Peak(47.9, 47.9, None, 191.5)),
-    Model("MI300X", r"Instinct MI300X", None, 5.3, 448, Peak(163.4, 163.4, 653.7, 1307.4)),
-    Model("MI325X", r"Instinct MI325X", None, 6.0, 448, Peak(163.4, 163.4, 653.7, 1307.4)),
-    Model("MI350X", r"Instinct MI350X", None, 8.0, 535.5, Peak(72.1, 144.2, None, 2300.0)),
-    Model("MI355X", r"Instinct MI355X", None, 8.0, 535.5, Peak(78.6, 157.3, None, 2500.0)),
+    DeviceModel("MI250", r"Instinct MI250", None, 1.638, 350, Peak(45.3, 45.3, None, 181.0)),
+    DeviceModel("MI250X", r"Instinct MI250X", None, 1.638, 350, Peak(47.9, 47.9, None, 191.5)),
+    DeviceModel("MI300X", r"Instinct MI300X", None, 5.3, 448, Peak(163.4, 163.4, 653.7, 1307.4)),
+    DeviceModel("MI325X", r"Instinct MI325X", None, 6.0, 448, Peak(163.4, 163.4, 653.7, 1307.4)),
+    DeviceModel("MI350X", r"Instinct MI350X", None, 8.0, 535.5, Peak(72.1, 144.2, None, 2300.0)),
+    DeviceModel("MI355X", r"Instinct MI355X", None, 8.0, 535.5, Peak(78.6, 157.3, None, 2500.0)),
 )  # fmt: skip
 
-NAMED: Mapping[str, Model] = MappingProxyType({model.name: model for model in MODELS})
+NAMED: Mapping[str, DeviceModel] = MappingProxyType({model.name: model for model in MODELS})
 ASSUMED = NAMED["H100-80GB"]
 """What a GPU of an unknown model is taken to be as fast as."""
 
 
-def model_of(name: str) -> Model | None:
+def model_of(name: str) -> DeviceModel | None:
     """The model of a device by the name that its driver gives or that ``--device`` takes; None if it is not known."""
     if name in NAMED:
         return NAMED[name]

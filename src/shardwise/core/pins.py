@@ -20,7 +20,7 @@ _ONE = re.compile(r"(?:(?P<word>column|row|whole)|(?P<dim>-?\d+)(?:/(?P<parts>[1
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class PinnedCut:
     """Of a tensor on one axis: ``side`` is "column", "row" or "whole", or "" for dim ``dim``, of which each of ``parts`` equal parts is cut
     (None: as what it is made of has it)."""
 
@@ -29,10 +29,10 @@ class Cut:
     parts: int | None = None
 
 
-def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, Cut]:
+def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, PinnedCut]:
     """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says nothing legal."""
     where = f'pins: "{pattern}" = ' + (f'"{text}"' if isinstance(text, str) else repr(text))
-    found: dict[str, Cut] = {}
+    found: dict[str, PinnedCut] = {}
     for part in text.split(",") if isinstance(text, str) else [""]:
         one = _ONE.fullmatch(part.strip())
         if one is None:
@@ -48,7 +48,7 @@ def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, Cut]:
         for axis in axes if named is None else (named,):
             if axis in found:
                 raise ConfigError(f"{where} says two things of {axis}; legal: one for each axis.")
-            found[axis] = Cut(word) if word else Cut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
+            found[axis] = PinnedCut(word) if word else PinnedCut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
     return found
 
 

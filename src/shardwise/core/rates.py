@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from shardwise.core.devices import ASSUMED, Model
+from shardwise.core.devices import ASSUMED, DeviceModel
 from shardwise.core.errors import ConfigError
 
 PASSES: Mapping[str, int] = MappingProxyType({"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1})
@@ -79,7 +79,7 @@ class Machine:
             )
 
 
-def rates(kind: str, precision: str, across: Iterable[str] = (), model: Model | None = None) -> Rates:
+def rates(kind: str, precision: str, across: Iterable[str] = (), model: DeviceModel | None = None) -> Rates:
     """What is assumed of a device ``kind`` ("gpu" or "cpu") that computes in ``precision``, and of axes that reach ``across`` hosts, where nobody says more.
 
     gpu: its ``model``, by default an H100 SXM (:data:`~shardwise.core.devices.ASSUMED`), and of its data sheet as much as is measured of that one: the fastest of

@@ -28,7 +28,7 @@ from shardwise.core.errors import ConfigError
 from .documents import measure, pieces
 from .fingerprint import fingerprints
 from .sources import SourceFile
-from .tokenise import OnProgress, Side, default_workers, tokenise_all
+from .tokenise import OnProgress, SplitSide, default_workers, tokenise_all
 from .tokenizer import Tokenizer, Tokens, token_dtype
 from .worker import SIDES, Job
 
@@ -63,8 +63,8 @@ class TokenCache:
 
     folder: Path
     dtype: np.dtype[Any]
-    train: Side
-    validation: Side
+    train: SplitSide
+    validation: SplitSide
     notices: tuple[str, ...] = ()
     swapped: bool = False
 
@@ -159,7 +159,7 @@ def _open(folder: Path, key: str, notices: tuple[str, ...] = ()) -> TokenCache |
         if index["format"] != FORMAT or index["key"] != key or checksum != _checksum(index):
             return None
         dtype = np.dtype(index["dtype"])
-        sides = [Side(**index[name]) for name in SIDES]
+        sides = [SplitSide(**index[name]) for name in SIDES]
         for name, one in zip(SIDES, sides, strict=True):
             if (folder / f"{name}.bin").stat().st_size != one.tokens * dtype.itemsize:
                 return None
@@ -187,7 +187,7 @@ def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: 
         raise
 
 
-def _write_index(wanted: Wanted, digests: Sequence[str], key: str, sides: Sequence[Side], folder: Path) -> None:
+def _write_index(wanted: Wanted, digests: Sequence[str], key: str, sides: Sequence[SplitSide], folder: Path) -> None:
     index: dict[str, Any] = {
         "format": FORMAT,
         "key": key,

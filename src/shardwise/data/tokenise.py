@@ -32,7 +32,7 @@ SMALL = {True: 256 << 20, False: 4 << 20}  # of bytes as tokens, of a tokenizer.
 
 
 @dataclass(frozen=True)
-class Side:
+class SplitSide:
     """One file of tokens: how many documents and tokens it has, and its SHA-256."""
 
     documents: int
@@ -49,7 +49,7 @@ def default_workers(size: int, tokenizer: str) -> int:
 
 def tokenise_all(
     pieces: Iterable[list[Span]], template: Job, folder: Path, workers: int, on_piece: Callable[[list[Span]], None] | None = None
-) -> tuple[Side, Side]:
+) -> tuple[SplitSide, SplitSide]:
     """Write ``train.bin`` and ``validation.bin`` into ``folder``, the same for any number of workers.
 
     ``template`` says all of a job but its spans and place. Parts of pieces that are not at their turn yet lie in ``folder`` too, a
@@ -94,11 +94,11 @@ class _Joined:
             self.documents[index] += done.documents[index]
             self.tokens[index] += done.tokens[index]
 
-    def finish(self) -> tuple[Side, Side]:
+    def finish(self) -> tuple[SplitSide, SplitSide]:
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
-        train, validation = (Side(self.documents[i], self.tokens[i], self.digests[i].hexdigest()) for i in range(2))
+        train, validation = (SplitSide(self.documents[i], self.tokens[i], self.digests[i].hexdigest()) for i in range(2))
         return train, validation
 
     def __enter__(self) -> _Joined:

@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from shardwise.backend import Backend, Kind
-from shardwise.core.devices import NAMED, Model, model_of
+from shardwise.core.devices import NAMED, DeviceModel, model_of
 from shardwise.core.errors import ConfigError, did_you_mean
 
 GIB, MIB = 2**30, 2**20
@@ -52,7 +52,7 @@ class Device:
     reserve: Reserve | None = None
 
     @property
-    def model(self) -> Model | None:
+    def model(self) -> DeviceModel | None:
         """What is known of its speed; None: nothing, as of CPUs."""
         return model_of(self.name) if self.kind == "gpu" else None
 

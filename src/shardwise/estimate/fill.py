@@ -12,7 +12,7 @@ from shardwise.estimate.simulate import Costs
 
 
 @dataclass(frozen=True)
-class Draft:
+class PlanDraft:
     """By rank: the forwards in order, the backwards in order (B, or I with a W to follow), and before each backward the number of
     forwards, which is at least ``least`` as it needs its own."""
 
@@ -22,7 +22,7 @@ class Draft:
     least: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, timetable: Timetable, kind: str) -> Draft:
+    def of(cls, timetable: Timetable, kind: str) -> PlanDraft:
         """The draft of a timetable, its backwards being of this kind."""
         parts = []
         for tasks in timetable:
@@ -77,7 +77,7 @@ class Filler:
             self.lanes["B", s] = (costs.backward[s], -held, (n + s) * m, after * m, delay)
         self.microbatches = m
 
-    def fill(self, draft: Draft, fit: float, shifts: Sequence[int]) -> tuple[Timetable, list[float], list[float]] | None:
+    def fill(self, draft: PlanDraft, fit: float, shifts: Sequence[int]) -> tuple[Timetable, list[float], list[float]] | None:
         """The timetable, and the seconds at which each rank begins and ends; None if these orders allow none in this memory.
 
         A W is put before a task that arrives later than the rank is free, if at least ``fit`` of it is over by then.  Rank r runs ahead by

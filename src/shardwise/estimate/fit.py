@@ -29,7 +29,7 @@ HOST = 8
 
 
 @dataclass(frozen=True)
-class Choices:
+class FitChoices:
     """What can be changed, as it is now; ``gathered`` and ``reduced`` are None where they follow from the budget, ``tp`` where layers
     cannot be shared."""
 
@@ -66,7 +66,7 @@ class Fit(NamedTuple):
     least_changes: Changes
 
 
-def nearest(now: Choices, budget: int, peak: Peak) -> Fit:
+def nearest(now: FitChoices, budget: int, peak: Peak) -> Fit:
     """The plan with the cheapest changes whose ``peak`` is at most ``budget``; every peak is asked for at most once.
 
     More of a change is taken to need no more memory, but for the plan that needs least, which is looked for step by step.
@@ -90,7 +90,7 @@ def nearest(now: Choices, budget: int, peak: Peak) -> Fit:
     return Fit(None, least[0], *least)
 
 
-def _tiers(now: Choices) -> Iterator[tuple[dict[str, Any], Choices]]:
+def _tiers(now: FitChoices) -> Iterator[tuple[dict[str, Any], FitChoices]]:
     """On the devices there are, then with layers shared by some of them; then both with half the precision; then all of this on twice as
     many devices, and so on as long as there are rows."""
     dp = now.dp
@@ -103,14 +103,14 @@ def _tiers(now: Choices) -> Iterator[tuple[dict[str, Any], Choices]]:
         dp *= 2
 
 
-def _shared(now: Choices) -> Iterator[Choices]:
+def _shared(now: FitChoices) -> Iterator[FitChoices]:
     """The same; then with twice as many ranks to a layer and half as many shares of the rows, and so on."""
     yield now
     if now.tp is not None and now.dp % 2 == 0 and 2 * now.tp <= HOST:
         yield from _shared(replace(now, dp=now.dp // 2, tp=2 * now.tp))
 
 
-def _ladders(now: Choices) -> dict[str, list[Rung]]:
+def _ladders(now: FitChoices) -> dict[str, list[Rung]]:
     """The values of each key that need less and less memory, the present one first."""
     per_rank = now.batch_size // now.dp
     divisors = [m for m in range(now.microbatches, per_rank + 1) if per_rank % m == 0]

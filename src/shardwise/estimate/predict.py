@@ -15,7 +15,7 @@ from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
 from shardwise.estimate.states import Share, bucket_states
 from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
-from shardwise.lower.stages import Cut, Weights
+from shardwise.lower.stages import StageSplit, Weights
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_memory import Profile, profile
@@ -107,7 +107,7 @@ def predict(
     general = by_size[sizes[0]]
     if general.precision != plan.precision:
         raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
-    cut = Cut.of(general, plan, weights=weights)
+    cut = StageSplit.of(general, plan, weights=weights)
     batches = steady(plan)
     programs = lower(general, plan, cut=cut, batches=batches)
     traces = [by_size[n] for n in sizes]
@@ -129,7 +129,7 @@ class _Subject:
     device: str
     common: bool
     profiled: Callable[..., Profile]
-    cut: Cut
+    cut: StageSplit
 
     def predict(self, rank: int, program: Program) -> Prediction:
         plan, trace, mesh = self.plan, self.traces[0], self.plan.mesh
@@ -184,7 +184,7 @@ def bucket_name(trace: Trace, bucket: Bucket) -> str:
     return " and ".join(trace.units[u].name for u in bucket.units)
 
 
-def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: Cut) -> list[int]:
+def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: StageSplit) -> list[int]:
     """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch, and of those the last along the
     axes of tensor parallelism, which have the most of everything, the one with the largest model states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]

@@ -13,7 +13,7 @@ from functools import partial
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.timetable import Timetable
-from shardwise.estimate.fill import Draft, Filler
+from shardwise.estimate.fill import Filler, PlanDraft
 from shardwise.estimate.simulate import NORMS, Costs, Simulation, simulate
 from shardwise.parallel.schedule import SCHEDULES
 
@@ -64,7 +64,7 @@ class _Search:
         self, bases: Mapping[str, Timetable], microbatches: int, costs: Costs, limits: Sequence[float], norm: str, events: int
     ) -> None:
         self.bases, self.norm, self.left, self.price = bases, norm, events, 3 * costs.stages * microbatches
-        self.drafts = {(name, kind): Draft.of(base, kind) for name, base in bases.items() for kind in "BI"}
+        self.drafts = {(name, kind): PlanDraft.of(base, kind) for name, base in bases.items() for kind in "BI"}
         self.fillers, self.steps = dict[str, Filler](), dict[str, list[float]]()
         for name, base in bases.items():
             home = {task.stage: rank for rank, tasks in enumerate(base) for task in tasks}
@@ -173,7 +173,7 @@ def _bases(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
 
 def _begin(search: _Search, ranks: int, split: bool) -> list[_State]:
     """The bases that differ without their W's, their first ranks running ahead by none, one or two more forwards."""
-    drafts: dict[Draft, str] = {}
+    drafts: dict[PlanDraft, str] = {}
     for name in search.bases:
         drafts.setdefault(search.drafts[name, "B"], name)
     kinds = [("B", 1.0), *(("I", fit) for fit in FITS[::2] if split)]

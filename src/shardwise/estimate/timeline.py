@@ -40,7 +40,7 @@ CATEGORY: Mapping[str, Category] = {
 (parameters that no unit reads) and ``scalar`` (flags, loss scale), which no instruction names."""
 
 
-class Sizes(Protocol):
+class BufferSizes(Protocol):
     """The bytes of what a program names."""
 
     @property
@@ -90,7 +90,7 @@ def total(sizes: Mapping[Category, int]) -> int:
     return sum(sizes.values())
 
 
-def timeline(instructions: Sequence[Instruction], sizes: Sizes) -> Timeline:
+def timeline(instructions: Sequence[Instruction], sizes: BufferSizes) -> Timeline:
     """Walk a program.  At the peak of an instruction, what it leaves counts under its category, the rest as temporary."""
     alive: dict[Buffer, dict[str, int]] = {b: {"": n} for b, n in sizes.persistent.items()}
     now = Counter(dict.fromkeys(Category, 0))

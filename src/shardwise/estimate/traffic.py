@@ -28,7 +28,7 @@ _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
 
 
 @dataclass(frozen=True)
-class Moment:
+class TrafficMoment:
     """What one instruction hands to the communicator; ``unknown`` as in :class:`UnitTraffic`."""
 
     instruction: Instruction
@@ -38,7 +38,7 @@ class Moment:
 
 def step_traffic(
     traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0, programs: Sequence[Program] = ()
-) -> list[Moment]:  # fmt: skip
+) -> list[TrafficMoment]:  # fmt: skip
     """Of ``rank`` in a step on a batch of ``rows`` rows, or in a window of batches that overlap: its instructions in order.
 
     ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.  A message counts as a kind of its own over the pipeline.  Left
@@ -48,7 +48,7 @@ def step_traffic(
     program = class_of(programs or lower(traces[0], plan, batches=steady(plan)), plan.mesh, rank)
     sizes = [b - a for a, b in (shard_range(rows, len(traces), m) for m in range(len(traces)))]
     subject = _Subject(list(traces), plan, choice, rank, sizes)
-    return [Moment(one, subject.of(one), subject.unknown(one)) for one in program.instructions]
+    return [TrafficMoment(one, subject.of(one), subject.unknown(one)) for one in program.instructions]
 
 
 @dataclass

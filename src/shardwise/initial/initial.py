@@ -27,8 +27,8 @@ from torch import Tensor, nn
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError, did_you_mean
-from shardwise.initial.recorder import Disguise, KeyedDraws, Recorder, truncated_normals
-from shardwise.initial.recording import Memory, Operand, Operation, Record, Unrecordable
+from shardwise.initial.recorder import ConstructorRecorder, Disguise, KeyedDraws, truncated_normals
+from shardwise.initial.recording import ConstructorRecord, Memory, RecordedOperand, RecordedOperation, Unrecordable
 
 
 def record(constructor: Callable[[], nn.Module], plain: bool = False, seed: int = 0) -> Recorded:
@@ -115,15 +115,15 @@ class Recorded:
 class Replay:
     """What is kept of a record: the slice of each name, and the key of each random operation."""
 
-    operations: Mapping[int, Operation]
+    operations: Mapping[int, RecordedOperation]
     nbytes: list[int]
-    operands: Mapping[str, Operand]
+    operands: Mapping[str, RecordedOperand]
     slices: Mapping[str, list[int]]
     keys: Mapping[int, tuple[str, int]]
     functions: tuple[tuple[int, Any], ...]  # all random operations of the record, needed or not
 
     @staticmethod
-    def of(record: Record, tensors: Mapping[str, Tensor]) -> Replay:
+    def of(record: ConstructorRecord, tensors: Mapping[str, Tensor]) -> Replay:
         """The replay of a finished record for these tensors."""
         operands = {name: record.operand(tensor) for name, tensor in tensors.items()}
         slices = {name: record.slice(operand.storage) for name, operand in operands.items()}
@@ -161,7 +161,7 @@ class Replay:
 
 
 def _recorded(constructor: Callable[[], nn.Module]) -> Recorded:
-    recorder = Recorder(Record())
+    recorder = ConstructorRecorder(ConstructorRecord())
     with (
         _own_random_numbers(0) as drawn,
         truncated_normals(recorder.truncated_normal),
@@ -180,7 +180,7 @@ def _recorded(constructor: Callable[[], nn.Module]) -> Recorded:
     return Recorded(constructor, module, None, Replay.of(recorder.record, named_tensors(module)), 0)
 
 
-def _detach_from_memory(module: nn.Module, record: Record) -> None:
+def _detach_from_memory(module: nn.Module, record: ConstructorRecord) -> None:
     """Replace the real tensors that a constructor may have left in ``module`` by tensors without memory."""
     stand_ins: dict[int, Tensor] = {}
 

@@ -20,9 +20,9 @@ from shardwise.initial.recording import (
     OVERWRITING,
     TRUNCATED_NORMAL,
     UNINITIALISED,
-    Operand,
-    Operation,
-    Record,
+    ConstructorRecord,
+    RecordedOperand,
+    RecordedOperation,
     Unrecordable,
     aten,
     flat,
@@ -34,10 +34,10 @@ from shardwise.initial.recording import (
 )
 
 
-class Recorder(TorchDispatchMode):
+class ConstructorRecorder(TorchDispatchMode):
     """Runs every operation on tensors without memory and appends it to ``record``."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ConstructorRecord) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.record = record
         self.refusal: Unrecordable | None = None
@@ -124,18 +124,18 @@ class Recorder(TorchDispatchMode):
                 raise Unrecordable("it draws from a generator of its own")
             if seedable(func) is None:
                 raise Unrecordable(f"{func} takes no generator")
-        read = [value for value in flat((args, list(kwargs.values()))) if isinstance(value, Operand)]
+        read = [value for value in flat((args, list(kwargs.values()))) if isinstance(value, RecordedOperand)]
         if packet(func) in OVERWRITING and args[0].covers(record.nbytes[args[0].storage]):
             read = [operand for operand in read if operand is not args[0]]
         needs = sorted({record.last[operand.storage] for operand in read if operand.storage in record.last})
-        operation = Operation(func, args, kwargs, tuple(made), tuple(needs), torch.get_default_dtype())
+        operation = RecordedOperation(func, args, kwargs, tuple(made), tuple(needs), torch.get_default_dtype())
         record.append(operation, [operand.storage for operand in [o for _, o in made] + changed])
 
 
 class Disguise(TorchFunctionMode):
     """Tensors without memory pass for tensors on the CPU, and show their values unless these are random."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: ConstructorRecorder) -> None:
         super().__init__()
         self._recorder = recorder
         of: Any = Tensor

@@ -46,7 +46,7 @@ class Unrecordable(ShardwiseError):
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class RecordedOperand:
     """A window on a storage: ``storage`` is its number in the record, ``offset`` is in elements."""
 
     storage: int
@@ -66,7 +66,7 @@ class Operand:
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class RecordedOperation:
     """One recorded operation: a function and its arguments, tensors being operands.
 
     ``function`` is None for a constant, whose ``args`` is a real storage.  ``made`` lists the new storages as
@@ -76,7 +76,7 @@ class Operation:
     function: Any
     args: Any
     kwargs: Mapping[str, Any]
-    made: tuple[tuple[int, Operand], ...]
+    made: tuple[tuple[int, RecordedOperand], ...]
     needs: tuple[int, ...]
     default_dtype: torch.dtype
 
@@ -86,11 +86,11 @@ class Operation:
         return is_random(self.function)
 
 
-class Record:
+class ConstructorRecord:
     """The operations of a constructor so far, and the storages they speak of."""
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[RecordedOperation] = []
         self.last: dict[int, int] = {}  # storage -> the operation that wrote to it last
         self.nbytes: list[int] = []
         self._numbers: dict[int, int] = {}
@@ -108,7 +108,7 @@ class Record:
         self.nbytes.append(storage.nbytes())
         return len(self.nbytes) - 1
 
-    def operand(self, tensor: Tensor) -> Operand:
+    def operand(self, tensor: Tensor) -> RecordedOperand:
         """``tensor`` as an operand; a real tensor met for the first time is a constant from now on."""
         if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
             raise Unrecordable(f"it makes a tensor of class {type(tensor).__name__}")
@@ -123,7 +123,7 @@ class Record:
         elif storage.nbytes() != self.nbytes[number]:
             raise Unrecordable("it resizes the storage of a tensor")
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
-        return Operand(number, tensor.dtype, shape, strides, int(tensor.storage_offset()))
+        return RecordedOperand(number, tensor.dtype, shape, strides, int(tensor.storage_offset()))
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """``tensor`` itself if it has no memory, else a tensor without memory in its place."""
@@ -132,7 +132,7 @@ class Record:
             return tensor
         return _window(self._stand_ins[operand.storage], operand, META)
 
-    def append(self, operation: Operation, writes: Iterable[int]) -> None:
+    def append(self, operation: RecordedOperation, writes: Iterable[int]) -> None:
         """Add an operation that writes to these storages."""
         for storage in writes:
             self.last[storage] = len(self.operations)
@@ -167,9 +167,9 @@ class Record:
         bare = torch.empty(storage.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
         self._stand_ins[number] = bare
         self._numbers[id(bare)] = number
-        operand = Operand(number, torch.uint8, (storage.nbytes(),), (1,), 0)
+        operand = RecordedOperand(number, torch.uint8, (storage.nbytes(),), (1,), 0)
         made = ((0, operand),)
-        self.append(Operation(None, storage, {}, made, (), torch.get_default_dtype()), (number,))
+        self.append(RecordedOperation(None, storage, {}, made, (), torch.get_default_dtype()), (number,))
         return number
 
 
@@ -180,19 +180,19 @@ class Memory:
         self._nbytes = nbytes
         self._storages: dict[int, torch.UntypedStorage] = {}
 
-    def tensor(self, operand: Operand) -> Tensor:
+    def tensor(self, operand: RecordedOperand) -> Tensor:
         """The window of ``operand``, on the CPU."""
         if operand.storage not in self._storages:
             zeros = torch.zeros(self._nbytes[operand.storage], dtype=torch.uint8, device=CPU)
             self._storages[operand.storage] = zeros.untyped_storage()
         return _window(self._storages[operand.storage], operand, CPU)
 
-    def run(self, operation: Operation, generator: torch.Generator | None) -> None:
+    def run(self, operation: RecordedOperation, generator: torch.Generator | None) -> None:
         """Run one operation; a random one draws from ``generator``."""
         if operation.function is None:
             self._storages[operation.made[0][1].storage] = operation.args.cpu().clone()
             return
-        args, kwargs = mapped((operation.args, dict(operation.kwargs)), Operand, self.tensor)
+        args, kwargs = mapped((operation.args, dict(operation.kwargs)), RecordedOperand, self.tensor)
         with torch.no_grad(), _default_dtype(operation.default_dtype):
             if generator is None:
                 results = operation.function(*args, **kwargs)
@@ -202,7 +202,7 @@ class Memory:
         for position, operand in operation.made:
             self._adopt(leaves[position], operand)
 
-    def _adopt(self, result: Tensor, operand: Operand) -> None:
+    def _adopt(self, result: Tensor, operand: RecordedOperand) -> None:
         storage = result.untyped_storage()
         window = (storage.nbytes(), result.stride(), result.storage_offset())
         fits = window == (self._nbytes[operand.storage], operand.strides, operand.offset)
@@ -249,7 +249,7 @@ def written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> list[Any]:
     return flat([named[name] for name in written if named.get(name) is not None])
 
 
-def _window(storage: torch.UntypedStorage, operand: Operand, device: torch.device) -> Tensor:
+def _window(storage: torch.UntypedStorage, operand: RecordedOperand, device: torch.device) -> Tensor:
     empty = torch.empty(0, dtype=operand.dtype, device=device)
     return empty.set_(storage, operand.offset, operand.shape, operand.strides)
 

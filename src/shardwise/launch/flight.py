@@ -24,7 +24,7 @@ SHOWN = 3  # collectives of a rank in the report
 
 
 @dataclass(frozen=True)
-class Collective:
+class RecordedCollective:
     """One that a rank has posted: the ``number``-th of its group, or of the messages in it; ``state`` is scheduled, started or completed."""
 
     group: str
@@ -46,9 +46,9 @@ class Flight:
     """What a rank's recorder had, oldest first; ``groups`` are the ranks of each process group."""
 
     groups: Mapping[str, tuple[int, ...]]
-    collectives: tuple[Collective, ...]
+    collectives: tuple[RecordedCollective, ...]
 
-    def of(self, key: tuple[str, bool, int]) -> Collective | None:
+    def of(self, key: tuple[str, bool, int]) -> RecordedCollective | None:
         return next((one for one in reversed(self.collectives) if one.key == key), None)
 
     def is_past(self, key: tuple[str, bool, int]) -> bool:
@@ -77,13 +77,13 @@ def _ranks(text: str) -> tuple[int, ...]:
     return tuple(int(one) for one in text.strip("[] ").split(",") if one.strip())
 
 
-def _collective(entry: Mapping[str, Any]) -> Collective:
+def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
     message = bool(entry["is_p2p"])
     number = int(entry["p2p_seq_id" if message else "collective_seq_id"])
     name = str(entry["profiling_name"]).partition(":")[2] or str(entry["profiling_name"])
     sizes = ", ".join(str(one) for one in entry["input_sizes"])
     group = str(entry["process_group"][0])
-    return Collective(group, message, number, name, sizes, str(entry["state"]), int(entry["time_created_ns"]))
+    return RecordedCollective(group, message, number, name, sizes, str(entry["state"]), int(entry["time_created_ns"]))
 
 
 def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> dict[int, Flight]:
@@ -124,7 +124,7 @@ def report(flights: Mapping[int, Flight]) -> list[str]:
     return lines
 
 
-def _words(one: Collective, flight: Flight) -> str:
+def _words(one: RecordedCollective, flight: Flight) -> str:
     """``all_gather 12 of group 5 among ranks [0, 1]``."""
     ranks = flight.groups.get(one.group)
     return f"{one.name} {one.number} of group {one.group}" + (f" among ranks {list(ranks)}" if ranks else "")
@@ -152,7 +152,7 @@ def _differences(flights: Mapping[int, Flight]) -> Iterator[tuple[bool, int, str
                 yield absent, one.time, f"collectives differ first at {_words(one, flight)}: {told}"
 
 
-def _state(flight: Flight, like: Collective) -> str:
+def _state(flight: Flight, like: RecordedCollective) -> str:
     own = flight.of(like.key)
     if own is None:
         return "completed" if flight.is_past(like.key) else "has not posted it"

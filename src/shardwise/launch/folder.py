@@ -39,7 +39,7 @@ LONGER = (
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundRun:
     """The checkpoint to go on from, if any, and what to tell the user."""
 
     checkpoint: Path | None = None
@@ -55,7 +55,7 @@ def plan_of(folder: Path) -> Plan | None:
         return None
 
 
-def prepare_folder(config: Config) -> Found:
+def prepare_folder(config: Config) -> FoundRun:
     """Look into ``train.run_dir``, whose lock this process holds, and make it ready.
 
     An unfinished run with a checkpoint goes on (``train.resume = "auto"``), and so does a finished one that only gets more steps; any
@@ -66,13 +66,13 @@ def prepare_folder(config: Config) -> Found:
     path = latest(folder / CHECKPOINTS)
     if path is None:
         left = finished or any((folder / name).exists() and (folder / name).stat().st_size for name in LEFT)
-        return Found(notices=_set_aside(folder) if left else [])
+        return FoundRun(notices=_set_aside(folder) if left else [])
     if config.train.resume == "never" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return Found(notices=_set_aside(folder))
+        return FoundRun(notices=_set_aside(folder))
     checkpoint = _opened(path)
     changes = dict(_changes(checkpoint.meta.get("config"), config))
     if finished and (checkpoint.step >= config.train.steps or any(not key.startswith(LONGER) for key in changes)):
-        return Found(notices=_set_aside(folder))
+        return FoundRun(notices=_set_aside(folder))
     if checkpoint.step > config.train.steps:
         raise ConfigError(
             f"train.steps = {config.train.steps}: the unfinished run in {folder} is at step {checkpoint.step} already; legal: at least "
@@ -87,7 +87,7 @@ def prepare_folder(config: Config) -> Found:
         )
     told = [f"{key}: {change}" for key, change in changes.items() if key not in SILENT and key not in FREE]
     notices = [f"going on from step {checkpoint.step} ({path})"]
-    return Found(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
+    return FoundRun(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))
 
 
 def _opened(path: Path) -> Checkpoint:

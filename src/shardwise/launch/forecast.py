@@ -18,12 +18,12 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
-from shardwise.estimate.fit import Choices, Fit, nearest
+from shardwise.estimate.fit import Fit, FitChoices, nearest
 from shardwise.estimate.memory import goals
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
 from shardwise.estimate.timeline import CATEGORY, Category
-from shardwise.lower.stages import Cut
+from shardwise.lower.stages import StageSplit
 from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
@@ -117,7 +117,7 @@ class Forecast:
         """The bytes that the fullest rank of each stage of the pipeline needs at most."""
         trace, rows = self._trace(plan), self.config.data.batch_size
         ranks = fullest(
-            trace, plan, build_optimizer(self.config), rows, Cut.of(trace, plan, weights=self._traced(plan).unit_weights)
+            trace, plan, build_optimizer(self.config), rows, StageSplit.of(trace, plan, weights=self._traced(plan).unit_weights)
         )
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
@@ -138,7 +138,7 @@ class Forecast:
     def nearest(self) -> Fit:
         """The plan that fits and differs least."""
         parallel = self.config.parallel
-        now = Choices(
+        now = FitChoices(
             batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate, zero=parallel.zero,
             gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
             precision=parallel.precision, kind=self.device.kind, tp=parallel.tp if self.compiled.general.opaque is None else None,

@@ -22,7 +22,7 @@ log = logging.getLogger("shardwise")
 
 
 @dataclass(frozen=True)
-class Side:
+class Surroundings:
     """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user, ``on_step`` gets rank
     0's metrics, ``failed`` the error that ends the rank, before anything is waited for."""
 
@@ -50,7 +50,7 @@ class Ready:
     trainer: Trainer
     data: Data
     matmul: MatmulChoice | None
-    side: Side
+    side: Surroundings
     forecast: Forecast
 
     @property

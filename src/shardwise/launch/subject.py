@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.backend import Backend, Kind
 from shardwise.config import Config, Hardware, build_dataset, build_model, build_plan, load_config
 from shardwise.config.build import LossFunction
-from shardwise.core.devices import Model
+from shardwise.core.devices import DeviceModel
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.data import Loader
@@ -115,7 +115,7 @@ def check_plan(config: Config, device: torch.device) -> None:
         compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
 
 
-def _compiled(config: Config, kind: Kind, model: Model | None = None, device: torch.device | None = None) -> Compiled:
+def _compiled(config: Config, kind: Kind, model: DeviceModel | None = None, device: torch.device | None = None) -> Compiled:
     """The model under its plan, from its structure alone, with the rates of a ``kind`` of device, or of a ``model``."""
     constructor, loss = build_model(config)
     dataset, _ = build_dataset(config)

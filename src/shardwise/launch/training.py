@@ -16,7 +16,7 @@ from shardwise.backend import Backend
 from shardwise.checkpoint.weights import fit_weights
 from shardwise.config import Config, build_data, build_loss_scale, build_model, build_optimizer, build_plan
 from shardwise.config.build import Constructor
-from shardwise.core.devices import Model, model_of
+from shardwise.core.devices import DeviceModel, model_of
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
@@ -36,7 +36,7 @@ from .forecast import OPEN, WAYS, Forecast, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered
-from .ready import Side
+from .ready import Surroundings
 from .results import tokens_per_row
 from .run import Run
 from .subject import EXAMPLE_ROWS
@@ -53,7 +53,7 @@ TF32 = {
 log = logging.getLogger("shardwise")
 
 
-def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
+def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool:
     """Train as one rank of ``config``, going on from the last checkpoint of its folder; the environment says which rank.
 
     Args:
@@ -92,7 +92,7 @@ def train(config: Config, side: Side, *, timeout: float = 300.0) -> bool:
     return done
 
 
-def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
+def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
     """The model with weights that depend on the seed alone, the data, and a trainer over both."""
     progress = side.progress
     cards = cards_of(comm)
@@ -129,7 +129,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Side) -> Run:
     return Run(config, trainer, data, matmul, side, forecast)
 
 
-def _slowest(cards: Sequence[Card]) -> Model | None:
+def _slowest(cards: Sequence[Card]) -> DeviceModel | None:
     """The model of the ranks' GPUs, where they differ the slowest, by which all ranks find the same plan; None if one is not known."""
     found = [model_of(one.name) for one in cards]
     known = [model for model in found if model is not None]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardwise.config import Config
     from shardwise.runtime.communicator import Communicator
     from shardwise.runtime.compiled import Compiled
-    from shardwise.verify.verify import RankStep, Report
+    from shardwise.verify.verify import Report, VerifiedStep
 
 
 def verify_config(config: Config, comm: Communicator | None = None, device: torch.device | None = None) -> Report:
@@ -49,17 +49,17 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
         )
 
 
-def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[RankStep]]], list[list[RankStep]]]:
+def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[VerifiedStep]]], list[list[VerifiedStep]]]:
     """A runner of this rank alone, which gets the last parameters of the others: they must agree."""
     import torch
 
     from shardwise.core.communicators import CONTROL
-    from shardwise.verify.verify import RankStep
+    from shardwise.verify.verify import VerifiedStep
 
-    def run(compiled: Compiled, rank: Callable[[Communicator], list[RankStep]]) -> list[list[RankStep]]:
+    def run(compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]]) -> list[list[VerifiedStep]]:
         mine = rank(comm)
         size = comm.mesh.size
-        last = [RankStep(math.nan, math.nan, {}, {}, {}) for _ in range(size)]
+        last = [VerifiedStep(math.nan, math.nan, {}, {}, {}) for _ in range(size)]
         for name, value in mine[-1].parameters.items():
             gathered = torch.empty(size * value.numel(), dtype=value.dtype)
             comm.host.all_gather(gathered, value.contiguous(), comm.mesh.names, lane=CONTROL, what=f"parameter {name}").wait()

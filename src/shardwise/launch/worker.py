@@ -18,7 +18,7 @@ def main() -> None:
     with rank_process(run_dir) as progress:
         from shardwise.config import load_config  # imports torch: only now, when its warnings go to the log
 
-        from .ready import Side
+        from .ready import Surroundings
         from .training import train
 
         # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this one.
@@ -26,7 +26,7 @@ def main() -> None:
         config = load_config(run_dir / "config.toml")
         config = replace(config, train=replace(config.train, run_dir=str(run_dir)))  # whatever folder a factory changes to
         failed = partial(record_error, run_dir, int(os.environ["RANK"]), progress)
-        train(config, Side(progress, asked, failed=failed))
+        train(config, Surroundings(progress, asked, failed=failed))
 
 
 if __name__ == "__main__":

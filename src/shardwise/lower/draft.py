@@ -13,7 +13,7 @@ from shardwise.core.instruction import Buffer, Instruction, Op
 
 
 @dataclass
-class Draft:
+class ProgramDraft:
     """``compute`` is never reordered, so its positions stay names of instructions; ``tasks`` are those at which a task begins."""
 
     compute: list[Instruction]

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
-from shardwise.lower.draft import Draft
-from shardwise.lower.slots import Span, assign
+from shardwise.lower.draft import ProgramDraft
+from shardwise.lower.slots import SlotSpan, assign
 from shardwise.parallel.data import placement, shard_axes
 from shardwise.units.trace import Bucket
 
 
-def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def gather(draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Put the gathers into ``draft``; returns the slots of the pool.
 
     What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` units ahead.  What rests whole but is
     updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the update.  All of this
     for each batch: ``ends`` are the positions after which they are updated.
     """
-    spans: list[Span] = []
+    spans: list[SlotSpan] = []
     uses: list[list[int]] = []
     for bucket in buckets:
         rule, param = placement(plan, bucket.parameters[0].name), Buffer("param", bucket.index)
@@ -33,7 +33,7 @@ def gather(draft: Draft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[i
                 draft.before[start].append(_gather(plan, bucket, -1, param))
                 continue
             for group in _groups(draft, plan, mine) if mine else ():
-                spans.append(Span(bucket.index, bucket.nbytes, max(begin, draft.ahead(group[0], plan.prefetch)), group[-1]))
+                spans.append(SlotSpan(bucket.index, bucket.nbytes, max(begin, draft.ahead(group[0], plan.prefetch)), group[-1]))
                 uses.append(group)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
@@ -52,7 +52,7 @@ def _gather(plan: Plan, bucket: Bucket, slot: int, into: Buffer) -> Instruction:
     )
 
 
-def _groups(draft: Draft, plan: Plan, readers: list[int]) -> list[list[int]]:
+def _groups(draft: ProgramDraft, plan: Plan, readers: list[int]) -> list[list[int]]:
     """The uses of a bucket, in the groups for which it is gathered.
 
     Freeing it is pointless where the next gather of it would be issued at once.

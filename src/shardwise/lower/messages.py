@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
-from shardwise.lower.draft import Draft
-from shardwise.lower.stages import Cut
+from shardwise.lower.draft import ProgramDraft
+from shardwise.lower.stages import StageSplit
 from shardwise.lower.validate import Validations
 from shardwise.lower.versions import Versions
 from shardwise.parallel.pipeline import PIPELINE
@@ -51,7 +51,7 @@ class _Message(_Edge):
 class _Places:
     """Where a rank computes: the FORWARDs and BACKWARDs of its units by microbatch, and who reads and writes what."""
 
-    draft: Draft
+    draft: ProgramDraft
     forward: dict[tuple[int, int], int] = field(default_factory=dict)
     backward: dict[tuple[int, int], int] = field(default_factory=dict)
     read: dict[Buffer, int] = field(default_factory=dict)  # first
@@ -74,7 +74,7 @@ class _Places:
         return self.draft.tasks[max(bisect_right(self.draft.tasks, position) - 2, 0)]
 
 
-def messages(drafts: Sequence[Draft], cut: Cut, versions: Versions) -> Sequence[Sequence[int]]:
+def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions) -> Sequence[Sequence[int]]:
     """Put the messages into the drafts of all ranks; returns where each rank validates its updates.
 
     What one rank sends to another is received in the same order.  A RECEIVE is posted one task before the one that needs it, so that
@@ -96,7 +96,7 @@ def messages(drafts: Sequence[Draft], cut: Cut, versions: Versions) -> Sequence[
     return validations.at
 
 
-def _edges(cut: Cut) -> list[_Edge]:
+def _edges(cut: StageSplit) -> list[_Edge]:
     """Those of activations, then those of gradients."""
     pairs = [(unit, rank) for unit in range(len(cut.units)) for rank in cut.readers(unit)]
     forward = [_Edge(cut.rank(unit), reader, unit, cut.crossing(unit, reader), False) for unit, reader in pairs]

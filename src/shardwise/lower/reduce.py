@@ -9,8 +9,8 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.transition import Collective
-from shardwise.lower.draft import Draft
-from shardwise.lower.slots import Span, assign
+from shardwise.lower.draft import ProgramDraft
+from shardwise.lower.slots import SlotSpan, assign
 from shardwise.parallel.data import placement, reductions
 from shardwise.units.trace import Bucket
 
@@ -31,8 +31,8 @@ class _Way:
     stop: int
 
     @property
-    def span(self) -> Span:
-        return Span(self.bucket.index, self.bucket.nbytes, self.writers[-1 if self.through else 0], self.stop)
+    def span(self) -> SlotSpan:
+        return SlotSpan(self.bucket.index, self.bucket.nbytes, self.writers[-1 if self.through else 0], self.stop)
 
 
 class Reductions:
@@ -44,7 +44,7 @@ class Reductions:
     """
 
     def __init__(
-        self, draft: Draft, plan: Plan, buckets: Sequence[Bucket], batch: Callable[[int], int], ends: Sequence[int]
+        self, draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], batch: Callable[[int], int], ends: Sequence[int]
     ) -> None:
         self.draft, self.plan, self.buckets, self.batch, self.ends = draft, plan, buckets, batch, ends
         self.narrow = plan.reduce not in ("auto", "fp64" if plan.precision == "fp64" else "fp32")
@@ -104,7 +104,7 @@ class Reductions:
         return found
 
 
-def _groups(draft: Draft, writers: Iterable[int], reduced: str) -> list[tuple[int, ...]]:
+def _groups(draft: ProgramDraft, writers: Iterable[int], reduced: str) -> list[tuple[int, ...]]:
     if reduced == "step":
         return [tuple(writers)]
     by: dict[int, list[int]] = {}
@@ -113,7 +113,7 @@ def _groups(draft: Draft, writers: Iterable[int], reduced: str) -> list[tuple[in
     return sorted((tuple(group) for group in by.values()), key=lambda group: group[-1])
 
 
-def _through_slot(draft: Draft, way: _Way, slot: int) -> None:
+def _through_slot(draft: ProgramDraft, way: _Way, slot: int) -> None:
     index, place, grad = way.bucket.index, Buffer("unreduced", slot), Buffer("grad", way.bucket.index)
     end = way.writers[-1]
     if way.through:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class SlotSpan:
     """From before compute instruction ``start`` until after ``stop`` bucket ``bucket`` of ``nbytes`` needs a slot."""
 
     bucket: int
@@ -16,7 +16,7 @@ class Span:
     stop: int
 
 
-def assign(spans: Sequence[Span]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
+def assign(spans: Sequence[SlotSpan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
     """A slot for each span (no two that overlap share one), and the buckets that each slot holds.
 
     In order of their starts, a span takes the smallest free slot that is large enough, else the largest free one, which grows;

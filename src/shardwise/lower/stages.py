@@ -24,7 +24,7 @@ EVERYWHERE = -1
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """``stage`` of each unit of ``trace``, and the ranks of ``pp`` that compute the stages."""
 
     units: tuple[Unit, ...]
@@ -34,7 +34,9 @@ class Cut:
     order: Timetable = ()  # of schedule "auto"
 
     @staticmethod
-    def of(trace: Trace, plan: Plan, like: Mapping[str, int] | None = None, weights: Callable[[], Weights] | None = None) -> Cut:
+    def of(
+        trace: Trace, plan: Plan, like: Mapping[str, int] | None = None, weights: Callable[[], Weights] | None = None
+    ) -> StageSplit:
         """As the plan says, or balanced by the units' ``weights``, by default :func:`weights_of` the trace; ``like``: the stages of units by
         name, of another trace of the model."""
         ranks = plan.mesh.axis_size(PIPELINE)
@@ -46,7 +48,7 @@ class Cut:
         else:
             stage = _stages(trace, plan, number, weights or (lambda: weights_of(trace)))
         order = read(plan.timetable, ranks, plan.stages_per_rank, plan.microbatches) if plan.timetable else ()
-        return Cut(tuple(trace.units), stage, ranks, plan.schedule, order)
+        return StageSplit(tuple(trace.units), stage, ranks, plan.schedule, order)
 
     @property
     def names(self) -> dict[str, int]:

@@ -11,11 +11,11 @@ from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.timetable import Task
-from shardwise.lower.draft import Draft
+from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.gather import gather
 from shardwise.lower.messages import messages
 from shardwise.lower.reduce import Reductions
-from shardwise.lower.stages import EVERYWHERE, Cut
+from shardwise.lower.stages import EVERYWHERE, StageSplit
 from shardwise.lower.tied import check_tied, part, shared, tied
 from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
@@ -34,7 +34,7 @@ def of_batch(kind: str, batch: int) -> Buffer:
 
 
 def lower(
-    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: Cut | None = None, training: bool = True,
+    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: StageSplit | None = None, training: bool = True,
     batches: int = 1,
 ) -> tuple[Program, ...]:  # fmt: skip
     """The programs of all classes of ranks, one for each rank of the pipeline, of so many ``batches``.
@@ -42,7 +42,7 @@ def lower(
     ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without ``training`` the programs
     compute the loss of a batch and nothing else.
     """
-    cut = Cut.of(trace, plan) if cut is None else cut
+    cut = StageSplit.of(trace, plan) if cut is None else cut
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
         raise ConfigError(f"pp: the loss counts its targets with {trace.targets.leaves[0]}, which one stage has; legal: pp = 1")
     cut.check()
@@ -64,7 +64,7 @@ class _Lowering:
     plan: Plan
     buckets: Sequence[Bucket]
     training: bool
-    cut: Cut
+    cut: StageSplit
     rank: int
     versions: Versions
     _written: set[tuple[int, int]] = field(default_factory=set)  # buckets with a gradient, by batch
@@ -101,9 +101,9 @@ class _Lowering:
         """The buckets that this rank has."""
         return self.cut.own(self.buckets, self.rank)
 
-    def draft(self) -> Draft:
+    def draft(self) -> ProgramDraft:
         """What computes, and what ends with it."""
-        draft = Draft([], [])
+        draft = ProgramDraft([], [])
         counted = 0
         for task in self.tasks():
             draft.tasks.append(len(draft.compute))
@@ -116,7 +116,7 @@ class _Lowering:
         self.free_activations(draft)
         return draft
 
-    def program(self, draft: Draft, validations: Sequence[int]) -> Program:
+    def program(self, draft: ProgramDraft, validations: Sequence[int]) -> Program:
         """With all that communicates within the batch axes, and the step; ``validations``: where updates by this rank's norm are validated."""
         versions, own = self.versions, self.own if self.training else []
         ends = versions.ends(draft)
@@ -186,7 +186,7 @@ class _Lowering:
             found.append(replace(one, first=new))
         return found
 
-    def check_written(self, draft: Draft) -> None:
+    def check_written(self, draft: ProgramDraft) -> None:
         batches = range(self.versions.batches)
         unwritten = {(b.index, batch) for b in self.own if b.learns for batch in batches} - self._written
         if unwritten:
@@ -268,7 +268,7 @@ class _Lowering:
         writes = (of_batch("weight", batch),)
         return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]
 
-    def free_activations(self, draft: Draft) -> None:
+    def free_activations(self, draft: ProgramDraft) -> None:
         """What a unit leaves for others ends with its backward, or with the last that reads it where it has none."""
         last: dict[Buffer, int] = {}
         for position, one in enumerate(draft.compute):

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
-from shardwise.lower.stages import Cut
+from shardwise.lower.stages import StageSplit
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.units.trace import Bucket
 
 
-def check_tied(plan: Plan, cut: Cut, buckets: Sequence[Bucket]) -> None:
+def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
     """:class:`ConfigError` where stages that update their weights for themselves would have parameters in common."""
     shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
     if plan.schedule == "pipedream" and shared is not None:
@@ -27,7 +27,7 @@ def check_tied(plan: Plan, cut: Cut, buckets: Sequence[Bucket]) -> None:
         )
 
 
-def shared(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
+def shared(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[Bucket, tuple[int, ...]]]:
     """Those buckets of ``rank`` that other ranks of the pipeline have too, with the ranks that have them."""
     for bucket in own:
         holders = cut.holders(bucket)
@@ -40,7 +40,7 @@ def part(bucket: Bucket, rank: int, first: int) -> Instruction:
     return _message(Op.SEND, bucket, first - rank, reads=(Buffer("grad", bucket.index),))
 
 
-def tied(cut: Cut, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
+def tied(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
     """What ``rank`` does at the end about those of its buckets that other ranks of the pipeline have too."""
     for bucket, (first, *others) in shared(cut, rank, own):
         grad = Buffer("grad", bucket.index)

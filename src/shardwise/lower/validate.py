@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shardwise.core.instruction import Op
-from shardwise.lower.draft import Draft
+from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.versions import BACKWARD, Versions
 
 
@@ -42,7 +42,7 @@ class Validations:
     at: Sequence[Sequence[int]]
 
     @staticmethod
-    def of(drafts: Sequence[Draft], messages: Sequence[Message], versions: Versions) -> Validations:
+    def of(drafts: Sequence[ProgramDraft], messages: Sequence[Message], versions: Versions) -> Validations:
         """As late as can be, so that no message from behind a validation is received before one."""
         each = [len(draft.tasks) // versions.batches for draft in drafts]
         begin = [[draft.tasks[k * n] for k in range(versions.batches)] for draft, n in zip(drafts, each, strict=True)]
@@ -78,7 +78,7 @@ class Validations:
         )
 
 
-def _latest(drafts: Sequence[Draft], messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[int]:
+def _latest(drafts: Sequence[ProgramDraft], messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[int]:
     """The task on each rank that has to come after the validation: the first backward of a batch, of which a rank computes ``spans`` from
     first to last, or what hears of another's; at the latest the last."""
     found = []

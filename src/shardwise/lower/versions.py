@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Task
-from shardwise.lower.draft import Draft
-from shardwise.lower.slots import Span, assign
-from shardwise.lower.stages import Cut
+from shardwise.lower.draft import ProgramDraft
+from shardwise.lower.slots import SlotSpan, assign
+from shardwise.lower.stages import StageSplit
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.units.trace import Bucket
@@ -44,7 +44,7 @@ def _reported(ranks: int, microbatches: int) -> int:
 class Versions:
     """Of ``batches`` batches of ``microbatches`` each, numbered on from batch to batch, on the stages of a cut."""
 
-    cut: Cut
+    cut: StageSplit
     plan: Plan
     microbatches: int
     batches: int
@@ -88,7 +88,7 @@ class Versions:
         one = self.cut.tasks(self.microbatches)[rank]
         return [task._replace(microbatch=task.microbatch + k * self.microbatches) for k in range(self.batches) for task in one]
 
-    def ends(self, draft: Draft) -> list[int]:
+    def ends(self, draft: ProgramDraft) -> list[int]:
         """For each batch the position after which a rank updates its weights.
 
         That is its last backward, or where there is none all that it computes.  Under 2BW it is as late as can be, before the first forward that needs the new weights: until then the
@@ -111,17 +111,17 @@ class Versions:
 
 
 def stash(
-    draft: Draft, buckets: Sequence[Bucket], ends: Sequence[int]
+    draft: ProgramDraft, buckets: Sequence[Bucket], ends: Sequence[int]
 ) -> tuple[list[list[Instruction]], tuple[tuple[int, ...], ...]]:
     """The copies to make before each update of what is read in its old version after it, and the slots that they go to."""
-    spans: list[Span] = []
+    spans: list[SlotSpan] = []
     uses: list[tuple[int, list[int]]] = []
     for bucket in buckets:
         readers = draft.readers(Buffer("param", bucket.index))
         for version, end in enumerate(ends if bucket.learns else ()):
             late = [i for i in readers if i > end and draft.compute[i].version == version]
             if late:
-                spans.append(Span(bucket.index, bucket.nbytes, end + 1, late[-1]))
+                spans.append(SlotSpan(bucket.index, bucket.nbytes, end + 1, late[-1]))
                 uses.append((version, late))
     slots, pool = assign(spans)
     found: list[list[Instruction]] = [[] for _ in ends]

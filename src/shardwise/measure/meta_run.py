@@ -56,7 +56,7 @@ def largest_sizes() -> Any:
     return cast(Any, fx_config).patch(meta_nonzero_assume_all_nonzero=True)
 
 
-class Walk:
+class MetaRun:
     """The arguments of units on one rank for one microbatch; values keep their identity from unit to unit."""
 
     def __init__(self, trace: Trace, env: Env, device: str) -> None:
@@ -68,10 +68,10 @@ class Walk:
     @staticmethod
     def of(
         trace: Trace, rows: int, parts: int, device: str, index: int | None = None, tensor: Places = MappingProxyType({}), **env: Any
-    ) -> Walk:  # fmt: skip
+    ) -> MetaRun:  # fmt: skip
         """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows, at ``tensor`` on the other axes."""
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
-        return Walk(
+        return MetaRun(
             trace,
             Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, tensor=tensor, **env),
             device,
@@ -103,14 +103,14 @@ class Walk:
         return self.leaves[kind, name]
 
 
-class Run:
+class UnitRun:
     """Runs graphs op by op, dropping each value after its last use as the graph's own code does.
 
     ``unknown`` are the ops whose memory is a guess: composed as on meta, or stood for by an op that keeps nothing.
     ``weight_flops`` are those of ``products``, by the storage of the weight.
     """
 
-    def __init__(self, walk: Walk, products: Mapping[fx.Node, Product]) -> None:
+    def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
         self.walk, self.products = walk, products
         self.meter = Meter(walk.device)
         self.unknown: set[str] = set()

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.kernels.flop_counter import storage
-from shardwise.measure.meta_run import Places, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+from shardwise.measure.meta_run import MetaRun, Places, UnitRun, check_walk, failed_op, largest_sizes, storages, without
 from shardwise.units.trace import Trace, Unit
 from shardwise.units.weight_products import Product, find
 
@@ -61,7 +61,7 @@ def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor
     places = check_walk("cost", trace, rows, parts, device, tensor)
     if trace.opaque is not None:
         return [_opaque(trace, unit) for unit in trace.units]
-    walk = Walk.of(trace, rows, parts, device, tensor=places)
+    walk = MetaRun.of(trace, rows, parts, device, tensor=places)
     with largest_sizes():
         return [_unit(walk, unit) for unit in trace.units]
 
@@ -77,7 +77,7 @@ def _opaque(trace: Trace, unit: Unit) -> UnitCost:
 # ---- the walk --------------------------------------------------------------------------------------------------------
 
 
-def _unit(walk: Walk, unit: Unit) -> UnitCost:
+def _unit(walk: MetaRun, unit: Unit) -> UnitCost:
     assert unit.graph is not None
     parameters, buffers, constants, batch, inputs = walk.arguments(unit)
     run = _Measured(walk, find(unit.graph, [p.requires_grad for p in parameters]))
@@ -100,10 +100,10 @@ def _unit(walk: Walk, unit: Unit) -> UnitCost:
     )  # fmt: skip
 
 
-class _Measured(Run):
+class _Measured(UnitRun):
     """One unit: what autograd keeps of forward, and backward."""
 
-    def __init__(self, walk: Walk, products: Mapping[fx.Node, Product]) -> None:
+    def __init__(self, walk: MetaRun, products: Mapping[fx.Node, Product]) -> None:
         super().__init__(walk, products)
         self.kept: weakref.WeakSet[_Kept] = weakref.WeakSet()
 

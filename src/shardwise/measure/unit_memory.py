@@ -21,7 +21,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.errors import ConfigError
 from shardwise.kernels.flop_counter import storage, tensors_in
-from shardwise.measure.meta_run import META, Places, Run, Walk, check_walk, failed_op, largest_sizes, storages, without
+from shardwise.measure.meta_run import META, MetaRun, Places, UnitRun, check_walk, failed_op, largest_sizes, storages, without
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
 from shardwise.units.selective_recompute import Tape, recallable
@@ -92,12 +92,12 @@ def profile(
     if trace.opaque is not None:
         return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
     alone = microbatches == 1 and trace.precision != "fp16"
-    walk = Walk.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
+    walk = MetaRun.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
     with largest_sizes():
         return Profile(tuple(_Profiler(trace, walk, microbatches, goals, split, recompute).run()), _count(trace, walk))
 
 
-def _count(trace: Trace, walk: Walk) -> int:
+def _count(trace: Trace, walk: MetaRun) -> int:
     targets = trace.targets
     if targets is None:
         return 0
@@ -107,7 +107,7 @@ def _count(trace: Trace, walk: Walk) -> int:
     values += [walk.leaf("f", name) for name in targets.fields]
     tracker = StorageTracker(META.type)
     with tracker, torch.no_grad():
-        Run(walk, {}).forward(targets.graph, values)
+        UnitRun(walk, {}).forward(targets.graph, values)
     return tracker.peak
 
 
@@ -157,7 +157,7 @@ class _Profiler:
     """All units forward, then all backward with the pending gradients that the later ones left."""
 
     def __init__(
-        self, trace: Trace, walk: Walk, microbatches: int, goals: Mapping[str, torch.dtype], split: bool, recompute: str
+        self, trace: Trace, walk: MetaRun, microbatches: int, goals: Mapping[str, torch.dtype], split: bool, recompute: str
     ) -> None:
         self.trace, self.walk, self.microbatches, self.split = trace, walk, microbatches, split
         self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
@@ -285,7 +285,7 @@ class _Work(Multiplier):
         super().__init__()
         trace = owner.trace
         self.unit, self.arguments, self.kernels = unit, arguments, owner.kernels
-        self.run, self.tracker = Run(owner.walk, {}), StorageTracker(META.type)
+        self.run, self.tracker = UnitRun(owner.walk, {}), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: tuple[list[Tensor], list[Operand]] | None = None

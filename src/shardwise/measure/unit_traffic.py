@@ -12,7 +12,7 @@ from torch import fx
 
 from shardwise.graph.sizes import of_data
 from shardwise.ops import collectives, cross_entropy, norms, softmax
-from shardwise.ops.collectives import Cut, Env
+from shardwise.ops.collectives import Env, ShardedFactor
 from shardwise.shard.redistribute import COLLECTIVES
 from shardwise.shard.sizes import local_shape
 from shardwise.units.split import gradient_paths
@@ -119,7 +119,7 @@ def _moved(node: fx.Node, env: Env) -> _Found:
     if node.target in (collectives.all_reduce, collectives.replicate):
         axes, size = where, lambda: _numel(node, env) * _itemsize(node)
     else:
-        axes, size = Cut(*where).axes, lambda: _in_pieces(node, where, env)
+        axes, size = ShardedFactor(*where).axes, lambda: _in_pieces(node, where, env)
     yield False, there, axes, size
     yield True, back, axes, size
 
@@ -127,7 +127,7 @@ def _moved(node: fx.Node, env: Env) -> _Found:
 def _in_pieces(node: fx.Node, where: Sequence[Any], env: Env) -> int:
     """The bytes of a whole whose pieces are padded to the largest."""
     whole = node if node.target is collectives.gather else node.args[1]
-    spans, _ = Cut(*fx.map_arg(tuple(where), lambda n: _number(n, env))).pieces(env)
+    spans, _ = ShardedFactor(*fx.map_arg(tuple(where), lambda n: _number(n, env))).pieces(env)
     most, extent = max(b - a for a, b in spans), spans[-1][1]
     return _numel(whole, env) // max(extent, 1) * most * len(spans) * _itemsize(node)
 

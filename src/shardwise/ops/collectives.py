@@ -75,7 +75,7 @@ Groups = Sequence[str]
 """Axes of tensor parallelism, and ``ROWS``."""
 
 
-class Cut(NamedTuple):
+class ShardedFactor(NamedTuple):
     """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this rank.
 
     ``size`` is the whole factor's, and ``parts`` are those of a concatenation; over ``outer`` axes it is sharded all the time, and ``axes``
@@ -154,7 +154,7 @@ def all_sum(env: Env, x: Tensor, axes: Groups, what: str) -> Tensor:
     return out
 
 
-def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
+def _gather(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """All ranks' pieces, in order; uneven ones travel padded."""
     spans, index = cut.pieces(env)
     if len(spans) == 1:
@@ -178,7 +178,7 @@ def _gather(env: Env, x: Tensor, cut: Cut) -> Tensor:
     return together.reshape(shape).contiguous()  # pieces 1 wide might lie apart, which not every op takes
 
 
-def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
+def _own(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """This rank's piece."""
     spans, index = cut.pieces(env)
     if len(spans) == 1:
@@ -194,7 +194,7 @@ def _own(env: Env, x: Tensor, cut: Cut) -> Tensor:
     return split.narrow(cut.dim + 1, start, stop - start).reshape(shape)
 
 
-def _scatter(env: Env, x: Tensor, cut: Cut) -> Tensor:
+def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
     """This rank's piece of the sum over ranks; uneven pieces travel padded."""
     spans, index = cut.pieces(env)
     if len(spans) == 1:
@@ -234,7 +234,7 @@ class _Move(torch.autograd.Function):
 
 
 def _move(env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
-    if env.group(where.axes if isinstance(where, Cut) else where)[0] == 1:
+    if env.group(where.axes if isinstance(where, ShardedFactor) else where)[0] == 1:
         return x
     result: Tensor = _Move.apply(env, x, where, there, back)  # type: ignore[no-untyped-call]
     return result
@@ -279,17 +279,17 @@ def partial(env: Env, x: Tensor, axes: Groups) -> Tensor:
 
 def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
     """V → I or R: every rank's piece."""
-    return _move(env, x, Cut(*cut), _gather, _own if dual == "I" else _scatter)
+    return _move(env, x, ShardedFactor(*cut), _gather, _own if dual == "I" else _scatter)
 
 
 def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """I → V: this rank's piece."""
-    return _move(env, x, Cut(*cut), _own, _gather)
+    return _move(env, x, ShardedFactor(*cut), _own, _gather)
 
 
 def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """R → V: this rank's piece, zeros elsewhere in the gradient."""
-    return _own(env, x, Cut(*cut))
+    return _own(env, x, ShardedFactor(*cut))
 
 
 def same(env: Env, x: Tensor, axes: Groups) -> Tensor:
@@ -299,7 +299,7 @@ def same(env: Env, x: Tensor, axes: Groups) -> Tensor:
 
 def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """P → V: this rank's piece of the sum."""
-    return _move(env, x, Cut(*cut), _scatter, _gather)
+    return _move(env, x, ShardedFactor(*cut), _scatter, _gather)
 
 
 # ---- rows of a table that is sharded --------------------------------------------------------------------------------------

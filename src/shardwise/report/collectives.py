@@ -12,7 +12,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.estimate.traffic import Moment
+from shardwise.estimate.traffic import TrafficMoment
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_traffic import Cause, Traffic, UnitTraffic, by_cause
 from shardwise.ops.collectives import Env
@@ -88,7 +88,7 @@ def of_units(trace: Trace, plan: Plan, rows: int, programs: Sequence[Program]) -
     ]
 
 
-def of_step(moments: Iterable[Moment], mesh: Mesh, rank: int) -> list[Sum]:
+def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum]:
     """Of ``rank``, whose instructions the moments are."""
     found: dict[tuple[str, tuple[str, ...], str], Sum] = {}
     for moment in moments:

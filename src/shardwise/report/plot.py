@@ -41,7 +41,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Run:
+class PlottedRun:
     """What a run has written so far, by rising step."""
 
     folder: Path
@@ -66,7 +66,7 @@ class Run:
         return taken[np.searchsorted(known, steps, side="right")], values
 
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> PlottedRun:
     """The run in ``folder``; raises :class:`ConfigError` where there is none, or a file of its is damaged."""
     legal = "legal: the folder of a run (train.run_dir)"
     if not folder.is_dir():
@@ -75,7 +75,7 @@ def read_run(folder: Path) -> Run:
         raise ConfigError(f"{folder}: there is no metrics.jsonl in this folder; {legal}")
     metrics = _read(folder / "metrics.jsonl", ("loss", "tokens_per_second", "peak_memory_bytes"))
     evaluations = folder / "evaluations.jsonl"
-    run = Run(folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else [])
+    run = PlottedRun(folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else [])
     if all(np.isnan(run.values(key)[1]).all() for key in ("loss", "validation_loss", "tokens_per_second", "peak_memory_bytes")):
         steps = f"none of its {len(metrics)} steps has a number" if metrics else "no step yet"
         raise ConfigError(f"{folder / 'metrics.jsonl'}: nothing to draw, {steps}; legal: a run of at least one step")
@@ -133,7 +133,7 @@ def names(folders: Sequence[Path]) -> list[str]:
         depth = grown
 
 
-def summary(run: Run) -> Metrics:
+def summary(run: PlottedRun) -> Metrics:
     """Numbers of a run as in its ``result.json``: the speed is the median of all steps but the first, which warms up."""
 
     def finite(key: str) -> list[float]:
@@ -212,7 +212,7 @@ def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
 # ---- drawing ---------------------------------------------------------------------------------------------------------
 
 
-def draw(runs: Sequence[Run], out: Path, over: str = "steps") -> None:
+def draw(runs: Sequence[PlottedRun], out: Path, over: str = "steps") -> None:
     """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps or the same seconds."""
     if over not in OVER:
         raise ConfigError(f"--over {over}: legal: {', '.join(OVER)}")
@@ -242,7 +242,7 @@ def check_format(out: Path, option: str) -> None:
         raise ConfigError(f"{option} {out}: {out.suffix or 'no ending'} is not legal; legal: {', '.join(FORMATS)}")
 
 
-def make_figure(runs: Sequence[Run], over: str = "steps") -> Figure:
+def make_figure(runs: Sequence[PlottedRun], over: str = "steps") -> Figure:
     """The picture, not yet on any canvas."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -344,7 +344,7 @@ def _ticks(axes: Axes, limits: Scale) -> None:
         axes.yaxis.set_major_formatter(formatter)
 
 
-def _legend(figure: Figure, styled: Sequence[tuple[Run, str, dict[str, Any]]]) -> None:
+def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, Any]]]) -> None:
     """Above the panels, where it hides nothing; the picture grows with it."""
     from matplotlib.lines import Line2D
 

@@ -16,7 +16,7 @@ from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 from .kinds import OF_OP
 from .lines import parsed_line
 from .simulated import drawing
-from .timetable import COMPUTE, Box, Drawing, mark_critical
+from .timetable import COMPUTE, Drawing, TimeBox, mark_critical
 
 SEEN = 1 / 500  # of a step: a gap that is shorter is less than two pixels wide
 LEGAL = "legal: the folder of a run (train.run_dir) that has come to one of its train.trace_steps"
@@ -51,7 +51,7 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
     Pipelines that are replicas of each other are simulated each for itself.
     """
     ranks = read_step(folder, step)
-    boxes: list[Box] = []
+    boxes: list[TimeBox] = []
     for first in sorted({one.pipeline for one in ranks}):
         group = [one for one in ranks if one.pipeline == first]
         found = _simulated(group)
@@ -147,7 +147,7 @@ def _read(path: Path) -> dict[int, RankStep]:
     return {one.step: one for one in steps if one.ranks == steps[-1].ranks}
 
 
-def _boxes(one: RankStep, begin: float) -> Iterator[Box]:
+def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
     """A box for each instruction.  A lane runs in order, so what is posted there begins when the one before is done.  Messages between
     two ranks are matched in order too, of those that come twice the last."""
     free: dict[str, float] = {}
@@ -161,13 +161,13 @@ def _boxes(one: RankStep, begin: float) -> Iterator[Box]:
             flow = f"{ends[0]} to {ends[1]}: {sent[ends]}"
             sent[ends] += 1
         kind = OF_OP.get(event.op, event.op)
-        yield Box(one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text)
+        yield TimeBox(one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text)
 
 
-def _merged(boxes: Sequence[Box], gap: float) -> Iterator[Box]:
+def _merged(boxes: Sequence[TimeBox], gap: float) -> Iterator[TimeBox]:
     """One box for those that compute one after the other, with no more than ``gap`` in between, and are of one kind, stage and
     microbatch."""
-    last: Box | None = None
+    last: TimeBox | None = None
     for box in boxes:
         if box.lane != COMPUTE:
             yield box
@@ -181,5 +181,5 @@ def _merged(boxes: Sequence[Box], gap: float) -> Iterator[Box]:
         yield last
 
 
-def _alike(one: Box, other: Box) -> bool:
+def _alike(one: TimeBox, other: TimeBox) -> bool:
     return (one.kind, one.stage, one.microbatch) == (other.kind, other.stage, other.microbatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.estimate.simulate import Costs, Simulation
 
-from .timetable import Box, Drawing
+from .timetable import Drawing, TimeBox
 
 
 def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", memory_unit: str = "activations") -> Drawing:
@@ -14,7 +14,7 @@ def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barri
     """
     critical = set(simulation.critical)
     boxes = [
-        Box(rank, float(start), float(stop), *task, critical=(rank, place) in critical)
+        TimeBox(rank, float(start), float(stop), *task, critical=(rank, place) in critical)
         for rank, tasks in enumerate(simulation.timetable)
         for place, (task, start, stop) in enumerate(zip(tasks, simulation.start[rank], simulation.stop[rank], strict=True))
     ]
@@ -24,18 +24,18 @@ def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barri
     )  # fmt: skip
 
 
-def _updates(simulation: Simulation, costs: Costs, norm: str) -> list[Box]:
+def _updates(simulation: Simulation, costs: Costs, norm: str) -> list[TimeBox]:
     """The reduction of the norm, which ends for all ranks at once, and their optimizer steps."""
     ends = [float(times[-1]) for times in simulation.stop]
     steps = [sum(costs.step[stage] for stage in {task.stage for task in tasks}) for tasks in simulation.timetable]
     last = simulation.critical[-1][0]
     if norm != "barrier":
         return [
-            Box(r, end, end + step, "STEP", critical=r == last)
+            TimeBox(r, end, end + step, "STEP", critical=r == last)
             for r, (end, step) in enumerate(zip(ends, steps, strict=True))
             if step
         ]
     begin, end = max(ends), max(ends) + costs.norm
-    norms = [Box(rank, begin, end, "NORM", critical=rank == last) for rank in range(len(ends)) if costs.norm]
+    norms = [TimeBox(rank, begin, end, "NORM", critical=rank == last) for rank in range(len(ends)) if costs.norm]
     longest = steps.index(max(steps))
-    return norms + [Box(rank, end, end + step, "STEP", critical=rank == longest) for rank, step in enumerate(steps) if step]
+    return norms + [TimeBox(rank, end, end + step, "STEP", critical=rank == longest) for rank, step in enumerate(steps) if step]

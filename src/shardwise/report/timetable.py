@@ -18,7 +18,7 @@ LANES = tuple(map(str, Lane))
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TimeBox:
     """A rank's work on a microbatch of a stage, from ``start`` to ``stop`` seconds after the step's begin.
 
     ``kind`` is F (forward), B (backward), its parts I (gradients of inputs) and W (of weights), or the word of an instruction.
@@ -53,7 +53,7 @@ class Drawing:
     """
 
     title: str
-    boxes: tuple[Box, ...]
+    boxes: tuple[TimeBox, ...]
     ranks: int
     step: float
     bubble: float
@@ -77,9 +77,9 @@ class Drawing:
         """When the last box ends, or the step."""
         return max([self.step, *(box.stop for box in self.boxes)])
 
-    def rows(self) -> dict[tuple[int, str], list[Box]]:
+    def rows(self) -> dict[tuple[int, str], list[TimeBox]]:
         """The boxes of each rank and lane, by time."""
-        found: dict[tuple[int, str], list[Box]] = defaultdict(list)
+        found: dict[tuple[int, str], list[TimeBox]] = defaultdict(list)
         for box in sorted(self.boxes, key=lambda b: (b.start, b.stop)):
             found[box.rank, box.lane].append(box)
         return found
@@ -134,7 +134,7 @@ def milliseconds(seconds: float) -> str:
 # ---- the critical path -----------------------------------------------------------------------------------------------------
 
 
-def mark_critical(boxes: Iterable[Box], pipelines: Sequence[int] | None = None) -> tuple[Box, ...]:
+def mark_critical(boxes: Iterable[TimeBox], pipelines: Sequence[int] | None = None) -> tuple[TimeBox, ...]:
     """The boxes with those marked that, from the last one to end back to the begin, each waited for the one before.
 
     What a box waited for is the latest to end of: the box before it on its rank, and what its own microbatch needs of other
@@ -145,13 +145,13 @@ def mark_critical(boxes: Iterable[Box], pipelines: Sequence[int] | None = None) 
     computed = sorted((b for b in all_boxes if b.lane == COMPUTE), key=lambda b: b.stop)
     home: Sequence[int] | dict[int, int] = pipelines or defaultdict(int)
     ends = {(home[b.rank], b.kind, b.stage, b.microbatch): b for b in computed}
-    before: dict[Box, Box] = {}
-    last: dict[int, Box] = {}
+    before: dict[TimeBox, TimeBox] = {}
+    last: dict[int, TimeBox] = {}
     for box in sorted(computed, key=lambda b: (b.start, b.stop)):
         if box.rank in last:
             before[box] = last[box.rank]
         last[box.rank] = box
-    path: set[Box] = set()
+    path: set[TimeBox] = set()
     at = computed[-1] if computed else None
     while at is not None and at not in path:
         path.add(at)
@@ -164,7 +164,7 @@ def mark_critical(boxes: Iterable[Box], pipelines: Sequence[int] | None = None) 
     return tuple(replace(b, critical=True) if b in path else b for b in all_boxes)
 
 
-def _needs(box: Box) -> list[tuple[str, int, int]]:
+def _needs(box: TimeBox) -> list[tuple[str, int, int]]:
     """The tasks that a task of a microbatch reads: kind, stage and microbatch."""
     kind, stage, m = box.kind, box.stage, box.microbatch
     if kind == "F":
@@ -174,7 +174,7 @@ def _needs(box: Box) -> list[tuple[str, int, int]]:
     return [("I", stage, m)] if kind == "W" else []
 
 
-def _latest(computed: Sequence[Box], box: Box) -> Box | None:
+def _latest(computed: Sequence[TimeBox], box: TimeBox) -> TimeBox | None:
     """The last to end on another rank before ``box`` begins."""
     return next((b for b in reversed(computed) if b.stop <= box.start and b.rank != box.rank), None)
 
@@ -188,7 +188,7 @@ def perfetto(drawings: Sequence[Drawing]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     first = 0
     for drawing in drawings:
-        flows: dict[str, dict[str, Box]] = defaultdict(dict)
+        flows: dict[str, dict[str, TimeBox]] = defaultdict(dict)
         for rank, lanes in enumerate(drawing.lanes()):
             name = f"{drawing.title}: rank {rank}" if len(drawings) > 1 else f"rank {rank}"
             events += _named("process", first + rank, 0, name, first + rank)
@@ -211,7 +211,7 @@ def perfetto(drawings: Sequence[Drawing]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"drawings": [d.title for d in drawings]}}
 
 
-def _place(box: Box, first: int, time: float) -> dict[str, Any]:
+def _place(box: TimeBox, first: int, time: float) -> dict[str, Any]:
     return {"pid": first + box.rank, "tid": LANES.index(box.lane), "ts": time * 1e6}
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.text import Text
 
 from .kinds import look
-from .timetable import COMPUTE, Box, Drawing, milliseconds
+from .timetable import COMPUTE, Drawing, TimeBox, milliseconds
 from .timetable_picture import kinds
 
 GOLDEN = 0.618034  # the multiples of the golden ratio are spread evenly
@@ -65,12 +65,12 @@ def _chart(drawing: Drawing, colours: bool, widths: tuple[int, int, int], whole:
     return text
 
 
-def _spans(row: list[Box], columns: int, seconds: float) -> Iterator[tuple[Box | None, int]]:
+def _spans(row: list[TimeBox], columns: int, seconds: float) -> Iterator[tuple[TimeBox | None, int]]:
     """What follows what in a row: a box, or None where it is idle, and over how many columns."""
     starts = [box.start for box in row]
     narrow = bool(row) and statistics.median(b.stop - b.start for b in row) * columns < seconds
 
-    def shown(column: int) -> Box | None:
+    def shown(column: int) -> TimeBox | None:
         place = (column + ((column * GOLDEN) % 1 if narrow else 0.5)) * seconds / columns
         at = bisect_right(starts, place) - 1
         return row[at] if at >= 0 and place < row[at].stop else None
@@ -80,7 +80,7 @@ def _spans(row: list[Box], columns: int, seconds: float) -> Iterator[tuple[Box |
         yield boxes[0], len(boxes)
 
 
-def _style(box: Box, chunks: dict[int, int]) -> str:
+def _style(box: TimeBox, chunks: dict[int, int]) -> str:
     ink, _, ground = look(box.kind).style.partition(" on ")
     later = chunks.get(box.stage, 0) > 0 and not ground.startswith("bright_")
     words = f"black on bright_{ground}" if later else f"{ink} on {ground}"

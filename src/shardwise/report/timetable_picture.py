@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .kinds import ink, lighter, look
 from .sheet import Line, Rectangle, Sheet, Words, width_of
-from .timetable import COMPUTE, Box, Drawing, milliseconds
+from .timetable import COMPUTE, Drawing, TimeBox, milliseconds
 
 LEFT, RIGHT = 74, 104  # pixels beside the rows
 NARROWEST, WIDEST = 760, 1800  # pixels of the rows
@@ -78,13 +78,13 @@ def _draw(sheet: Sheet, drawing: Drawing, scale: _Scale, y: float) -> float:
     return y
 
 
-def fill(box: Box, chunks: dict[int, int]) -> str:
+def fill(box: TimeBox, chunks: dict[int, int]) -> str:
     """The colour of a box: the later its stage among those of its rank, the lighter."""
     shade = min(STEP_OF_SHADE, SHADE / max(1, len(chunks) - 1))
     return lighter(look(box.kind).colour, shade * chunks.get(box.stage, 0))
 
 
-def _boxes(row: Sequence[Box], chunks: dict[int, int], scale: _Scale, y: float, height: float) -> Iterable[Rectangle]:
+def _boxes(row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, height: float) -> Iterable[Rectangle]:
     """White lines part boxes that are wide enough; an outline lies inside of its box."""
     for box in row:
         x, width = scale.x(box.start), scale.x(box.stop) - scale.x(box.start)
@@ -97,7 +97,7 @@ def _boxes(row: Sequence[Box], chunks: dict[int, int], scale: _Scale, y: float, 
             yield Rectangle(x + line / 2, y, width - line, height, fill(box, chunks), tip=tip)
 
 
-def _numbers(row: Sequence[Box], chunks: dict[int, int], scale: _Scale, y: float, digits: int) -> Iterable[Words]:
+def _numbers(row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, digits: int) -> Iterable[Words]:
     """The microbatches, in boxes that have room for so many digits, and the words of what has none."""
     for box in row:
         text = str(box.microbatch) if box.microbatch >= 0 else look(box.kind).words

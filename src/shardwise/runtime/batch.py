@@ -83,7 +83,7 @@ class StepResult:
         return HostResult(loss, norm, bool(skipped), weight, int(stop), bool(halted), scale, overflows)
 
 
-class Batch:
+class BatchState:
     """A batch of ``given``, of one trace for each microbatch; microbatches are counted from its first.
 
     ``scales`` are the loss scales by version of the weights, of which the batch uses ``version``; none: there is no scaling.
@@ -288,28 +288,28 @@ class Batch:
         return StepResult(self.loss, norm, skip, weight, self.shared[1], self.scale, overflows, self.repeated, halted)
 
 
-class Batches:
+class BatchStates:
     """Those of a program that are under way, taken from ``given`` when they begin, of one trace for each microbatch."""
 
     def __init__(self, owner: RankContext, traces: Sequence[Trace], given: Iterator[StepInput]) -> None:
         self.owner, self.traces, self.given = owner, traces, given
         scaling = owner.memory.loss_scale
         self.scales = [] if scaling is None else [scaling.scale.clone()]  # by version of the weights
-        self._under_way: dict[int, Batch] = {}
+        self._under_way: dict[int, BatchState] = {}
         self._new(0, next(given))
 
-    def _new(self, number: int, given: StepInput) -> Batch:
-        self._under_way[number] = batch = Batch(self.owner, self.traces, given, self.scales)
+    def _new(self, number: int, given: StepInput) -> BatchState:
+        self._under_way[number] = batch = BatchState(self.owner, self.traces, given, self.scales)
         return batch
 
-    def __getitem__(self, number: int) -> Batch:
+    def __getitem__(self, number: int) -> BatchState:
         return self._under_way[number] if number in self._under_way else self._new(number, next(self.given))
 
     def number(self, microbatch: int) -> int:
         """The batch of a microbatch; those of all batches are counted on."""
         return microbatch // len(self.traces)
 
-    def place(self, microbatch: int) -> tuple[Batch, int]:
+    def place(self, microbatch: int) -> tuple[BatchState, int]:
         """A microbatch's batch, and its number in there."""
         return self[self.number(microbatch)], microbatch % len(self.traces)
 
@@ -323,6 +323,6 @@ class Batches:
         if self.owner.memory.loss_scale is not None:
             self.scales.append(self.owner.memory.loss_scale.scale.clone())
 
-    def end(self, number: int) -> Batch:
+    def end(self, number: int) -> BatchState:
         """A batch that is over."""
         return self._under_way.pop(number)

@@ -109,15 +109,15 @@ class Operation:
     reads_only: bool = False  # this rank's part is all: the others need nothing of it
     remaining: int = 0  # pieces
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Chunk]:
         step = max(1, PIECE // max(1, self.parts * self.dtype.itemsize))
         starts = range(0, max(1, self.length), step)
         self.remaining = len(starts)
-        return [Piece(self, start, min(start + step, self.length)) for start in starts]
+        return [Chunk(self, start, min(start + step, self.length)) for start in starts]
 
 
 @dataclass(eq=False, slots=True)
-class Piece:
+class Chunk:
     """Elements ``start:stop`` of every part of an operation; ``shared`` is where this rank's input lies, by
     part."""
 
@@ -143,7 +143,7 @@ class Channel:
         self._key = int.from_bytes(blake2b(f"{name} {ranks}".encode(), digest_size=8).digest(), signed=True)
         self._bases = [0] * len(ranks)  # where the channel is in each member's control segment; 0: not yet known
         self._bases[self._me] = self._claim()
-        self._pieces: deque[Piece] = deque()  # not yet retired
+        self._pieces: deque[Chunk] = deque()  # not yet retired
         self._posted = self._worked = self._retired = 0  # pieces, of this rank
         self._stages: Segment | None = None
         self._staged = 0  # staging buffers in use
@@ -216,7 +216,7 @@ class Channel:
             self._board.wake(self._ranks)
         return self._posted > first
 
-    def _share(self, piece: Piece) -> bool:
+    def _share(self, piece: Chunk) -> bool:
         """Make the input visible and write the entry; False while there is no room for it."""
         whole, result, fd, offset, stride = piece.operation.x, piece.operation.result, -1, 0, 0
         if whole is not None:

@@ -16,14 +16,14 @@ from shardwise.backend import Backend, Kind
 from shardwise.capture.capture import LossFunction
 from shardwise.core.check import check
 from shardwise.core.communicators import Members, communicators
-from shardwise.core.devices import Model
+from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Machine, Rates, rates
-from shardwise.lower.stages import Cut, Weights, weights_of
+from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.measure.fp16_check import check_kernels
@@ -34,7 +34,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.communicator import Axes
 from shardwise.runtime.initial_values import Values
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
 
@@ -67,7 +67,7 @@ class Compiled:
     rates: Rates | None = None
     batch_rows: int | None = None
     kind: Kind | None = None
-    model: Model | None = None
+    model: DeviceModel | None = None
     per_host: int | None = None
     like: Compiled | None = None
     _values: Values | None = None
@@ -92,7 +92,7 @@ class Compiled:
         self.general = self._general()
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
         self._check_placed(self.general, self.like.buckets if self.like is not None else ())
-        self._stages = self._stages or Cut.of(self.general, self.plan, weights=self.unit_weights).names
+        self._stages = self._stages or StageSplit.of(self.general, self.plan, weights=self.unit_weights).names
         if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
@@ -109,7 +109,7 @@ class Compiled:
         found = self.trace((), None)
         if found.opaque is None or not any(p.is_meta for p in self.module.parameters()) or self.values.missing:
             return found
-        Cut.of(found, self.plan)  # has no stages, if some are asked for: nothing is made then
+        StageSplit.of(found, self.plan)  # has no stages, if some are asked for: nothing is made then
         # Its code may hold tensors that nobody else sees, and is tried on a first batch.
         self.module = self.values.whole()
         self._values = Values.of_module(self.module)
@@ -207,7 +207,7 @@ class Compiled:
                 )  # fmt: skip
         return self._traces[key]
 
-    def _tensors(self, ones: tuple[str, ...], rows: int | None) -> Tensors:
+    def _tensors(self, ones: tuple[str, ...], rows: int | None) -> TensorParallelSpec:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
         known = [p for b in self.buckets for p in b.parameters]
         layouts = {p.name: p.layout for p in known} if known else None
@@ -215,7 +215,9 @@ class Compiled:
         summed = {p.name: p.summed for p in known}
         machine = self._machine() if axes else None
         decided = None if self.like is None else self.like.trace(ones, rows).decisions
-        return Tensors(axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed, decided)
+        return TensorParallelSpec(
+            axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed, decided
+        )
 
     @property
     def microbatch_rows(self) -> int:
@@ -233,9 +235,9 @@ class Compiled:
         live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
         return Machine(self.own_rates(), rows, plan.tensor_bytes or None, gradient + state, live, self.devices)
 
-    def cut(self, one: Trace) -> Cut:
+    def cut(self, one: Trace) -> StageSplit:
         """The stages of a trace: those of the training trace."""
-        return Cut.of(one, self.plan, self._stages)
+        return StageSplit.of(one, self.plan, self._stages)
 
     def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
         """The checked programs of a trace for batches of so many microbatches."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from shardwise.core.instruction import Buffer, Instruction, Op
 from shardwise.ops.collectives import Env
 from shardwise.ops.weight_gradients import Factors
-from shardwise.runtime.batch import Batches
+from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.gathered import Gathered
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.rank_context import RankContext
@@ -41,7 +41,7 @@ class Computing(Multiplier):
 
     owner: RankContext
     traces: Sequence[Trace]
-    batches: Batches
+    batches: BatchStates
     gathered: Gathered
     gradients: Gradients
     received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.program import Program
 from shardwise.core.repeat import of_norm, repeated
-from shardwise.runtime.batch import Batches, StepInput, StepResult
+from shardwise.runtime.batch import BatchStates, StepInput, StepResult
 from shardwise.runtime.communicator import Handle
 from shardwise.runtime.computing import Computing
 from shardwise.runtime.gathered import Gathered
@@ -80,7 +80,7 @@ class _Run:
     def __post_init__(self) -> None:
         comm, owner, instructions = self.owner.comm, self.owner, self.program.instructions
         self.memory = memory = owner.memory
-        self.batches = Batches(owner, self.traces, self.given)
+        self.batches = BatchStates(owner, self.traces, self.given)
         self.gathered = Gathered(memory, comm, instructions, owner.strict, owner.offload)
         self.gradients = Gradients(memory, comm, owner.strict)
         each = [*self.traces] * self.program.batches  # of all microbatches

@@ -12,7 +12,7 @@ from torch import fx
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import axis_of
 from shardwise.core.rates import Machine
-from shardwise.shard.op_spec import Place, State, Strategy
+from shardwise.shard.op_spec import Placement, Shard, Strategy
 
 Name = tuple[str, str]
 """Of an op: what it is, and the path of its module."""
@@ -27,14 +27,14 @@ class Decisions:
     """
 
     ops: Mapping[Name, tuple[Mapping[str, Strategy], ...]]
-    parameters: Mapping[str, Mapping[str, State]]
+    parameters: Mapping[str, Mapping[str, Placement]]
     rows: Any = None
 
     def translated(self, strategy: Strategy, rows: Any) -> Strategy:
         """A strategy with what another capture calls the number of rows."""
 
-        def own(state: State) -> State:
-            if not isinstance(state, Place) or isinstance(state.pre, int):
+        def own(state: Placement) -> Placement:
+            if not isinstance(state, Shard) or isinstance(state.pre, int):
                 return state
             return state._replace(pre=state.pre.subs(self.rows, rows))
 
@@ -42,7 +42,7 @@ class Decisions:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class TensorParallelSpec:
     """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``.
 
     ``layouts`` are those of parameters, where they have been chosen before (None: whole), and ``summed`` the axes over which their
@@ -64,12 +64,12 @@ class Assignment:
     """Of one group: the states of each node's results, and the strategy of each op that has a form; ``held``: what the result of an op
     is moved to where it is made, because a user says so."""
 
-    states: dict[fx.Node, tuple[State, ...]] = field(default_factory=dict)
+    states: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)
-    held: dict[fx.Node, State] = field(default_factory=dict)
+    held: dict[fx.Node, Placement] = field(default_factory=dict)
 
 
-def place_of(layout: Layout | None, axis: str, parts: Mapping[str, int]) -> State:
+def place_of(layout: Layout | None, axis: str, parts: Mapping[str, int]) -> Placement:
     """Where ``axis`` shards a tensor of this layout (None: whole); "I" where it does not."""
     for dim, factors in enumerate(layout.dims if layout is not None else ()):
         whole, pre = math.prod(f.size for f in factors), 1
@@ -77,6 +77,6 @@ def place_of(layout: Layout | None, axis: str, parts: Mapping[str, int]) -> Stat
             if axis in factor.axes:
                 alone = len({axis_of(a) for a in factor.axes}) == len(factor.axes)  # no sub-axes, which cut alike
                 equal = alone and factor.size == math.prod(parts[a] for a in factor.axes)
-                return Place(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
+                return Shard(dim, pre, whole // (pre * (parts[axis] if equal else factor.size)), factor.parts)
             pre *= factor.size
     return "I"

@@ -12,10 +12,10 @@ from torch import fx
 from shardwise.graph.schema import is_tensor
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 
 
-class Walk:
+class BatchWalk:
     """The walk for the axes of the batch."""
 
     def __init__(self, context: ShardingContext) -> None:
@@ -42,22 +42,22 @@ class Walk:
             self.found.strategies[node] = strategy = self.choose(form)
             states[node] = strategy.results
 
-    def birth(self, node: fx.Node) -> State:
+    def birth(self, node: fx.Node) -> Placement:
         """The state of a placeholder."""
         captured = self.context.captured
-        return Place(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
+        return Shard(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
 
-    def state(self, node: fx.Node) -> State:
+    def state(self, node: fx.Node) -> Placement:
         """Of an operand."""
         return self.found.states[node][0]
 
-    def choose(self, form: Form) -> Strategy:
+    def choose(self, form: OpSharding) -> Strategy:
         """The sharding of the largest operand that the op takes; else it is applied to a partial sum; else to whole operands."""
         states = [self.state(o) for o, _ in form.operands]
         sizes = [math.prod(self.context.shape(o)) for o, _ in form.operands]
         for i in sorted(range(len(states)), key=lambda i: -sizes[i]):
             state = states[i]
-            found = form.shards(i, state) if isinstance(state, Place) else None
+            found = form.shards(i, state) if isinstance(state, Shard) else None
             if found is not None:
                 return found
         partial = [i for i, s in enumerate(states) if s == "P"]
@@ -67,7 +67,7 @@ class Walk:
             return Strategy(("R",) * len(states), (form.fresh,))
         return self.replicated(form, states)
 
-    def replicated(self, form: Form, states: list[State]) -> Strategy:
+    def replicated(self, form: OpSharding, states: list[Placement]) -> Strategy:
         """Of whole operands; of nothing but parameters a partial gradient passes through to them."""
         carrying = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o]]
         return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
@@ -81,7 +81,7 @@ def postpone(context: ShardingContext, axis: str, rows: Assignment, found: Assig
     for node, strategy in found.strategies.items():
         form = context.forms[node]
         operands = (o for o, _ in form.operands) if form is not None else ()
-        wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Place)}
+        wanted |= {o for o, s in zip(operands, strategy.operands, strict=True) if s == "R" or isinstance(s, Shard)}
     for node in reversed(nodes):
         name = context.captured.parameters.get(node.name)
         if name is not None and context.tensor.layouts is not None:

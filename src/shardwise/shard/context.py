@@ -22,11 +22,11 @@ from shardwise.graph.functional import Normal
 from shardwise.graph.schema import differentiable, is_tensor, picks
 from shardwise.graph.sizes import concrete, expression
 from shardwise.ops.collectives import ROWS
-from shardwise.shard.assignment import Tensors
-from shardwise.shard.op_spec import Form, Labels, Place, State
+from shardwise.shard.assignment import TensorParallelSpec
+from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard
 from shardwise.shard.sizes import factored
 
-Rule = Callable[["ShardingContext", fx.Node], Form | None]
+Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
 """Describes a captured op; None where it does not cover the op as it is used."""
 
 
@@ -39,7 +39,7 @@ class ShardingContext:
     """
 
     def __init__(
-        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: Tensors, *, counted: fx.Node | None = None,
+        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *, counted: fx.Node | None = None,
         summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
@@ -62,18 +62,18 @@ class ShardingContext:
         )  # fmt: skip
 
     @cached_property
-    def forms(self) -> Mapping[fx.Node, Form | None]:
+    def forms(self) -> Mapping[fx.Node, OpSharding | None]:
         """How each op treats shards; None where no rule covers it."""
         ops = [n for n in self.normal.graph.nodes if n.op == "call_function" and is_tensor(n) and not picks(n)]
         return {node: rule(self, node) if (rule := self.rules(node)) is not None else None for node in ops}
 
     def labelled(
-        self, node: fx.Node, operands: Sequence[tuple[fx.Node, Labels]], labels: Labels | Sequence[Labels],
+        self, node: fx.Node, operands: Sequence[tuple[fx.Node, DimLabels]], labels: DimLabels | Sequence[DimLabels],
         linear: str | Sequence[int] = (), several: bool = False, **more: Any,
-    ) -> Form:  # fmt: skip
+    ) -> OpSharding:  # fmt: skip
         """The form of an op; ``labels`` are those of its result, or of each of ``several``."""
         how: frozenset[int] | str = linear if isinstance(linear, str) else frozenset(linear)
-        return Form(node, list(operands), list(labels) if several else [labels], how, **more)
+        return OpSharding(node, list(operands), list(labels) if several else [labels], how, **more)
 
     # ---- whole tensors -------------------------------------------------------------------------------------------
 
@@ -99,12 +99,12 @@ class ShardingContext:
         """The number of rows as an expression: a symbol, or a number where the batch dim is static."""
         return self.captured.rows if self.symbol is None else self.symbol
 
-    def size(self, node: fx.Node, place: Place) -> Any:
+    def size(self, node: fx.Node, place: Shard) -> Any:
         """The size, as an expression, of the factor at ``place`` of a captured node's value."""
         found = self.expressions(node)[place.dim]
         return found // (place.pre * place.post) if isinstance(found, int) else found / (place.pre * place.post)
 
-    def shared_out(self, node: fx.Node, place: Place) -> bool:
+    def shared_out(self, node: fx.Node, place: Shard) -> bool:
         """Whether what is cut at ``place`` are no rows of the batch, and every rank has some of it."""
         size = self.size(node, place)
         if size == self.rows or not isinstance(size, int):
@@ -115,25 +115,25 @@ class ShardingContext:
         """Whether a factor of this size stands for equal pieces, within which other axes have theirs: it has as many elements as ranks."""
         return all(n in (1, size) for n in self.tensor.axes.values())
 
-    def layout_of(self, shape: Sequence[int], states: Mapping[str, State]) -> Layout:
+    def layout_of(self, shape: Sequence[int], states: Mapping[str, Placement]) -> Layout:
         """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within the other."""
         dims: list[list[Factor]] = [[Factor(s)] for s in shape]
         for d, size in enumerate(shape):
-            found = [(g, s) for g, s in states.items() if isinstance(s, Place) and s.dim == d]
+            found = [(g, s) for g, s in states.items() if isinstance(s, Shard) and s.dim == d]
             if found:
                 dims[d] = factored(size, [(g, self.behind_rows(states, s)) for g, s in found], self.tensor.axes)
         return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
 
-    def behind_rows(self, states: Mapping[str, State], place: Place) -> Place:
+    def behind_rows(self, states: Mapping[str, Placement], place: Shard) -> Shard:
         """A place with its ``pre`` as a number; what is behind rows goes only together with shards of these."""
         if isinstance(place.pre, int):
             return place
         rows = states.get(ROWS)
-        if not isinstance(rows, Place) or rows.dim != place.dim or rows.pre != 1:
+        if not isinstance(rows, Shard) or rows.dim != place.dim or rows.pre != 1:
             raise Uncapturable("a dim is sharded behind rows of the batch that are whole")
         return place._replace(pre=int(place.pre.subs(self.symbol, self.example)))
 
-    def fits(self, shape: Sequence[int], states: Mapping[str, State]) -> bool:
+    def fits(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
         """Whether a tensor can be in these states together."""
         try:
             self.layout_of(shape, states)
@@ -141,7 +141,7 @@ class ShardingContext:
             return False
         return True
 
-    def same_cut(self, value: fx.Node, states: Mapping[str, State], dim: int) -> bool:
+    def same_cut(self, value: fx.Node, states: Mapping[str, Placement], dim: int) -> bool:
         """Whether ranks have of a dim of a value what they would in other states."""
         if not isinstance(expression(value.meta["val"].shape[dim]), int):
             return False
@@ -153,10 +153,10 @@ class ShardingContext:
             return False
         return all(here.intervals(mesh, rank)[dim] == there.intervals(mesh, rank)[dim] for rank in range(mesh.size))
 
-    def minors(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> list[str]:
+    def minors(self, value: fx.Node, states: Mapping[str, Placement], groups: Sequence[str]) -> list[str]:
         """Other groups that shard the same factor as ``groups`` within their shards."""
         place = states[groups[0]]
-        assert isinstance(place, Place)
+        assert isinstance(place, Shard)
         layout = self.layout_of(value.meta["layout"].shape, states)
         axes = next(f.axes for f in layout.dims[place.dim] if groups[0] in f.axes)
         return [a for a in axes[axes.index(groups[0]) :] if a not in groups]

@@ -25,8 +25,8 @@ from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.local_graph import LocalGraph
-from shardwise.shard.op_spec import Form, Solved, State
-from shardwise.shard.redistribute import Moves
+from shardwise.shard.op_spec import Emission, OpSharding, Placement
+from shardwise.shard.redistribute import Redistribution
 
 aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class Emitter(LocalGraph):
     def __init__(self, context: ShardingContext, assignments: Mapping[str, Assignment]) -> None:
         super().__init__(context)
         self.assignments, self.groups = assignments, (ROWS, *context.tensor.axes)
-        self.moves = Moves(self)
+        self.moves = Redistribution(self)
         self.of_batch = _following(context.normal.graph, context.captured.fields)
         self.replicated: dict[tuple[str, str], list[fx.Node]] = {}
         self.layouts: dict[str, Layout] = {}
@@ -103,21 +103,21 @@ class Emitter(LocalGraph):
         goals = {group: one.held[node] for group, one in self.assignments.items() if node in one.held}
         return self.convert(value, goals) if goals else value
 
-    def local(self, node: fx.Node, form: Form) -> fx.Node:
+    def local(self, node: fx.Node, form: OpSharding) -> fx.Node:
         """Emit an op by its strategies."""
         strategies = {group: one.strategies[node] for group, one in self.assignments.items()}
         goals = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
         values = [self.convert(self.value[o], goal) for (o, _), goal in zip(form.operands, goals, strict=True)]
         states = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
         layouts = [self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)]
-        solved = Solved(values, layouts, strategies)
+        solved = Emission(values, layouts, strategies)
         new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
         several = isinstance(node.meta["val"], tuple | list)
         new.meta["states"] = states if several else states[0]
         new.meta["alike"] = form.alike
         return new
 
-    def plain(self, node: fx.Node, solved: Solved) -> fx.Node:
+    def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
         """The same op, on local operands."""
         args, kwargs = self.filled(node, solved.values)
         several = isinstance(node.meta["val"], tuple | list)
@@ -173,7 +173,7 @@ class Emitter(LocalGraph):
         """Arguments with every tensor as I."""
         return fx.map_arg(argument, lambda n: self.whole(n) if is_tensor(n) else self.value[n])
 
-    def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+    def convert(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
         """``value`` in other states."""
         return self.moves.convert(value, goals)
 

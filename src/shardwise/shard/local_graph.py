@@ -16,8 +16,8 @@ from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Place, State
-from shardwise.shard.sizes import Sizes, of_rows
+from shardwise.shard.op_spec import Placement, Shard
+from shardwise.shard.sizes import LocalSizes, of_rows
 
 
 class LocalGraph:
@@ -33,7 +33,7 @@ class LocalGraph:
         self.env = self.graph.placeholder("env")
         self.places = [n for n in context.normal.graph.nodes if n.op == "placeholder"]
         self.copies = [self.graph.placeholder(n.name) for n in self.places]
-        self.sizes = Sizes(self.graph, self.env, context.symbol)
+        self.sizes = LocalSizes(self.graph, self.env, context.symbol)
         self.value: dict[fx.Node, Any] = {}
         self.current: fx.Node | None = None
         self.collectives: Counter[tuple[str, str, str]] = Counter()
@@ -52,7 +52,7 @@ class LocalGraph:
             new.meta["origin"] = old
         return new
 
-    def annotate_move(self, new: fx.Node, source: fx.Node, states: Mapping[str, State]) -> fx.Node:
+    def annotate_move(self, new: fx.Node, source: fx.Node, states: Mapping[str, Placement]) -> fx.Node:
         layout = self.context.layout_of(source.meta["layout"].shape, states)
         self.annotate(new, layout, states, source.meta["grad"])
         new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
@@ -98,10 +98,10 @@ class LocalGraph:
                 out.append(self.arguments(given[d]) if isinstance(given[d], fx.Node) else given[d])
         return out
 
-    def cut(self, value: fx.Node, states: Mapping[str, State], groups: Sequence[str]) -> tuple[Any, ...]:
+    def cut(self, value: fx.Node, states: Mapping[str, Placement], groups: Sequence[str]) -> tuple[Any, ...]:
         """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post, parts), with the local sizes of what is around it."""
         place = states[groups[0]]
-        assert isinstance(place, Place)
+        assert isinstance(place, Shard)
         layout = self.context.layout_of(value.meta["layout"].shape, states)
         factors = layout.dims[place.dim]
         at = next(i for i, f in enumerate(factors) if groups[0] in f.axes)

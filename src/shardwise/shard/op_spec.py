@@ -1,6 +1,6 @@
 """How an op of a captured graph treats shards of its operands: pure descriptions, which rules make and others read.
 
-On a group of mesh axes a value is in one *state*: sharded at a :class:`Place` (V), a partial sum ("P"), replicated with a replicated
+On a group of mesh axes a value is in one *state*: sharded at a :class:`Shard` (V), a partial sum ("P"), replicated with a replicated
 gradient ("I"), or replicated with a partial gradient ("R").  Most ops are described by labels for the dims of operands and results, as
 in an einsum: a sharded label makes results that have it sharded and results that lack it partial sums.  Whatever the group, one
 sentence gives all gradient reductions: *an op whose result is sharded or partial needs its replicated operands as R*.
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 
-class Place(NamedTuple):
+class Shard(NamedTuple):
     """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a concatenation, each of its ``parts``.
 
     ``pre`` is an expression of the number of rows where a dim has these before the factor: rows × heads.
@@ -27,28 +27,28 @@ class Place(NamedTuple):
     parts: tuple[int, ...] = ()
 
 
-State = Place | str
+Placement = Shard | str
 """A place, or "P", "I", "R"."""
 
 Label = Any
 """Of a dim; None: the op needs the dim whole."""
 
-Labels = Sequence[Label]
+DimLabels = Sequence[Label]
 
 
 class Strategy(NamedTuple):
     """What an op's operands have to be on one group of axes, and what its results are then."""
 
-    operands: tuple[State, ...]
-    results: tuple[State, ...]
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
 
     @property
     def sharded(self) -> bool:
         """Whether an operand or a result is."""
-        return any(isinstance(s, Place) for s in (*self.operands, *self.results))
+        return any(isinstance(s, Shard) for s in (*self.operands, *self.results))
 
 
-class Solved(NamedTuple):
+class Emission(NamedTuple):
     """What an op is emitted with: the values of its operands, the layouts of its results, and its strategy on each group."""
 
     values: list[fx.Node]
@@ -61,14 +61,14 @@ class Solved(NamedTuple):
         return self.layouts[0]
 
 
-Shards = Callable[[int, Place], Strategy | None]
-Emit = Callable[[Any, Solved], fx.Node]
+ShardRule = Callable[[int, Shard], Strategy | None]
+Emit = Callable[[Any, Emission], fx.Node]
 """Adds the local op; called with the :class:`~shardwise.shard.emit.Emitter`."""
 Exchange = Callable[[Strategy, Sequence[tuple[int, ...]], int], Iterable[tuple[bool, str, int]]]
 
 
 @dataclass
-class Form:
+class OpSharding:
     """A captured op ``node`` with labels for its tensor ``operands``, in the order of its arguments, and for its ``results``.
 
     ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them together.  ``added``
@@ -82,20 +82,20 @@ class Form:
     """
 
     node: fx.Node
-    operands: list[tuple[fx.Node, Labels]]
-    results: list[Labels]
+    operands: list[tuple[fx.Node, DimLabels]]
+    results: list[DimLabels]
     linear: frozenset[int] | str = frozenset()
     added: frozenset[int] = frozenset()
-    moves: Shards | None = None
-    spread: Shards | None = None
+    moves: ShardRule | None = None
+    spread: ShardRule | None = None
     agree: Callable[[Sequence[Any]], bool] | None = None
-    fresh: Place | None = None
+    fresh: Shard | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
     exchange: Exchange | None = None
     factors: bool = False
 
-    def shards(self, position: int, place: Place) -> Strategy | None:
+    def shards(self, position: int, place: Shard) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
         if (
             (place.parts or not isinstance(place.pre, int))
@@ -105,13 +105,13 @@ class Form:
             return None
         return self.by_label(position, place) if self.moves is None else self.moves(position, place)
 
-    def by_label(self, position: int, place: Place) -> Strategy | None:
+    def by_label(self, position: int, place: Shard) -> Strategy | None:
         """What :meth:`shards` says by labels alone."""
         label = self.operands[position][1][place.dim]
         if label is None:
             return None
 
-        def at(labels: Labels, rest: State) -> State:
+        def at(labels: DimLabels, rest: Placement) -> Placement:
             return place._replace(dim=list(labels).index(label)) if label in labels else rest
 
         results = tuple("I" if i in self.alike else at(labels, "P") for i, labels in enumerate(self.results))

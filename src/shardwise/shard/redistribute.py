@@ -26,7 +26,7 @@ from torch import fx
 
 from shardwise.ops import collectives
 from shardwise.shard.local_graph import LocalGraph
-from shardwise.shard.op_spec import Place, State
+from shardwise.shard.op_spec import Placement, Shard
 
 KINDS: Mapping[str, str] = {
     "gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce", "replicate": "all_reduce in backward",
@@ -45,18 +45,18 @@ COLLECTIVES: Mapping[tuple[str, str], tuple[str, str]] = {
 }
 """By move and dual: the collective of the value and that of its gradient, where there is one."""
 
-Step = tuple[str, State, tuple[Any, ...]]
+Step = tuple[str, Placement, tuple[Any, ...]]
 """The name of a function of ops, the state after it, and its last arguments."""
 
 
 @dataclass
-class Moves:
+class Redistribution:
     """Conversions of one local graph; a value makes each move once, whoever needs it."""
 
     local: LocalGraph
-    done: dict[tuple[fx.Node, str, tuple[str, ...], State, tuple[Any, ...]], fx.Node] = field(default_factory=dict)
+    done: dict[tuple[fx.Node, str, tuple[str, ...], Placement, tuple[Any, ...]], fx.Node] = field(default_factory=dict)
 
-    def convert(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+    def convert(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
         """``value`` with the state ``goals[group]`` on each group; where it has no gradient I and R are the same."""
         while True:
             value = self.renamed(value, goals)
@@ -74,29 +74,29 @@ class Moves:
             value = self._move(value, groups, *first)
 
     @staticmethod
-    def _together(states: Mapping[str, State], steps: Mapping[str, Step], group: str, step: Step) -> tuple[str, ...]:
+    def _together(states: Mapping[str, Placement], steps: Mapping[str, Step], group: str, step: Step) -> tuple[str, ...]:
         """The groups that make a step together with ``group``: those of a gather are sharded alike."""
         return tuple(g for g, one in steps.items() if one == step and (step[0] != "gather" or states[g] == states[group]))
 
-    def renamed(self, value: fx.Node, goals: Mapping[str, State]) -> fx.Node:
+    def renamed(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
         """``value`` with the places that are wanted, where these are other words for the cuts that it has: 2 heads of 3 are 6 thirds."""
         states = value.meta["states"]
         for group, goal in goals.items():
             state = states[group]
-            if isinstance(goal, Place) and isinstance(state, Place) and goal != state and goal.dim == state.dim:
+            if isinstance(goal, Shard) and isinstance(state, Shard) and goal != state and goal.dim == state.dim:
                 after = {**states, group: goal}
                 if self.local.context.same_cut(value, after, goal.dim):
                     value = self._move(value, (group,), "same", goal, ())
                     states = value.meta["states"]
         return value
 
-    def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
+    def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: Placement, rest: tuple[Any, ...]) -> fx.Node:
         key = (value, name, groups, after, rest)
         if key not in self.done:
             self.done[key] = self._made(value, groups, name, after, rest)
         return self.done[key]
 
-    def _made(self, value: fx.Node, groups: tuple[str, ...], name: str, after: State, rest: tuple[Any, ...]) -> fx.Node:
+    def _made(self, value: fx.Node, groups: tuple[str, ...], name: str, after: Placement, rest: tuple[Any, ...]) -> fx.Node:
         local, before = self.local, value.meta["states"]
         states = {**before, **dict.fromkeys(groups, after)}
         where: tuple[Any, ...] = (groups,)
@@ -118,14 +118,14 @@ CUTTING = ("gather", "shard", "shard_leaf", "scatter")
 ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
 
 
-def step_towards(state: State, goal: State, grad: bool) -> Step | None:
+def step_towards(state: Placement, goal: Placement, grad: bool) -> Step | None:
     """The first move from a state towards another, if any is due."""
     if state == goal or (not grad and {state, goal} == {"I", "R"}):
         return None
-    if isinstance(state, Place):
+    if isinstance(state, Shard):
         dual = "R" if goal == "R" else "I"
         return "gather", dual, (dual,)
-    if isinstance(goal, Place):
+    if isinstance(goal, Shard):
         return {"P": "scatter", "I": "shard", "R": "shard_leaf"}[state], goal, ()
     match state, goal:
         case "P", _:
@@ -137,4 +137,4 @@ def step_towards(state: State, goal: State, grad: bool) -> Step | None:
     return "replicate", "R", ()
 
 
-__all__ = ["COLLECTIVES", "CUTTING", "ORDER", "Moves", "step_towards"]
+__all__ = ["COLLECTIVES", "CUTTING", "ORDER", "Redistribution", "step_towards"]

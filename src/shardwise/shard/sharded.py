@@ -23,8 +23,8 @@ from shardwise.core.layout import Layout
 from shardwise.core.pins import PLANS
 from shardwise.graph.functional import Normal
 from shardwise.ops.collectives import ROWS
-from shardwise.shard.assignment import Assignment, Decisions, Tensors
-from shardwise.shard.batch_walk import Walk, postpone
+from shardwise.shard.assignment import Assignment, Decisions, TensorParallelSpec
+from shardwise.shard.batch_walk import BatchWalk, postpone
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.recipe.pins import read_pins
@@ -64,14 +64,14 @@ class Sharded:
 
 def shard(
     normal: Normal, rules: Callable[[fx.Node], Rule | None], *, counted: fx.Node | None = None,
-    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None, tensor: Tensors | None = None,
+    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None, tensor: TensorParallelSpec | None = None,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch axes, and over those of ``tensor`` as that says.
 
     ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as :func:`loss.summands` finds them.
     """
     context = ShardingContext(
-        normal, rules, tensor or Tensors(), counted=counted, summands=summands, dropout=dropout, device=device
+        normal, rules, tensor or TensorParallelSpec(), counted=counted, summands=summands, dropout=dropout, device=device
     )  # fmt: skip
     context, assignments, decisions = choose(context)
     emitter = Emitter(context, assignments)
@@ -93,7 +93,7 @@ class Choice(NamedTuple):
 
 def choose(context: ShardingContext) -> Choice:
     """Choose a strategy for each op on each group of axes."""
-    batch, decisions = Walk(context).run(), None
+    batch, decisions = BatchWalk(context).run(), None
     tensor = context.tensor
     found: Mapping[str, Assignment]
     if tensor.axes and tensor.plan == "auto":

@@ -15,7 +15,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.sizes import expression, known
 from shardwise.ops import collectives
-from shardwise.shard.op_spec import Place
+from shardwise.shard.op_spec import Shard
 
 
 class Unfit(Uncapturable):
@@ -46,7 +46,7 @@ def of_rows(factors: Sequence[Factor]) -> Factor | None:
     return next((f for f in factors if collectives.ROWS in f.axes), next((f for f in factors if f.axes), None))
 
 
-class Sizes:
+class LocalSizes:
     """The sizes of one local graph: nodes that compute them from ``env``, made when first needed and used again.
 
     ``symbol`` is the number of rows; None where the batch dim is static.
@@ -99,7 +99,7 @@ class Sizes:
         return self.fold(operator.mul, [self.local_rows, times])
 
 
-def factored(size: int, places: Sequence[tuple[str, Place]], parts: Mapping[str, int]) -> list[Factor]:
+def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str, int]) -> list[Factor]:
     """The factors of a dim in which each of ``places``, (group, place), shards one.
 
     Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each but ``ROWS``,
@@ -132,7 +132,7 @@ def factored(size: int, places: Sequence[tuple[str, Place]], parts: Mapping[str,
     return [*found, Factor(size // done)] if done < size or not size else found
 
 
-def regrouped(source: Sequence[Any], place: Place, goal: Sequence[Any], rows: Any) -> Place | None:
+def regrouped(source: Sequence[Any], place: Shard, goal: Sequence[Any], rows: Any) -> Shard | None:
     """Where rows at ``place`` of row-major ``source`` sizes are after a view as ``goal`` sizes, if they stay in one dim.
 
     Sizes are :func:`expression`; ``rows`` is the symbol, or the number of rows.
@@ -145,7 +145,7 @@ def regrouped(source: Sequence[Any], place: Place, goal: Sequence[Any], rows: An
         before = _multiple(outer, done)
         after = _quotient(size, before * rows) if before is not None else None
         if before is not None and after:
-            return Place(d, before, after, place.parts)
+            return Shard(d, before, after, place.parts)
         done = done * size
     return None
 

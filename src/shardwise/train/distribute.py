@@ -29,7 +29,7 @@ HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch'
 
 def distribute(
     model: nn.Module, optimizer: torch.optim.Optimizer | OptimizerChoice, plan: Plan | None = None, **options: Any
-) -> tuple[Model, Optimizer]:
+) -> tuple[DistributedModel, Optimizer]:
     """A model and an optimizer to use in place of these, in an ordinary loop on all ranks::
 
         loss = model(**batch)
@@ -52,7 +52,7 @@ def distribute(
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
     steps = _Steps(model, choice, plan or Plan(mesh=Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1")))), options)
-    return Model(steps), Optimizer(steps, theirs)
+    return DistributedModel(steps), Optimizer(steps, theirs)
 
 
 class Loss:
@@ -90,7 +90,7 @@ class Loss:
         _refuse("loss", name, "backward, item, detach and float; other terms of a loss belong into the model's forward")
 
 
-class Model:
+class DistributedModel:
     """Stands for the module that is trained: ``model(**batch)`` is its loss."""
 
     def __init__(self, steps: _Steps) -> None:

@@ -16,7 +16,7 @@ from shardwise.core.layout import Layout
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.functional import Normal, functionalise
 from shardwise.graph.normalise import normalise
-from shardwise.shard.assignment import Tensors
+from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.shard.rules import find
 from shardwise.shard.sharded import shard
 from shardwise.units.microbatch_weights import mean_cross_entropy, summands, targets_of, unweighted
@@ -47,7 +47,7 @@ def trace(
     rows: int | None = None,
     opaque: bool = True,
     group: Callable[[str], Hashable] | None = None,
-    tensor: Tensors | None = None,
+    tensor: TensorParallelSpec | None = None,
     captures: Captures | None = None,
 ) -> Trace:
     """Trace ``module`` on rows like those of ``batch``, sharded over the axes of the batch.

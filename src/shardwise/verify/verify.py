@@ -40,12 +40,12 @@ OPTIMIZER = OptimizerChoice("adamw", lr=1e-3, eps=1e-4, weight_decay=0.1)
 """AdamW; its eps is large enough that a gradient of pure rounding noise (an attention key's bias) moves nothing."""
 
 Batches = Sequence[Mapping[str, Tensor]]
-Runner = Callable[[Compiled, Callable[[Communicator], list["RankStep"]]], list[list["RankStep"]]]
+Runner = Callable[[Compiled, Callable[[Communicator], list["VerifiedStep"]]], list[list["VerifiedStep"]]]
 """Runs a function on every rank of a plan and returns what each gave."""
 
 
 @dataclass
-class RankStep:
+class VerifiedStep:
     """What a rank has after a step: the same as :class:`OracleStep`, of the plan."""
 
     loss: float
@@ -167,8 +167,8 @@ def in_training(oracle: Oracle) -> None:
 
 
 def run_threads(
-    compiled: Compiled, rank: Callable[[Communicator], list[RankStep]], delay_seed: int | None = None
-) -> list[list[RankStep]]:
+    compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]], delay_seed: int | None = None
+) -> list[list[VerifiedStep]]:
     """Every rank as a thread of this process, on the device that the model was made ready for; ``delay_seed``: they pause at random."""
     return run_ranks(compiled.plan.mesh, rank, timeout=120, device=compiled.device, delay_seed=delay_seed)
 
@@ -181,7 +181,7 @@ def run_steps(
     clip_norm: float | None,
     seed: int,
     scale: ScaleChoice | None = None,
-) -> list[RankStep]:
+) -> list[VerifiedStep]:
     """Train one rank on its rows of each of the batches."""
     engine = Engine(compiled, comm, optimizer, clip_norm=clip_norm, seed=seed, strict=True, loss_scale=scale)
     parts, index = comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES)
@@ -197,7 +197,9 @@ def run_steps(
         results = list(engine.steps(iter(given), len(given))) if len(given) > 1 else [engine.step(*given[0])]
         values = dict(engine.whole.collect())
         steps = [
-            RankStep(float(result.loss), float(result.grad_norm), on_host(engine.everywhere(gradients)), {}, {}, result.repeated)
+            VerifiedStep(
+                float(result.loss), float(result.grad_norm), on_host(engine.everywhere(gradients)), {}, {}, result.repeated
+            )
             for result, gradients in zip(results, kept, strict=True)
         ]
         steps[-1].buffers = {name: values.pop(name) for name in engine.memory.buffers}
@@ -227,7 +229,7 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
     return lambda name, microbatch: found[name, microbatch]
 
 
-def compare(ours: Sequence[RankStep], truth: Sequence[OracleStep]) -> Comparison:
+def compare(ours: Sequence[VerifiedStep], truth: Sequence[OracleStep]) -> Comparison:
     """All differences of all steps."""
     comparison = Comparison()
     for mine, right in zip(ours, truth, strict=True):
@@ -283,5 +285,5 @@ def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> fl
     return difference / math.hypot(*(float(torch.linalg.vector_norm(t)) for t in truth.values()))
 
 
-def _same(a: RankStep, b: RankStep) -> bool:
+def _same(a: VerifiedStep, b: VerifiedStep) -> bool:
     return all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters)

@@ -9,9 +9,9 @@ from fnmatch import fnmatchcase
 from torch import Tensor, fx
 
 from shardwise.core.errors import ConfigError, did_you_mean
-from shardwise.core.pins import Cut, cuts, starred
+from shardwise.core.pins import PinnedCut, cuts, starred
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place
+from shardwise.shard.op_spec import OpSharding, Shard
 from shardwise.shard.recipe.walk import TensorWalk
 
 
@@ -20,7 +20,7 @@ class Pin:
     """What is said on one axis of the tensor called ``name``: ``text``, as the user wrote it, is ``"pattern" = "where"``."""
 
     text: str
-    cut: Cut
+    cut: PinnedCut
     name: str
 
 
@@ -103,7 +103,7 @@ class Places:
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
-    def parameter(self, node: fx.Node, pin: Pin) -> tuple[Place, bool] | None:
+    def parameter(self, node: fx.Node, pin: Pin) -> tuple[Shard, bool] | None:
         """Where a parameter is cut, and whether that is along what a product sums over; None: it is whole."""
         cut, shape = pin.cut, self.context.shape(node)
         if cut.side == "whole":
@@ -130,7 +130,7 @@ class Places:
         dims = [str(d) for d, size in enumerate(self.context.shape(node)) if size >= self.walk.parts]
         return [f'"{word}"' for word in (*sides, *dims, "whole")]
 
-    def sides(self, node: fx.Node, side: str) -> Iterator[Place]:
+    def sides(self, node: fx.Node, side: str) -> Iterator[Shard]:
         """Where a parameter is cut along what its products keep of it, or along what they sum over."""
         for form, position, views in self.products(node):
             operand, labels = form.operands[position]
@@ -148,7 +148,7 @@ class Places:
                         yield place
                         break
 
-    def products(self, node: fx.Node) -> Iterator[tuple[Form, int, list[fx.Node]]]:
+    def products(self, node: fx.Node) -> Iterator[tuple[OpSharding, int, list[fx.Node]]]:
         """(form, which operand, the views in between) of the products and lookups that use a parameter."""
         stack: list[tuple[fx.Node, list[fx.Node]]] = [(node, [])]
         while stack:
@@ -159,28 +159,28 @@ class Places:
                 elif form.multiplies:
                     yield form, position, views
 
-    def through(self, place: Place, views: list[fx.Node]) -> Place | None:
+    def through(self, place: Shard, views: list[fx.Node]) -> Shard | None:
         """Where a shard is after views."""
-        at: Place | None = place
+        at: Shard | None = place
         for node in views:
             source, index = (node, 0) if node in self.walk.forms else (node.args[0], node.args[1])
             form = self.walk.forms[source]
             strategy = None if form is None or at is None else form.shards(0, at)
             state = None if strategy is None else strategy.results[index]
-            at = state if isinstance(state, Place) else None
+            at = state if isinstance(state, Shard) else None
         return at
 
-    def beside(self, node: fx.Node, place: Place, pin: Pin) -> Place:
+    def beside(self, node: fx.Node, place: Shard, pin: Pin) -> Shard:
         """A place within what other axes cut along the same dim, if any do."""
         others = [one.states[node][0] for one in self.walk.before.values()]
-        if any(isinstance(s, Place) and s.dim == place.dim for s in others):
+        if any(isinstance(s, Shard) and s.dim == place.dim for s in others):
             size, inner = self.context.shape(node)[place.dim], self.walk.within(node, place.dim)
             if inner is None or size % (inner * self.walk.parts):
                 raise ConfigError(
                     f"pins: {pin.text}: dim {place.dim} of {pin.name} is {size}, which cannot be cut over "
                     f"{self.walk.axis} within the pieces of other axes; legal: another dim, or one axis."
                 )
-            return Place(place.dim, inner, size // (inner * self.walk.parts))
+            return Shard(place.dim, inner, size // (inner * self.walk.parts))
         return place
 
     def dim(self, node: fx.Node, pin: Pin) -> int:
@@ -193,7 +193,7 @@ class Places:
             )
         return pin.cut.dim % rank
 
-    def explicit(self, node: fx.Node, pin: Pin) -> Place:
+    def explicit(self, node: fx.Node, pin: Pin) -> Shard:
         """Each of the parts of a dim, which the pin names, cut."""
         dim, parts = self.dim(node, pin), pin.cut.parts or 1
         size = self.context.shape(node)[dim]
@@ -202,12 +202,12 @@ class Places:
                 f"pins: {pin.text}: dim {dim} of {pin.name} is {size}, which has no {parts} equal parts with a piece for each of "
                 f'{self.walk.parts} ranks; legal: "whole", or a dim with them.'
             )
-        found: Place = self.walk.cuts.even(size, dim, parts)
+        found: Shard = self.walk.cuts.even(size, dim, parts)
         return found
 
     # ---- results of modules ----------------------------------------------------------------------------------------
 
-    def result(self, node: fx.Node, pin: Pin) -> Place | None:
+    def result(self, node: fx.Node, pin: Pin) -> Shard | None:
         """Where the result of a module is cut; None: it is whole."""
         if pin.cut.side == "whole":
             return None
@@ -221,7 +221,7 @@ class Places:
             place = self.explicit(node, pin) if pin.cut.parts else None if found is None else found[1]
         else:
             rows = self.walk.rows.states[node][0]
-            place = rows if isinstance(rows, Place) and rows.dim == dim and pin.cut.parts is None else None
+            place = rows if isinstance(rows, Shard) and rows.dim == dim and pin.cut.parts is None else None
         if place is None or not self.walk.fits(node, place):
             raise ConfigError(
                 f"pins: {pin.text}: dim {dim} of what {pin.name} returns, {list(self.p.shape(node))}, cannot be cut into pieces for "

@@ -22,7 +22,7 @@ from shardwise.graph.naming import named
 from shardwise.parallel.tensor import Role
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.recipe.pins import Pin, Pins, Places, check_table
 from shardwise.shard.recipe.walk import TensorWalk
 from shardwise.shard.sizes import ratio
@@ -34,7 +34,7 @@ THROUGH, FROM_WEIGHT, TO_WEIGHT, FORWARD, BACKWARD = range(5)
 class Fact(NamedTuple):
     """Where a tensor is sharded (None: it is whole), by which pin, and through which op this follows from it ("": it is pinned)."""
 
-    place: Place | None
+    place: Shard | None
     pin: str
     op: str = ""
 
@@ -69,7 +69,7 @@ class PinnedWalk(TensorWalk):
                 if node.op == "placeholder" and (name := self.context.captured.parameters.get(node.name)) is not None:
                     layout = self.context.tensor.layouts.get(name)
                     state = place_of(layout, self.axis, self.context.tensor.axes)
-                    self.facts[node] = Fact(state if isinstance(state, Place) else None, name)
+                    self.facts[node] = Fact(state if isinstance(state, Shard) else None, name)
         for node, pin in self.about(self.pins.results):
             self.facts[node] = Fact(places.result(node, pin), pin.text)
             self.found.held[node] = self.facts[node].place or "I"
@@ -78,7 +78,7 @@ class PinnedWalk(TensorWalk):
         """What is said of this axis."""
         return [(node, by_axis[self.axis]) for node, by_axis in pins.items() if self.axis in by_axis]
 
-    def birth(self, node: fx.Node) -> State:
+    def birth(self, node: fx.Node) -> Placement:
         if node.name not in self.context.captured.parameters:
             return "I"
         fact = self.facts.get(node)
@@ -89,10 +89,10 @@ class PinnedWalk(TensorWalk):
         if node in self.found.held:
             self.found.states[node] = (self.found.held[node],)
 
-    def state(self, node: fx.Node) -> State:
+    def state(self, node: fx.Node) -> Placement:
         """What a value is; if that is no shard, where it is to be sharded."""
         found, fact = super().state(node), self.facts.get(node)
-        if isinstance(found, Place) or fact is None or fact.place is None or node in self.found.held:
+        if isinstance(found, Shard) or fact is None or fact.place is None or node in self.found.held:
             return found
         return fact.place
 
@@ -103,7 +103,7 @@ class Following:
     def __init__(self, walk: PinnedWalk) -> None:
         self.walk, self.facts = walk, walk.facts
         self.count = itertools.count()
-        self.waiting: list[tuple[int, int, Form, str, int, fx.Node]] = []
+        self.waiting: list[tuple[int, int, OpSharding, str, int, fx.Node]] = []
         self.conflicts: dict[str, None] = {}
 
     def run(self) -> None:
@@ -144,11 +144,11 @@ class Following:
         if made is not None:
             self.add(made, "results", index, node)
 
-    def add(self, form: Form, side: str, index: int, node: fx.Node) -> None:
+    def add(self, form: OpSharding, side: str, index: int, node: fx.Node) -> None:
         level = self.level(form, side, index, node)
         heapq.heappush(self.waiting, (level, next(self.count), form, side, index, node))
 
-    def level(self, form: Form, side: str, index: int, node: fx.Node) -> int:
+    def level(self, form: OpSharding, side: str, index: int, node: fx.Node) -> int:
         """How soon an op passes on where this operand or result is sharded."""
         place = self.facts[node].place
         if form.moves is not None or place is None or not form.multiplies:
@@ -175,10 +175,10 @@ class Following:
                 *zip(results, strategy.results, strict=True),
             ]
             for other, state in tensors:
-                if other is not None and other is not node and isinstance(state, Place):
+                if other is not None and other is not node and isinstance(state, Shard):
                     self.propose(other, state, node, form)
 
-    def strategy(self, form: Form, side: str, index: int, node: fx.Node) -> Strategy | None:
+    def strategy(self, form: OpSharding, side: str, index: int, node: fx.Node) -> Strategy | None:
         """That which has a tensor sharded where it is."""
         place = self.facts[node].place
         assert place is not None
@@ -191,13 +191,13 @@ class Following:
                     return found
         return None
 
-    def before(self, form: Form, position: int, index: int, place: Place) -> Iterator[Place]:
+    def before(self, form: OpSharding, position: int, index: int, place: Shard) -> Iterator[Shard]:
         """Where an operand may be sharded for a result of its op to be at ``place``."""
         operand, labels = form.operands[position]
         if form.moves is None:
             label = form.results[index][place.dim]
             if label is not None and label in labels:
-                yield Place(list(labels).index(label), place.pre, place.post)
+                yield Shard(list(labels).index(label), place.pre, place.post)
             return
         result = self.walk.cuts.results(form.node)[index]
         assert result is not None
@@ -209,11 +209,11 @@ class Following:
             for pre, post in itertools.product(pres, posts):
                 known = isinstance(size, int) and isinstance(pre, int)
                 if pre and post and (size >= pre * post and size % (pre * post) == 0 if known else not isinstance(size, int)):
-                    yield Place(dim, pre, post)
+                    yield Shard(dim, pre, post)
 
     # ---- what is found ---------------------------------------------------------------------------------------------------
 
-    def propose(self, node: fx.Node, place: Place, source: fx.Node, form: Form) -> None:
+    def propose(self, node: fx.Node, place: Shard, source: fx.Node, form: OpSharding) -> None:
         """An op wants a tensor sharded at ``place``."""
         size, by = self.walk.context.expressions(node)[place.dim], self.facts[source]
         if isinstance(size, int):

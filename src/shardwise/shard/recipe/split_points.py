@@ -11,7 +11,7 @@ from torch import fx
 
 from shardwise.graph.schema import given, op_name
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place
+from shardwise.shard.op_spec import OpSharding, Shard
 
 FAR = 200
 """Ops after which it is no longer followed where a shard leads to."""
@@ -26,11 +26,11 @@ class Cuts:
     def __init__(self, context: ShardingContext, parts: int) -> None:
         self.context, self.forms, self.parts = context, context.forms, parts
 
-    def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Place:
+    def even(self, size: int, dim: int, pre: int = 1, post: int = 1) -> Shard:
         """A place; where pieces come out equal it says so, whatever they are made of."""
-        return Place(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
+        return Shard(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
 
-    def split(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place] | None:
+    def split(self, form: OpSharding, weight: int, dim: int, result: int) -> tuple[int, Shard] | None:
         """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces.
 
         With the number of elements that have to be gathered even so.
@@ -38,9 +38,9 @@ class Cuts:
         found = self.best(form.node, result, self.context.shape(form.operands[weight][0])[dim])
         return None if found is None else (found[0], found[1]._replace(dim=dim))
 
-    def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Place] | None:
+    def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Shard] | None:
         """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces; and what is gathered even so."""
-        places: list[Place] = []
+        places: list[Shard] = []
         found = []
         for pre, post in self.made_of(node, dim):
             if size % (pre * post) == 0 and size // (pre * post) >= self.parts:
@@ -54,7 +54,7 @@ class Cuts:
         lost, _, _, place = min(found, key=lambda one: one[:3])
         return lost, place
 
-    def joined(self, node: fx.Node, dim: int) -> Place | None:
+    def joined(self, node: fx.Node, dim: int) -> Shard | None:
         """The place of a concatenation of unequal parts, each of which is cut as what follows wants it; None where it is none, or they are too small."""
         for value, d, scale in self.as_a_whole(node, dim):
             pieces = self.parts_of(value, d)
@@ -64,7 +64,7 @@ class Cuts:
             unit = math.gcd(*(place.post for place in each if place))
             counts = [size // unit for _, size in pieces]
             if all(n % self.parts == 0 or place.post == unit for n, place in zip(counts, each, strict=True) if place):
-                return Place(dim, 1, unit * scale, tuple(counts))
+                return Shard(dim, 1, unit * scale, tuple(counts))
         return None
 
     def as_a_whole(self, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
@@ -83,10 +83,10 @@ class Cuts:
                     if result is None:
                         continue
                     for pre, post in ((1, 1), *_factors(sizes, d, self.context.expressions(result))):
-                        after = form.shards(position, Place(d, 1, post)) if pre == 1 else None
+                        after = form.shards(position, Shard(d, 1, post)) if pre == 1 else None
                         at = None if after is None else after.results[i]
                         if (
-                            not isinstance(at, Place)
+                            not isinstance(at, Shard)
                             or at.pre != 1
                             or self.context.shape(result)[at.dim] * post != sizes[d] * at.post
                         ):
@@ -124,7 +124,7 @@ class Cuts:
         )
         return parts if tiled and len(set(sizes)) > 1 else []
 
-    def of_part(self, node: fx.Node, size: int, dim: int) -> Place | None:
+    def of_part(self, node: fx.Node, size: int, dim: int) -> Shard | None:
         """Where to cut dim ``dim`` of a part."""
         places = [self.even(size, dim, 1, post) for _, post in self.made_of(node, dim) if size % post == 0]
         places = [place for place in places if place.pre == 1 and size // place.post >= self.parts]
@@ -168,13 +168,13 @@ class Cuts:
                         *(sizes[d] // g for g in goal if isinstance(g, int) and 0 < g < sizes[d] and sizes[d] % g == 0),
                     ):
                         found[parts * number, 1] = None
-                        after = form.shards(position, Place(d, number))
+                        after = form.shards(position, Shard(d, number))
                         at = None if after is None else after.results[i]
-                        if isinstance(at, Place) and (at.pre, at.post) == (1, 1):
+                        if isinstance(at, Shard) and (at.pre, at.post) == (1, 1):
                             stack.append((result, at.dim, parts * number))
         return list(found)
 
-    def uses(self, value: fx.Node) -> Iterator[tuple[fx.Node, int, Form]]:
+    def uses(self, value: fx.Node) -> Iterator[tuple[fx.Node, int, OpSharding]]:
         """(op, position among its operands, its form) of those that read a value."""
         for user in value.users:
             form = self.forms.get(user)
@@ -189,10 +189,10 @@ class Cuts:
         picked = {u.args[1]: u for u in user.users if u not in self.forms}
         return [picked.get(i) for i in range(len(user.meta["val"]))]
 
-    def gathered(self, node: fx.Node, place: Place) -> int:
+    def gathered(self, node: fx.Node, place: Shard) -> int:
         """The elements that have to be gathered, after ``node`` is made sharded at ``place``, before ops that do not take them so."""
         total = 0
-        seen: set[tuple[fx.Node, Place]] = set()
+        seen: set[tuple[fx.Node, Shard]] = set()
         stack = [(node, place)]
         while stack and len(seen) < FAR:
             value, at = one = stack.pop()
@@ -204,7 +204,7 @@ class Cuts:
             for user, strategy in strategies:
                 after = strategy.results if strategy is not None else ()
                 stack += [
-                    (r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Place)
+                    (r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Shard)
                 ]
         return total
 

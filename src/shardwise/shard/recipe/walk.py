@@ -21,9 +21,9 @@ from shardwise.core.mesh import axis_of, sub_axes
 from shardwise.ops import collectives
 from shardwise.parallel.tensor import Role, role
 from shardwise.shard.assignment import Assignment, place_of
-from shardwise.shard.batch_walk import Walk
+from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.recipe.lookahead import Ahead
 from shardwise.shard.recipe.split_points import Cuts
 
@@ -34,7 +34,7 @@ TABLE = 8
 """Rows a rank from which on a table is split."""
 
 
-class TensorWalk(Walk):
+class TensorWalk(BatchWalk):
     """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the assignments of those before it.
 
     ``known`` is what the axis does; none: all compute the same over it.
@@ -89,10 +89,10 @@ class TensorWalk(Walk):
 
     # ---- parameters ------------------------------------------------------------------------------------------------
 
-    def birth(self, node: fx.Node) -> State:
+    def birth(self, node: fx.Node) -> Placement:
         name = self.context.captured.parameters.get(node.name)
         if name is None or self.inert:
-            return Place(0) if self.role.rows and node.name in self.context.captured.fields else "I"
+            return Shard(0) if self.role.rows and node.name in self.context.captured.fields else "I"
         if self.context.tensor.layouts is not None:
             layout = self.context.tensor.layouts.get(name)
             return place_of(layout, self.axis, self.context.tensor.axes)
@@ -103,19 +103,19 @@ class TensorWalk(Walk):
         self.origin[node] = self.origin[source]
         self.views[self.origin[source]].append(node)
 
-    def close(self, node: fx.Node, wanted: State | None) -> bool:
+    def close(self, node: fx.Node, wanted: Placement | None) -> bool:
         """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.  Whether it is."""
         if node not in self.origin:
             return self.found.states[node][0] == wanted
         parameter = self.origin[node]
-        for place in self.candidates(parameter, node, wanted) if isinstance(wanted, Place) else ():
+        for place in self.candidates(parameter, node, wanted) if isinstance(wanted, Shard) else ():
             if self.under(parameter, place).get(node, (None,))[0] == wanted:
                 self.settle(parameter, place)
                 return True
         self.settle(parameter, None)
         return False
 
-    def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Place) -> Iterator[Place]:
+    def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Shard) -> Iterator[Shard]:
         """Where a parameter might be sharded for a view of it to be sharded as wanted."""
         shape, size = self.context.shape(parameter), self.context.shape(node)[wanted.dim]
         for dim, whole in enumerate(shape):
@@ -123,9 +123,9 @@ class TensorWalk(Walk):
                 if whole % (pre * wanted.post) == 0:
                     yield wanted._replace(dim=dim, pre=pre)
 
-    def under(self, parameter: fx.Node, place: Place | None) -> dict[fx.Node, tuple[State, ...]]:
+    def under(self, parameter: fx.Node, place: Shard | None) -> dict[fx.Node, tuple[Placement, ...]]:
         """The states of a parameter and its views if it is sharded there."""
-        found: dict[fx.Node, tuple[State, ...]] = {parameter: ("I" if place is None else place,)}
+        found: dict[fx.Node, tuple[Placement, ...]] = {parameter: ("I" if place is None else place,)}
         for node in self.views[parameter]:
             form = self.forms.get(node)
             if form is None:
@@ -136,11 +136,11 @@ class TensorWalk(Walk):
         return found
 
     @staticmethod
-    def of_view(form: Form, state: State) -> Strategy:
-        found = form.shards(0, state) if isinstance(state, Place) else None
+    def of_view(form: OpSharding, state: Placement) -> Strategy:
+        found = form.shards(0, state) if isinstance(state, Shard) else None
         return form.whole("I") if found is None else found
 
-    def settle(self, parameter: fx.Node, place: Place | None) -> None:
+    def settle(self, parameter: fx.Node, place: Shard | None) -> None:
         self.found.states |= (states := self.under(parameter, place))
         for node in self.views.pop(parameter):
             form = self.forms.get(node)
@@ -151,11 +151,11 @@ class TensorWalk(Walk):
 
     # ---- ops -----------------------------------------------------------------------------------------------------------
 
-    def state(self, node: fx.Node) -> State:
+    def state(self, node: fx.Node) -> Placement:
         """As the ops see it that read it."""
         return "I" if node in self.streams else super().state(node)
 
-    def choose(self, form: Form) -> Strategy:
+    def choose(self, form: OpSharding) -> Strategy:
         opened = [i for i, (o, _) in enumerate(form.operands) if o in self.origin]
         if opened:
             self.decide(form, opened)
@@ -178,7 +178,7 @@ class TensorWalk(Walk):
         passing = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)]
         return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
 
-    def shards(self, form: Form, position: int, place: Place) -> Strategy | None:
+    def shards(self, form: OpSharding, position: int, place: Shard) -> Strategy | None:
         """A form's strategy whose shards go together with those of other axes."""
         for way in (form.shards, form.spread):
             strategy = None if way is None else way(position, place)
@@ -186,12 +186,12 @@ class TensorWalk(Walk):
                 return strategy
         return None
 
-    def fits(self, node: fx.Node, place: Place) -> bool:
+    def fits(self, node: fx.Node, place: Shard) -> bool:
         """Whether a value can be sharded at ``place`` beside what other axes make of it."""
         others = {group: one.states[node][0] for group, one in ((collectives.ROWS, self.rows), *self.before.items())}
         return self.context.fits(self.context.shape(node), {**others, self.axis: place})
 
-    def together(self, form: Form, strategy: Strategy) -> bool:
+    def together(self, form: OpSharding, strategy: Strategy) -> bool:
         """Whether a strategy's shards go together with those of other axes."""
         walked = {collectives.ROWS: self.rows, **self.before}
         known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
@@ -206,11 +206,11 @@ class TensorWalk(Walk):
             return False
         return form.agree is None or form.agree([self.context.layout_of(*one) for one in zip(shapes, operands, strict=True)])
 
-    def sharded(self, form: Form, states: list[State]) -> Strategy | None:
+    def sharded(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
         """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
         order = []
         for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
-            if isinstance(state, Place):
+            if isinstance(state, Shard):
                 mine = self.context.learned(operand)
                 if not (mine and self.role.at_use and not self.large_table(form, i)):
                     shape = self.context.shape(operand)
@@ -222,18 +222,18 @@ class TensorWalk(Walk):
                 return found
         return None
 
-    def column(self, form: Form, states: list[State]) -> Strategy | None:
+    def column(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
         """Of a product by rows, if products are all by columns: its weight sharded otherwise than it rests."""
         if self.role.stream != "width":
             return None
         for i, (operand, labels) in enumerate(form.operands):
             state = states[i]
-            if isinstance(state, Place) and self.context.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
+            if isinstance(state, Shard) and self.context.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
                 place = self.by_columns(form, [i])
                 return None if place is None else self.shards(form, *place)
         return None
 
-    def noted(self, form: Form, strategy: Strategy) -> Strategy:
+    def noted(self, form: OpSharding, strategy: Strategy) -> Strategy:
         """Remember where a partial sum is that of a product, and where a stream begins."""
         product = any(
             form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.context.learned(o)
@@ -241,11 +241,11 @@ class TensorWalk(Walk):
         if "P" in strategy.results:
             if product or any(o in self.made for o, _ in form.operands):
                 self.made.add(form.node)
-        elif product and self.alternates and isinstance(strategy.results[0], Place) and self.ahead.is_stream(form.node):
+        elif product and self.alternates and isinstance(strategy.results[0], Shard) and self.ahead.is_stream(form.node):
             self.streams.add(form.node)
         return strategy
 
-    def keeps(self, form: Form, partial: list[int]) -> bool:
+    def keeps(self, form: OpSharding, partial: list[int]) -> bool:
         """Whether an op is applied to a partial sum, which is reduced later."""
         others = [o for i, (o, _) in enumerate(form.operands) if i not in partial and self.grad[o]]
         if others:
@@ -255,17 +255,17 @@ class TensorWalk(Walk):
         later = self.role.stream != "whole" and form.operands[0][0] in self.made and self.in_stream(form, partial[0]) is None
         return small or together or later
 
-    def large_table(self, form: Form, table: int) -> bool:
+    def large_table(self, form: OpSharding, table: int) -> bool:
         """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
         rows, found = math.prod(self.context.shape(form.operands[table][0])), sum(map(math.prod, self.context.shapes(form.node)))
         return self.looks_up(form, table) and rows > found
 
-    def looks_up(self, form: Form, table: int) -> bool:
+    def looks_up(self, form: OpSharding, table: int) -> bool:
         """Whether an op looks up rows of the operand ``table``."""
         labels = form.operands[table][1]
         return not form.contracts(table) and len(form.operands) > 1 and any(form.sums(label) for label in labels)
 
-    def decide(self, form: Form, opened: list[int]) -> None:
+    def decide(self, form: OpSharding, opened: list[int]) -> None:
         """Close the open operands of an op: as its other operands want it, or as the recipe says where these are whole."""
         if self.role.rows:
             place = self.at_rest(form, opened)
@@ -274,7 +274,7 @@ class TensorWalk(Walk):
         strategy = None if place is None else self.shards(form, *place)
         if place is None:
             known = [(i, self.state(o)) for i, (o, _) in enumerate(form.operands) if i not in opened]
-            sharded = [(i, s) for i, s in known if isinstance(s, Place)]
+            sharded = [(i, s) for i, s in known if isinstance(s, Shard)]
             strategy = next((found for one in sharded if (found := self.shards(form, *one)) is not None), None)
         order = [place[0]] if place is not None and place[0] in opened else []
         for i in [*order, *(i for i in opened if i not in order)]:
@@ -286,7 +286,7 @@ class TensorWalk(Walk):
             if not good and i in order:
                 strategy = None
 
-    def at_rest(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+    def at_rest(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
         """(weight, where it rests) of a product whose weight is gathered where it is used: along what is summed over, else any dim."""
         if not self.role.at_use:
             return None
@@ -298,7 +298,7 @@ class TensorWalk(Walk):
             for dim in dims:
                 size, inner = self.context.shape(operand)[dim], self.within(operand, dim)
                 if inner is not None and size % (inner * self.parts) == 0:
-                    return i, Place(dim, inner, size // (inner * self.parts))
+                    return i, Shard(dim, inner, size // (inner * self.parts))
         return None
 
     def within(self, operand: fx.Node, dim: int) -> int | None:
@@ -306,13 +306,13 @@ class TensorWalk(Walk):
         pieces = 1
         for one in self.before.values():
             state = one.states[operand][0]
-            if isinstance(state, Place) and state.dim == dim:
+            if isinstance(state, Shard) and state.dim == dim:
                 if state.pre != 1 or pieces != 1:
                     return None
                 pieces = self.context.shape(operand)[dim] // state.post
         return pieces
 
-    def by_rows(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+    def by_rows(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
         """(operand, where that is sharded): along a label that is summed over and that the weight has too."""
         for i, (operand, labels) in enumerate(form.operands if self.role.stream != "width" else ()):
             if i in opened:
@@ -323,20 +323,20 @@ class TensorWalk(Walk):
                     return None if self.keeps_scores(form, i) else (i, place)
         return None
 
-    def keeps_scores(self, form: Form, position: int) -> bool:
+    def keeps_scores(self, form: OpSharding, position: int) -> bool:
         """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are not to be whole."""
         sizes = [math.prod(self.context.shape(node)) for node in (form.node, form.operands[position][0])]
         return self.alternates and sizes[0] > sizes[1] and self.ahead.is_scores(form.node)
 
-    def pieces(self, operand: fx.Node) -> list[Place]:
+    def pieces(self, operand: fx.Node) -> list[Shard]:
         """Where an operand is sharded, or where slices of a whole one may begin the turns of columns and rows."""
         state = self.state(operand)
         if state == "I" and self.role.turned and not self.context.learned(operand):
             sizes = self.context.expressions(operand)
             return [self.cuts.even(s, d) for d, s in enumerate(sizes) if isinstance(s, int) and s and s % self.parts == 0]
-        return [state] if isinstance(state, Place) else []
+        return [state] if isinstance(state, Shard) else []
 
-    def by_columns(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+    def by_columns(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
         """(weight, where to shard it): along a dim of the result that the weight alone has, of a product."""
         for i in opened:
             labels = form.operands[i][1]
@@ -350,7 +350,7 @@ class TensorWalk(Walk):
                         return None if place is None else (i, place)
         return None
 
-    def column_of(self, form: Form, weight: int, dim: int, result: int) -> Place | None:
+    def column_of(self, form: OpSharding, weight: int, dim: int, result: int) -> Shard | None:
         """Where to cut a weight by columns.
 
         Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut among as many of
@@ -367,7 +367,7 @@ class TensorWalk(Walk):
         self.few = max(self.few, 1 if self.divided else number)
         return heads if self.divided and number == self.major else place
 
-    def fewer(self, form: Form, weight: int, dim: int, result: int) -> tuple[int, Place | None]:
+    def fewer(self, form: OpSharding, weight: int, dim: int, result: int) -> tuple[int, Shard | None]:
         """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and how."""
         for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
             found = Cuts(self.context, number).split(form, weight, dim, result)
@@ -376,7 +376,7 @@ class TensorWalk(Walk):
                 return number, found[1]
         return 1, None
 
-    def by_table(self, form: Form, opened: list[int]) -> tuple[int, Place] | None:
+    def by_table(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
         """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of each."""
         for i in opened:
             operand, labels = form.operands[i]
@@ -387,22 +387,22 @@ class TensorWalk(Walk):
             if self.role.turned or self.role.stream == "width":
                 wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
                 return (i, self.cuts.even(shape[wide[-1]], wide[-1])) if wide else None
-            looked = any(isinstance(self.rows.states[o][0], Place) for j, (o, _) in enumerate(form.operands) if j not in opened)
+            looked = any(isinstance(self.rows.states[o][0], Shard) for j, (o, _) in enumerate(form.operands) if j not in opened)
             if looked and shape[row] >= TABLE * self.parts:
                 return i, self.cuts.even(shape[row], row)
         return None
 
-    def in_stream(self, form: Form, position: int) -> Strategy | None:
+    def in_stream(self, form: OpSharding, position: int) -> Strategy | None:
         """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes between products."""
         operand = form.operands[position][0]
         if operand not in self.made:
             return None
         rows, shape = self.rows.states[operand][0], self.context.shape(operand)
         if self.role.rows or self.role.stream == "rows":
-            return self.shards(form, position, rows) if isinstance(rows, Place) else None
+            return self.shards(form, position, rows) if isinstance(rows, Shard) else None
         if self.role.stream != "sequence":
             return None
-        at = rows.dim if isinstance(rows, Place) else -1
+        at = rows.dim if isinstance(rows, Shard) else -1
         for dim in range(len(shape) - 1):
             if dim != at and shape[dim] >= self.parts and isinstance(self.context.expressions(operand)[dim], int):
                 return self.shards(form, position, self.cuts.even(shape[dim], dim))

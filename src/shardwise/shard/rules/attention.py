@@ -13,7 +13,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.ops import collectives, random_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emit, Form, Place, Solved, State, Strategy
+from shardwise.shard.op_spec import Emission, Emit, OpSharding, Placement, Shard, Strategy
 from shardwise.shard.rules.draws import keys, ordered
 from shardwise.shard.rules.table import Table, aligned, given, rank_of
 
@@ -45,27 +45,27 @@ def _attention(context: ShardingContext, node: fx.Node) -> Any:
     return form if context.dropout == "fast" else ordered(context, form)
 
 
-def _share_heads(context: ShardingContext, form: Form, dim: int) -> None:
+def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
     """Groups of queries share the heads of keys and values: pieces of these go with pieces of those, or every rank has these whole."""
     sizes = [context.shape(x)[dim] for x, _ in form.operands[:3]]
     queries, keys = sizes[:2]
     mask = context.shape(form.operands[3][0]) if len(form.operands) > 3 else ()
     if len(mask) > 2 and mask[-3] != 1:
         return  # a mask for each head
-    masks: list[State] = ["R"] * (len(form.operands) - 3)
+    masks: list[Placement] = ["R"] * (len(form.operands) - 3)
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         if place.dim != dim or place.pre != 1 or position > 2:
             return form.by_label(position, place)
         pieces = sizes[position] // place.post
         if position and queries % pieces:
             return None
-        own = place if position == 0 else Place(dim, 1, queries // pieces)
+        own = place if position == 0 else Shard(dim, 1, queries // pieces)
         shared = math.gcd(pieces, keys)
-        rest: State = Place(dim, 1, keys // shared) if shared > 1 else "R"
+        rest: Placement = Shard(dim, 1, keys // shared) if shared > 1 else "R"
         return Strategy((own, rest, rest, *masks), (own,))
 
-    def spread(position: int, place: Place) -> Strategy | None:
+    def spread(position: int, place: Shard) -> Strategy | None:
         return Strategy((place, "R", "R", *masks), (place,)) if position == 0 and place.dim == dim else None
 
     def agree(layouts: Sequence[Layout]) -> bool:
@@ -85,7 +85,7 @@ def _spans(context: ShardingContext, layouts: Sequence[Layout], dim: int) -> lis
     return found
 
 
-def _matched(emitter: Emitter, node: fx.Node, solved: Solved) -> Solved:
+def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
     """With those of a rank's heads of keys and values that its queries use, one for each, if these are not as regular as in the whole."""
     q, k = node.args[:2]
     dim = rank_of(emitter.context, q) - 3
@@ -108,7 +108,7 @@ def _matched(emitter: Emitter, node: fx.Node, solved: Solved) -> Solved:
 def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
     """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is allowed to differ."""
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         q, k = node.args[:2]
         solved = _matched(emitter, node, solved)
         sharded = any(s.sharded for s in solved.strategies.values())

@@ -13,7 +13,7 @@ from shardwise.ops import random_ops
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Form, Place, Solved, State, Strategy
+from shardwise.shard.op_spec import Emission, OpSharding, Placement, Shard, Strategy
 from shardwise.shard.rules.table import Table, given, op_name, rank_of
 
 aten = torch.ops.aten
@@ -22,7 +22,7 @@ RULES = Table()
 Batch = tuple[int, int] | None
 
 
-def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Place | None) -> Batch:
+def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | None) -> Batch:
     """Where the samples are in a random tensor of these sizes, as (dim, minor)."""
     if place is not None:
         return place.dim, place.post
@@ -36,13 +36,13 @@ def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Place | No
     return 0, int(sizes[0]) // context.rows
 
 
-def keys(context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, State]) -> tuple[Any, ...]:
+def keys(context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, Placement]) -> tuple[Any, ...]:
     """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, spread, grid).
 
     ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it, each with the axes
     of tensor parallelism that shard it; None where nothing does.
     """
-    places = {g: s for g, s in states.items() if isinstance(s, Place)}
+    places = {g: s for g, s in states.items() if isinstance(s, Shard)}
     first = places.get(ROWS) or next(
         (s for s in places.values() if s.pre == 1 and context.multiple(sizes[s.dim]) == s.post), None
     )
@@ -58,11 +58,11 @@ def keys(context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: 
     return node.meta["ordinal"], batch, spread, tuple(tuple((f.size, f.axes) for f in dim) for dim in layout.dims)
 
 
-def ordered(context: ShardingContext, form: Form) -> Form:
+def ordered(context: ShardingContext, form: OpSharding) -> OpSharding:
     """``form``, which does not take rows in another order than one device numbers samples in."""
     inner = form.moves or form.by_label
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         operand = form.operands[position][0]
         return None if place.pre != 1 and context.size(operand, place) == context.rows else inner(position, place)
 
@@ -70,11 +70,11 @@ def ordered(context: ShardingContext, form: Form) -> Form:
     return form
 
 
-def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> Form:
+def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> OpSharding:
     """An op each element of whose operand gets a random number; ``emit(emitter, key, value, layout)``."""
     labels = range(rank_of(context, x))
 
-    def local(emitter: Emitter, solved: Solved) -> fx.Node:
+    def local(emitter: Emitter, solved: Emission) -> fx.Node:
         states = {g: s.results[0] for g, s in solved.strategies.items()}
         made: fx.Node = emit(emitter, lambda sizes: keys(context, node, sizes, states), solved.values[0], solved.layout)
         return made
@@ -144,10 +144,10 @@ def _random(context: ShardingContext, node: fx.Node) -> Any:
     kind = _KINDS[op_name(node)]
     low, high = (given(node, "low", 0), given(node, "high", 1)) if kind == "randint" else (0, 1)
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         key = keys(context, node, sizes, {g: s.results[0] for g, s in solved.strategies.items()})
         local = emitter.local_sizes(node, solved.layout)
         args = (emitter.env, kind, *key, local, node.meta["val"].dtype, context.device, low, high)
         return emitter.emit(node, args, {}, solved.layout, random_ops.random_of)
 
-    return context.labelled(node, [], range(len(sizes)), fresh=Place(fresh[0]) if fresh else None, emit=emit)
+    return context.labelled(node, [], range(len(sizes)), fresh=Shard(fresh[0]) if fresh else None, emit=emit)

@@ -12,7 +12,7 @@ from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Form, Place, Solved, Strategy
+from shardwise.shard.op_spec import Emission, OpSharding, Shard, Strategy
 from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def _embedding(context: ShardingContext, node: fx.Node) -> Any:
         return None  # a gradient divided by how often a row occurs in the batch
     labels = [f"i{d}" for d in range(rank_of(context, index))]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         (table, where), padding = solved.values, given(node, "padding_idx", -1)
         factors = tuple((factor.size, factor.axes) for factor in table.meta["layout"].dims[0])
         if not any(axes for _, axes in factors):
@@ -94,15 +94,15 @@ def _index(context: ShardingContext, node: fx.Node) -> Any:
         return None
     apart, together = _indexed(context, node, present, put, None), _indexed(context, node, present, put, mine)
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         """Rows that look at themselves go together with their numbers."""
-        own = mine is not None and position == 0 and place == Place(mine[0])
+        own = mine is not None and position == 0 and place == Shard(mine[0])
         return (together if own else apart).by_label(position, place)
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         feed = iter(solved.values)
         source = next(feed)
-        places = {g: q for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place)}
+        places = {g: q for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard)}
         rows = tuple(g for g, q in places.items() if mine is not None and q.dim == mine[0])
         local = []
         for index in indices:
@@ -124,7 +124,7 @@ def _indexed(
     present: Sequence[tuple[int, fx.Node]],
     put: bool,
     mine: tuple[int, int, fx.Node] | None,
-) -> Form:
+) -> OpSharding:
     """The labels of ``x[i, j]``, if rows look at themselves as ``mine`` says."""
     x = node.args[0]
     block = broadcast(context, [i for _, i in present])
@@ -159,7 +159,7 @@ def _masked_put(context: ShardingContext, node: fx.Node) -> Any:
     labels = list(range(rank_of(context, x)))
     pairs = [(mask, labels[: rank_of(context, mask)]), (value, [None] * rank_of(context, value)), (x, labels)]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         where, number, source = solved.values
         for d in labels[rank_of(context, mask) :]:
             where = emitter.emit(mask, (where, d), {}, solved.layout, aten.unsqueeze.default)

@@ -14,7 +14,7 @@ from shardwise.ops import collectives, cross_entropy
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Form, Place, Solved, Strategy
+from shardwise.shard.op_spec import Emission, OpSharding, Shard, Strategy
 from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 
 aten = torch.ops.aten
@@ -40,9 +40,9 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
 
     def of_classes(strategy: Strategy) -> bool:
         at = strategy.operands[0]
-        return isinstance(at, Place) and labels[at.dim] == "class"
+        return isinstance(at, Shard) and labels[at.dim] == "class"
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is log-probabilities already they add up."""
         strategy = form.by_label(position, place)
         if strategy is None or not of_classes(strategy):
@@ -51,11 +51,11 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
             return None
         return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         values = list(solved.values)
         weights = values[2] if len(values) > 2 else None
         axes = tuple(g for g, s in solved.strategies.items() if of_classes(s))
-        spread = tuple(g for g, s in solved.strategies.items() if isinstance(s.operands[0], Place) and g not in axes)
+        spread = tuple(g for g, s in solved.strategies.items() if isinstance(s.operands[0], Shard) and g not in axes)
         if not axes and (reduction != cross_entropy.MEAN or not spread):
             tail = (weights, reduction, ignore) if chances else (weights, reduction, ignore, smoothing)
             return emitter.emit(node, (*values[:2], *tail), {}, solved.layout)
@@ -78,14 +78,14 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
             rows = math.prod(shapes[0]) // max(shapes[0][1], 1)
             if not chances:
                 yield False, "all_gather", parts * cross_entropy.numbers(classes) * rows * max(x.meta["val"].dtype.itemsize, 4)
-        elif isinstance(strategy.operands[0], Place) and reduction == cross_entropy.MEAN and node is not context.counted:
+        elif isinstance(strategy.operands[0], Shard) and reduction == cross_entropy.MEAN and node is not context.counted:
             yield False, "all_reduce", 8 if weight is None or classes else weight.meta["val"].dtype.itemsize
 
     form.moves, form.emit, form.exchange = moves, emit, exchange
     return form
 
 
-def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Place) -> bool:
+def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Shard) -> bool:
     """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even over all axes that may
     share in it."""
     if place.pre != 1:
@@ -130,14 +130,14 @@ def _row_loss(context: ShardingContext, node: fx.Node) -> Any:
 
 def _reduced(
     context: ShardingContext, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any], apart: bool = False
-) -> Form:  # fmt: skip
+) -> OpSharding:  # fmt: skip
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number.
 
     ``apart``: it is summed behind its kernel, whose own sum of no rows may be anything.
     """
     reduction = given(node, "reduction", cross_entropy.MEAN)
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         args, kwargs = emitter.filled(node, solved.values)
         sharded = any(s.sharded for s in solved.strategies.values())
         if not sharded or reduction == cross_entropy.NONE or (reduction == cross_entropy.SUM and not apart):

@@ -13,7 +13,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.ops import collectives
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Solved
+from shardwise.shard.op_spec import Emission
 from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 
 aten = torch.ops.aten
@@ -136,7 +136,7 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
     pairs += [(o, [n]) for o in operands[2:]]
     out = [*lead, n or "channels", *[f"s{i}" for i in range(spatial)]]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         kernel, mesh = solved.values[1].meta["layout"], Mesh.spanned(context.tensor.axes)
         if all(math.prod(kernel.local_shape(mesh, rank)) for rank in range(mesh.size)):
             return emitter.plain(node, solved)

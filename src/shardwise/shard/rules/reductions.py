@@ -12,7 +12,7 @@ from torch import fx
 from shardwise.ops import norms, softmax
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Place, Solved, Strategy
+from shardwise.shard.op_spec import Emission, Shard, Strategy
 from shardwise.shard.rules.table import (
     Table,
     aligned,
@@ -43,10 +43,10 @@ def _sum(context: ShardingContext, node: fx.Node) -> Any:
     out = _kept(rank, dims, keep)
     form = context.labelled(node, [(x, range(rank))], out, (0,) if name in ("sum", "mean") else ())
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         """A mean over what is sharded is this rank's sum over everybody's number."""
         places = [s.operands[0] for s in solved.strategies.values()]
-        if not any(isinstance(q, Place) and q.dim in dims for q in places):
+        if not any(isinstance(q, Shard) and q.dim in dims for q in places):
             return emitter.plain(node, solved)
         kwargs = {k: v for k, v in node.kwargs.items() if k == "dtype"}
         total = emitter.emit(node, (solved.values[0], dims, keep), kwargs, solved.layout, aten.sum.dim_IntList)
@@ -129,7 +129,7 @@ def _softmax(context: ShardingContext, node: fx.Node) -> Any:
         return form
     (dim,) = dims
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         if place.dim != dim:
             return form.by_label(position, place)
         simple = (
@@ -139,8 +139,8 @@ def _softmax(context: ShardingContext, node: fx.Node) -> Any:
         )
         return Strategy((place,), ("I" if sums else place,)) if simple and context.shared_out(x, place) else None
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == dim)
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard) and q.dim == dim)
         if not axes:
             return emitter.plain(node, solved)
         for kind in ("all_gather", *(() if sums else ("all_reduce in backward",))):
@@ -154,7 +154,7 @@ def _softmax(context: ShardingContext, node: fx.Node) -> Any:
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """Two numbers a row, and a sum of one in backward."""
         at = strategy.operands[0]
-        if isinstance(at, Place) and at.dim == dim:
+        if isinstance(at, Shard) and at.dim == dim:
             each = math.prod(n for d, n in enumerate(shapes[0]) if d != dim) * _wide(x if sums else node)
             yield False, "all_gather", parts * softmax.NUMBERS * each
             if not sums:
@@ -177,16 +177,16 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
     if len(shape) > 1:
         return form
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         """Along the width the ranks exchange what a row's statistics need."""
         width = rank - 1 if position == 0 else 0
         if place.dim != width or place.pre != 1 or context.size(operands[position][0], place) == context.rows:
             return form.by_label(position, place)
-        x_at, at = Place(rank - 1, 1, place.post), Place(0, 1, place.post)
+        x_at, at = Shard(rank - 1, 1, place.post), Shard(0, 1, place.post)
         return Strategy((x_at, *[at] * (len(operands) - 1)), (x_at,))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == rank - 1)
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard) and q.dim == rank - 1)
         if not axes:
             return emitter.plain(node, solved)
         for kind in ("all_reduce", "all_reduce in backward"):
@@ -201,7 +201,7 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """The statistics of each row."""
         at, sums = strategy.operands[0], 1 + (op_name(node) == "layer_norm")
-        if isinstance(at, Place) and at.dim == rank - 1:
+        if isinstance(at, Shard) and at.dim == rank - 1:
             each = math.prod(shapes[0][:-1]) * _wide(x)
             yield from [(False, "all_reduce", each)] * sums
             yield True, "all_reduce", sums * each
@@ -233,7 +233,7 @@ def _instance_norm(context: ShardingContext, node: fx.Node) -> Any:
     rank = rank_of(context, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         feed = iter(solved.values[1:])
         weight, bias = (next(feed) if given(node, name) is not None else None for name in ("weight", "bias"))
         args = (solved.values[0], context.shape(node)[1], weight, bias, given(node, "eps"))
@@ -254,15 +254,15 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
         alike=frozenset(range(1, len(shapes))),
     )  # fmt: skip
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         if labels[place.dim] == "b" and position == 0:
             return form.by_label(position, place)
         every = form.by_label(position, place)
-        at = Place(0, place.pre, place.post)
+        at = Shard(0, place.pre, place.post)
         return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Place) and q.dim == 0)
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard) and q.dim == 0)
         if not axes:
             return emitter.plain(node, solved)
         rest = iter(solved.values[1:])
@@ -277,7 +277,7 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
     def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
         """Means and variances of each channel."""
         at, channels, each = strategy.operands[0], shapes[0][1], _wide(operands[0])
-        if isinstance(at, Place) and at.dim == 0:
+        if isinstance(at, Shard) and at.dim == 0:
             yield False, "all_gather", parts * norms.statistics(channels) * each
             yield True, "all_reduce", 2 * channels * each
 

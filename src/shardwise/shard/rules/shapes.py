@@ -15,7 +15,7 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.graph.sizes import expression
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Place, Solved, Strategy
+from shardwise.shard.op_spec import Emission, Shard, Strategy
 from shardwise.shard.rules.table import Table, aligned, given, op_name, rank_of, tensors, unary, whole_dims, with_rows
 from shardwise.shard.sizes import ratio, regrouped
 
@@ -33,11 +33,11 @@ def _view(context: ShardingContext, node: fx.Node) -> Any:
     x = node.args[0]
     sizes = given(node, "size") or given(node, "shape") if op_name(node) in ("view", "reshape", "_unsafe_view") else None
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         after = regrouped(context.expressions(x), place, context.expressions(node), context.size(x, place))
         return None if after is None else Strategy((place,), (after,))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         local = emitter.local_sizes(node, solved.layout, sizes)
         return emitter.emit(node, (solved.values[0], local), {}, solved.layout, aten.reshape.default)
 
@@ -66,7 +66,7 @@ def _squeeze(context: ShardingContext, node: fx.Node) -> Any:
     gone = sorted(d for d in dims if sizes[d] == 1)
     labels: list[Any] = [d if d not in gone else None for d in range(rank)]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         return emitter.emit(node, (solved.values[0], gone), {}, solved.layout, aten.squeeze.dims)
 
     return context.labelled(node, [(x, labels)], [d for d in labels if d is not None], (0,), emit=emit)
@@ -141,13 +141,13 @@ def _expand(context: ShardingContext, node: fx.Node) -> Any:
     ((_, labels),) = aligned(context, [x], context.expressions(node))
     fresh = [d for d, s in enumerate(node.meta["val"].shape) if context.is_rows(s) and d not in labels]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         return emitter.emit(
             node, (solved.values[0], emitter.local_sizes(node, solved.layout)), {}, solved.layout, aten.expand.default
         )
 
     # A free choice: each rank expands to its own rows.
-    place = Place(fresh[0]) if fresh else None
+    place = Shard(fresh[0]) if fresh else None
     return context.labelled(node, [(x, labels)], range(len(shape)), (0,), fresh=place, emit=emit)
 
 
@@ -158,11 +158,11 @@ def _repeat(context: ShardingContext, node: fx.Node) -> Any:
         return None
     times = [1] * (rank_of(context, node) - len(times)) + list(times)
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         dim = place.dim + len(times) - rank_of(context, x)
-        return Strategy((place,), (Place(dim, place.pre * times[dim], place.post),)) if times[dim] else None
+        return Strategy((place,), (Shard(dim, place.pre * times[dim], place.post),)) if times[dim] else None
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         return emitter.emit(node, (solved.values[0], times), {}, solved.layout, aten.repeat.default)
 
     return unary(context, node, moves, emit)
@@ -175,11 +175,11 @@ def _repeat_interleave(context: ShardingContext, node: fx.Node) -> Any:
         return None
     dim = dim % rank_of(context, node.args[0])
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         post = place.post * times if place.dim == dim else place.post
-        return Strategy((place,), (Place(place.dim, place.pre, post),))
+        return Strategy((place,), (Shard(place.dim, place.pre, post),))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         return emitter.emit(node, (solved.values[0], times, dim), {}, solved.layout)
 
     return unary(context, node, moves, emit)
@@ -212,7 +212,7 @@ def _blocks(size: Any, block: Any) -> int | None:
     return ratio(expression(size.meta["val"] if isinstance(size, fx.Node) else size), block)
 
 
-def _taken(place: Place, start: Any, stop: Any) -> Place | None:
+def _taken(place: Shard, start: Any, stop: Any) -> Shard | None:
     """What a cut from ``start`` to ``stop`` takes of a concatenation, if that is of whole parts."""
     ends = [0, *itertools.accumulate(n * place.post for n in place.parts)]
     stop = ends[-1] if isinstance(stop, int) and stop >= _END else stop
@@ -222,7 +222,7 @@ def _taken(place: Place, start: Any, stop: Any) -> Place | None:
     return place._replace(parts=parts if len(parts) > 1 else ())
 
 
-def _local_end(emitter: Emitter, factor: Factor, place: Place, end: int) -> Any:
+def _local_end(emitter: Emitter, factor: Factor, place: Shard, end: int) -> Any:
     """Where ``end``, of a part of a concatenation, is on this rank."""
     count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
     before = place.parts[:count]
@@ -243,7 +243,7 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
     if start == 0 and step == 1 and isinstance(end, int) and end >= _END:
         return context.labelled(node, [(x, labels)], labels, (0,))
 
-    def whole_copies(place: Place) -> tuple[int, int] | None:
+    def whole_copies(place: Shard) -> tuple[int, int] | None:
         """The slice in terms of what is sharded: a view of several that were concatenated."""
         block = context.size(x, place) * place.post
         first = _blocks(start, block)
@@ -253,23 +253,23 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
         first, last = (min(max(i + place.pre if i < 0 else i, 0), place.pre) for i in (first, last))
         return (first, last) if first < last else None
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         if place.dim != dim:
             return Strategy((place,), (place,))
         if place.parts:
             taken = _taken(place, start, end) if step == 1 else None
             return None if taken is None else Strategy((place,), (taken,))
         cut = whole_copies(place)
-        return None if cut is None else Strategy((place,), (Place(dim, cut[1] - cut[0], place.post),))
+        return None if cut is None else Strategy((place,), (Shard(dim, cut[1] - cut[0], place.post),))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         places = [s.operands[0] for s in solved.strategies.values()]
-        joined = next((q for q in places if isinstance(q, Place) and q.dim == dim and q.parts), None)
+        joined = next((q for q in places if isinstance(q, Shard) and q.dim == dim and q.parts), None)
         if joined is not None:
             factor = next(f for f in solved.values[0].meta["layout"].dims[dim] if f.axes)
             ends = [_local_end(emitter, factor, joined, end) for end in (start, min(end, context.shape(x)[dim]))]
             return emitter.emit(node, (solved.values[0], dim, *ends), {}, solved.layout)
-        cuts = [(q, c) for q in places if isinstance(q, Place) and q.dim == dim and (c := whole_copies(q))]
+        cuts = [(q, c) for q in places if isinstance(q, Shard) and q.dim == dim and (c := whole_copies(q))]
         if not cuts:
             return emitter.plain(node, solved)
         # Of several axes the outermost says it: what is sharded within its blocks leaves no whole ones of the others'.
@@ -334,7 +334,7 @@ def _split(context: ShardingContext, node: fx.Node) -> Any:
     dim = given(node, "dim", 0) % rank
     value = node.meta["val"]
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         if place.dim != dim:
             return Strategy((place,), (place,) * len(value))
         if place.parts:
@@ -342,10 +342,10 @@ def _split(context: ShardingContext, node: fx.Node) -> Any:
             taken = [_taken(place, a, b) for a, b in itertools.pairwise(ends)]
             return Strategy((place,), tuple(one for one in taken if one)) if all(taken) else None
         parts = [_blocks(v.shape[dim], context.size(x, place) * place.post) for v in value]
-        return Strategy((place,), tuple(Place(dim, n, place.post) for n in parts if n)) if all(parts) else None
+        return Strategy((place,), tuple(Shard(dim, n, place.post) for n in parts if n)) if all(parts) else None
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
-        if not any(isinstance(q := s.operands[0], Place) and q.dim == dim for s in solved.strategies.values()):
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
+        if not any(isinstance(q := s.operands[0], Shard) and q.dim == dim for s in solved.strategies.values()):
             return emitter.plain(node, solved)
         sizes = [emitter.local_dim(one, v.shape[dim], dim) for one, v in zip(solved.layouts, value, strict=True)]
         return emitter.emit(node, (solved.values[0], sizes, dim), {}, solved.layouts, aten.split_with_sizes.default)
@@ -374,7 +374,7 @@ def _cat(context: ShardingContext, node: fx.Node) -> Any:
     labels: list[Any] = [d if d != dim else None for d in range(rank)]
     form = context.labelled(node, [(o, labels) for o in operands], [d if d != dim else "cat" for d in range(rank)], "add")
 
-    def moves(position: int, place: Place) -> Strategy | None:
+    def moves(position: int, place: Shard) -> Strategy | None:
         """Along the dim: what is sharded inside, operands outside, which locally is just a concatenation."""
         if place.dim != dim:
             return form.by_label(position, place)
@@ -382,10 +382,10 @@ def _cat(context: ShardingContext, node: fx.Node) -> Any:
         times = [_blocks(context.expressions(o)[dim], block) for o in operands]
         if not all(times):
             return None
-        own = tuple(Place(dim, n, place.post) for n in times if n)
-        return Strategy(own, (Place(dim, sum(n for n in times if n), place.post),))
+        own = tuple(Shard(dim, n, place.post) for n in times if n)
+        return Strategy(own, (Shard(dim, sum(n for n in times if n), place.post),))
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         return emitter.emit(node, (solved.values, dim), {}, solved.layout)
 
     form.moves, form.emit = moves, emit
@@ -409,23 +409,23 @@ def _factory(context: ShardingContext, node: fx.Node) -> Any:
     at = 1 if op_name(node).startswith("new_") else 0
     fresh = [d for d, s in enumerate(node.meta["val"].shape) if context.is_rows(s)]
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         args = [emitter.value[a] if isinstance(a, fx.Node) and i < at else emitter.operands(a) for i, a in enumerate(node.args)]
         if fresh:
             args[at] = emitter.local_sizes(node, solved.layout)
         return emitter.emit(node, args, emitter.operands(node.kwargs), solved.layout)
 
-    return context.labelled(node, [], range(rank_of(context, node)), fresh=Place(fresh[0]) if fresh else None, emit=emit)
+    return context.labelled(node, [], range(rank_of(context, node)), fresh=Shard(fresh[0]) if fresh else None, emit=emit)
 
 
 @RULES.rule("arange")
 def _arange(context: ShardingContext, node: fx.Node) -> Any:
     fresh = node.target is aten.arange.default and context.is_rows(node.meta["val"].shape[0])
 
-    def emit(emitter: Emitter, solved: Solved) -> fx.Node:
+    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         plain = Layout.replicated(context.shape(node))
         whole = emitter.emit(node, emitter.operands(node.args), emitter.operands(node.kwargs), plain)
         emitter.annotate(whole, plain, dict.fromkeys(emitter.groups, "I"), False, node)
         return emitter.convert(whole, {g: s.results[0] for g, s in solved.strategies.items()})
 
-    return context.labelled(node, [], ["i"], fresh=Place(0) if fresh else None, emit=emit)
+    return context.labelled(node, [], ["i"], fresh=Shard(0) if fresh else None, emit=emit)

@@ -13,7 +13,7 @@ from shardwise.ops import collectives
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emit, Form, Place, Shards, Solved
+from shardwise.shard.op_spec import Emission, Emit, OpSharding, Shard, ShardRule
 
 
 class Table(dict[str, Rule]):
@@ -73,18 +73,22 @@ def broadcast(context: ShardingContext, operands: Sequence[fx.Node]) -> list[Any
     return out
 
 
-def pointwise(context: ShardingContext, node: fx.Node, linear: Any = ()) -> Form:
+def pointwise(context: ShardingContext, node: fx.Node, linear: Any = ()) -> OpSharding:
     """Elementwise with broadcasting."""
     sizes = context.expressions(node)
     return context.labelled(node, aligned(context, tensors(node), sizes), range(len(sizes)), linear)
 
 
-def unary(context: ShardingContext, node: fx.Node, moves: Shards, emit: Emit, results: int = 1, factors: bool = False) -> Form:
+def unary(
+    context: ShardingContext, node: fx.Node, moves: ShardRule, emit: Emit, results: int = 1, factors: bool = False
+) -> OpSharding:
     """The form of an op that is linear in its one operand, and whose dims labels do not describe."""
     x = node.args[0]
     shapes = [[None] * len(s) for s in context.shapes(node)]
     assert len(shapes) == results
-    return Form(node, [(x, [None] * rank_of(context, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors)
+    return OpSharding(
+        node, [(x, [None] * rank_of(context, x))], list(shapes), frozenset({0}), moves=moves, emit=emit, factors=factors
+    )
 
 
 def whole_dims(
@@ -111,10 +115,10 @@ def whole_dims(
     return apply
 
 
-def with_rows(node: fx.Node, emitter: Emitter, solved: Solved) -> fx.Node:
+def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
     """Emit an op of one operand, whose kernel wants a row where a rank has none."""
     place = solved.strategies[ROWS].operands[0]
-    dim = place.dim if isinstance(place, Place) else 0
+    dim = place.dim if isinstance(place, Shard) else 0
     rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
     layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
     return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, collectives.never_empty)

@@ -15,11 +15,11 @@ from torch import fx
 from shardwise.graph.schema import is_tensor
 from shardwise.shard.assignment import Assignment, place_of
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.recipe.split_points import Cuts
-from shardwise.shard.solver.cost_model import Prices
+from shardwise.shard.solver.cost_model import CostModel
 
-Places = dict[Place, None]
+Places = dict[Shard, None]
 """A set in the order of insertion."""
 
 
@@ -29,13 +29,13 @@ class Chosen:
 
     rows: Assignment
     strategies: dict[fx.Node, tuple[Strategy, ...]]
-    states: dict[fx.Node, tuple[State, ...]]
+    states: dict[fx.Node, tuple[Placement, ...]]
 
 
-class Choices(Chosen):
+class Candidates(Chosen):
     """Of axis ``axis``: all that there is to choose."""
 
-    def __init__(self, context: ShardingContext, axis: str, prices: Prices) -> None:
+    def __init__(self, context: ShardingContext, axis: str, prices: CostModel) -> None:
         self.context, self.forms, self.prices, self.axis, self.parts = context, context.forms, prices, axis, prices.ranks_of[axis]
         super().__init__(prices.batch, {}, {})
         self.learned = learned(context)
@@ -82,16 +82,16 @@ class Choices(Chosen):
         if self.context.tensor.layouts is None:
             return dict.fromkeys(self.even(node))
         state = self.resting(node)
-        return {state: None} if isinstance(state, Place) else {}
+        return {state: None} if isinstance(state, Shard) else {}
 
-    def resting(self, node: fx.Node) -> State:
+    def resting(self, node: fx.Node) -> Placement:
         """The state of a parameter whose layout has been chosen before."""
         name = self.context.captured.parameters[node.name]
         layout = (self.context.tensor.layouts or {}).get(name)
         state = place_of(layout, self.axis, self.context.tensor.axes)
         return "R" if state == "I" and self.axis in self.context.tensor.summed.get(name, ()) else state
 
-    def even(self, node: fx.Node) -> Iterator[Place]:
+    def even(self, node: fx.Node) -> Iterator[Shard]:
         """Each dim of a tensor in equal pieces, or in any where these do not divide it."""
         for dim, size in enumerate(self.context.expressions(node)):
             if isinstance(size, int) and size >= self.parts:
@@ -103,7 +103,7 @@ class Choices(Chosen):
             node = node.all_input_nodes[0]
         return node if node in self.parameters else None
 
-    def wish(self, node: fx.Node, place: Place) -> None:
+    def wish(self, node: fx.Node, place: Shard) -> None:
         """Let the parameter under ``node`` be sharded so that this may come out at ``place``."""
         parameter = self.under(node)
         if parameter is None or self.context.tensor.layouts is not None:
@@ -117,9 +117,9 @@ class Choices(Chosen):
             if node is not parameter or dim == place.dim:
                 for pre in {place.pre, place.pre * whole // size if size and whole % size == 0 else place.pre}:
                     if whole % (pre * place.post) == 0 and whole // (pre * place.post) >= self.parts:
-                        self.parameters[parameter].setdefault(Place(dim, pre, place.post))
+                        self.parameters[parameter].setdefault(Shard(dim, pre, place.post))
 
-    def made_of(self, form: Form) -> None:
+    def made_of(self, form: OpSharding) -> None:
         """Let weights be cut along the factors that views and splits of the product show; of several results those of the first."""
         product = self.cuts.results(form.node)[0]
         if product is None:
@@ -150,7 +150,7 @@ class Choices(Chosen):
             elif node not in self.forms and node.op == "call_function" and is_tensor(node):
                 self.places[node, 0] = self.places.get((node.args[0], node.args[1]), {})
 
-    def visit(self, node: fx.Node, form: Form) -> None:
+    def visit(self, node: fx.Node, form: OpSharding) -> None:
         if node not in self.strategies:
             self.made_of(form)
         candidates = tuple(tuple(self.candidates(o)) for o, _ in form.operands)
@@ -160,24 +160,24 @@ class Choices(Chosen):
             self.known[key] = tuple(dict.fromkeys(self.legal(form, candidates)))
         self.strategies[node] = found = self.known[key]
         for i in range(len(form.results)):
-            self.places[node, i] = dict.fromkeys(s.results[i] for s in found if isinstance(s.results[i], Place))
+            self.places[node, i] = dict.fromkeys(s.results[i] for s in found if isinstance(s.results[i], Shard))
         for i, (operand, _) in enumerate(form.operands):
             if self.under(operand) is not None:
                 for one in found:
-                    if isinstance(one.operands[i], Place):
+                    if isinstance(one.operands[i], Shard):
                         self.wish(operand, one.operands[i])
 
-    def candidates(self, operand: fx.Node) -> Iterable[Place]:
+    def candidates(self, operand: fx.Node) -> Iterable[Shard]:
         """Where an operand may be sharded: where it may have been made so, along any other of its dims, and along rows."""
         found = dict(self.places.get((operand, 0), {}))
         dims = {(place.dim, place.pre) for place in found}
         if self.under(operand) is None:
             rows = self.rows.states[operand][0]
-            more = [*self.even(operand), *([rows] if isinstance(rows, Place) and self.prices.rows >= self.parts else [])]
+            more = [*self.even(operand), *([rows] if isinstance(rows, Shard) and self.prices.rows >= self.parts else [])]
             found |= dict.fromkeys(place for place in more if (place.dim, place.pre) not in dims)
         return found
 
-    def legal(self, form: Form, candidates: tuple[tuple[Place, ...], ...]) -> Iterator[Strategy]:
+    def legal(self, form: OpSharding, candidates: tuple[tuple[Shard, ...], ...]) -> Iterator[Strategy]:
         """All strategies that fit beside the rows."""
         yield form.whole("I")
         if any(self.context.carrying[o] for o, _ in form.operands):
@@ -192,7 +192,7 @@ class Choices(Chosen):
             if form.keeps([i]) and not (every and i):
                 yield form.on_partial([i])
 
-    def fits(self, form: Form, strategy: Strategy) -> bool:
+    def fits(self, form: OpSharding, strategy: Strategy) -> bool:
         rows = self.rows.strategies[form.node]
         sides = [
             *((self.context.shape(o), strategy.operands[i], rows.operands[i]) for i, (o, _) in enumerate(form.operands)),

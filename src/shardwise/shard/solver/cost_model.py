@@ -21,12 +21,12 @@ from shardwise.graph.captured import Uncapturable
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, Place, State, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.redistribute import COLLECTIVES, CUTTING, ORDER, step_towards
 from shardwise.shard.sizes import factored
 from shardwise.shard.solver.op_cost import Works
 
-States = tuple[State, ...]
+Placements = tuple[Placement, ...]
 """Of a value, on each axis of tensor parallelism."""
 
 
@@ -38,16 +38,16 @@ class Value(NamedTuple):
     captured: tuple[int, ...]
     itemsize: int
     grad: bool
-    rows: State
+    rows: Placement
 
 
 class Step(NamedTuple):
     """One move, of a value in such states, on ``groups`` (by number)."""
 
-    states: States
+    states: Placements
     name: str
     groups: tuple[int, ...]
-    after: State
+    after: Placement
 
 
 class Talk(NamedTuple):
@@ -76,7 +76,7 @@ class Seconds:
         return self.computing + self.communicating
 
 
-class Prices:
+class CostModel:
     """Over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
 
     def __init__(
@@ -112,12 +112,12 @@ class Prices:
             )
         return self.values[node]
 
-    def piece(self, shape: Sequence[int], states: Sequence[State]) -> tuple[int, ...]:
+    def piece(self, shape: Sequence[int], states: Sequence[Placement]) -> tuple[int, ...]:
         """The largest local shape."""
         out = list(shape)
         for axes in self.sharings(states).values():
             place, parts = states[axes[0]], self.ranks(axes)
-            assert isinstance(place, Place)
+            assert isinstance(place, Shard)
             size = self.extent(shape[place.dim], place)
             if size == self.parts[axes[0]]:  # equal pieces, and within each the next axes have their own
                 out[place.dim] //= parts
@@ -125,27 +125,27 @@ class Prices:
                 out[place.dim] = out[place.dim] // size * -(-size // parts)
         return tuple(out)
 
-    def extent(self, size: int, place: Place) -> int:
+    def extent(self, size: int, place: Shard) -> int:
         """The size of the factor of a dim that is sharded at ``place``."""
         pre = place.pre if isinstance(place.pre, int) else int(place.pre.subs(self.context.symbol, self.rows))
         return size // (pre * place.post)
 
     @staticmethod
-    def sharings(states: Sequence[State]) -> dict[tuple[int, Any], tuple[int, ...]]:
+    def sharings(states: Sequence[Placement]) -> dict[tuple[int, Any], tuple[int, ...]]:
         """The axes that shard the same factor of a dim, by number, for each that is sharded."""
         found: dict[tuple[int, Any], tuple[int, ...]] = {}
         for i, state in enumerate(states):
-            if isinstance(state, Place):
+            if isinstance(state, Shard):
                 found[state.dim, state.pre] = (*found.get((state.dim, state.pre), ()), i)
         return found
 
-    def fits(self, value: Value, states: Sequence[State]) -> bool:
+    def fits(self, value: Value, states: Sequence[Placement]) -> bool:
         """Whether a tensor can be sharded so, beside its rows."""
         return self.beside(value.captured, list(zip(self.axes, states, strict=True)), value.rows)
 
-    def beside(self, shape: Sequence[int], states: Sequence[tuple[str, State]], rows: State) -> bool:
+    def beside(self, shape: Sequence[int], states: Sequence[tuple[str, Placement]], rows: Placement) -> bool:
         """Whether a tensor of captured ``shape`` can be sharded so over axes, beside its rows; over one axis that may be any."""
-        every = [(g, s) for g, s in [(ROWS, rows), *states] if isinstance(s, Place)]
+        every = [(g, s) for g, s in [(ROWS, rows), *states] if isinstance(s, Shard)]
         for dim in {s.dim for _, s in every}:
             found = [(g, s) for g, s in every if s.dim == dim]
             if len(found) > 1 or not isinstance(found[0][1].pre, int):
@@ -156,14 +156,14 @@ class Prices:
                     return False
         return True
 
-    def _path(self, value: Value, states: States, goals: States) -> tuple[Step, ...] | None:
-        """The moves from states to others, as ``Moves.convert`` makes them; None where what is between does not fit."""
+    def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
+        """The moves from states to others, as ``Redistribution.convert`` makes them; None where what is between does not fit."""
         found: list[Step] = []
         self._convert(value, states, goals, found)
         good = all(self.fits(value, _after(step)) for step in found)
         return tuple(found) if good else None
 
-    def _convert(self, value: Value, states: States, goals: States, found: list[Step]) -> States:
+    def _convert(self, value: Value, states: Placements, goals: Placements, found: list[Step]) -> Placements:
         while True:
             states = tuple(g if self.same(value, states, i, g) else s for i, (s, g) in enumerate(zip(states, goals, strict=True)))
             steps = [step_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
@@ -177,19 +177,19 @@ class Prices:
             best = ways[0] if len(ways) == 1 else next((way for way in ways if self.fits(value, _after(way))), ways[0])
             states = self._move(value, best, found)
 
-    def same(self, value: Value, states: States, axis: int, goal: State) -> bool:
+    def same(self, value: Value, states: Placements, axis: int, goal: Placement) -> bool:
         """Whether the cut of a dim by one axis alone is ``goal`` in other words."""
         own = states[axis]
-        if not isinstance(own, Place) or not isinstance(goal, Place) or own == goal or own.parts or goal.parts:
+        if not isinstance(own, Shard) or not isinstance(goal, Shard) or own == goal or own.parts or goal.parts:
             return False
-        alone = sum(isinstance(s, Place) and s.dim == own.dim for s in (*states, value.rows)) == 1
+        alone = sum(isinstance(s, Shard) and s.dim == own.dim for s in (*states, value.rows)) == 1
         if not alone or (own.dim, own.pre) != (goal.dim, goal.pre):
             return False
         size, parts = value.shape[own.dim], self.parts[axis]
         ends = ([shard_range(self.extent(size, at), parts, i)[1] * at.post for i in range(parts)] for at in (own, goal))
         return next(ends) == next(ends)
 
-    def _move(self, value: Value, step: Step, found: list[Step]) -> States:
+    def _move(self, value: Value, step: Step, found: list[Step]) -> Placements:
         if step.name in CUTTING:
             sharded = step.states if step.name == "gather" else _after(step)
             minor = self._minors(sharded, step.groups)
@@ -202,14 +202,14 @@ class Prices:
         return _after(step)
 
     @staticmethod
-    def _minors(states: States, groups: tuple[int, ...]) -> tuple[int, ...]:
+    def _minors(states: Placements, groups: tuple[int, ...]) -> tuple[int, ...]:
         """The axes that shard the same factor within the shards of ``groups``."""
         own = states[groups[0]]
-        assert isinstance(own, Place)
+        assert isinstance(own, Shard)
         return tuple(
             i
             for i, s in enumerate(states)
-            if i > groups[0] and i not in groups and isinstance(s, Place) and (s.dim, s.pre) == (own.dim, own.pre)
+            if i > groups[0] and i not in groups and isinstance(s, Shard) and (s.dim, s.pre) == (own.dim, own.pre)
         )
 
     def talks(self, value: Value, step: Step) -> Iterator[Talk]:
@@ -229,7 +229,7 @@ class Prices:
         """The bytes of a whole with those by which uneven pieces are padded."""
         sharded = step.states if step.name == "gather" else _after(step)
         place, parts = sharded[step.groups[0]], self.ranks(step.groups)
-        assert isinstance(place, Place)
+        assert isinstance(place, Shard)
         size, local = (self.extent(sizes[place.dim], place) for sizes in (value.shape, whole))
         if size == self.parts[step.groups[0]] or not local:
             return nbytes
@@ -239,7 +239,7 @@ class Prices:
     def ranks(self, groups: Iterable[int]) -> int:
         return math.prod(self.parts[i] for i in groups)
 
-    def once(self, node: fx.Node, states: Sequence[State]) -> Iterator[Talk]:
+    def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Talk]:
         """What sums a parameter's gradient, where that is a partial sum until the end of the step; of one microbatch a step."""
         groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
         if groups and value.grad:
@@ -251,14 +251,14 @@ class Prices:
     def _step(self, value: Value, step: Step) -> float:
         return sum(self.seconds(talk) for talk in self.talks(value, step))
 
-    def steps(self, value: Value, states: States, goals: Iterable[States]) -> frozenset[Step] | None:
+    def steps(self, value: Value, states: Placements, goals: Iterable[Placements]) -> frozenset[Step] | None:
         """All moves that are due for a value to be what its users want; None where there is no way."""
         paths = [self.path(value, states, goal) for goal in goals]
         return None if None in paths else frozenset(step for path in paths for step in path or ())
 
     # ---- bytes ---------------------------------------------------------------------------------------------------------
 
-    def kept(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> int:
+    def kept(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> int:
         """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
         if not self.context.carrying[node] or not self.works.work(node).forward[1]:
             return 0
@@ -274,7 +274,7 @@ class Prices:
         new = step.name in ("gather", "all_reduce", "scatter") and value.grad
         return math.prod(self.piece(value.shape, _after(step))) * value.itemsize * self.live if new else 0
 
-    def resting(self, node: fx.Node, states: Sequence[State]) -> int:
+    def resting(self, node: fx.Node, states: Sequence[Placement]) -> int:
         """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name by which it is read."""
         if not node.users:
             return 0
@@ -283,14 +283,14 @@ class Prices:
 
     # ---- ops -----------------------------------------------------------------------------------------------------------
 
-    def op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
+    def op(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> float:
         """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
         key = (self.works.key(node), tuple(strategies))
         if key not in self.ops:
             self.ops[key] = self._op(node, form, strategies)
         return self.ops[key]
 
-    def _op(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> float:
+    def _op(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> float:
         work = self.works.work(node)
         flops = nbytes = 1.0
         if form is not None and strategies:
@@ -307,9 +307,9 @@ class Prices:
                 flops *= min((self.share(shape, states[i], self.parts[i]) for shape, states in sides), default=1.0)
         return sum(self.rates.computing(flops * f, nbytes * b) for f, b in (work.forward, work.backward))
 
-    def share(self, shape: Sequence[int], state: State, parts: int) -> float:
+    def share(self, shape: Sequence[int], state: Placement, parts: int) -> float:
         """The part of a dim that the largest piece is."""
-        if not isinstance(state, Place):
+        if not isinstance(state, Shard):
             return 1.0
         size = self.extent(shape[state.dim], state)
         return -(-size // parts) / size if size else 1.0
@@ -318,7 +318,7 @@ class Prices:
         value = node.meta["val"]
         return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
 
-    def exchanges(self, node: fx.Node, form: Form | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
+    def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
         """What an op communicates by itself."""
         if form is None or form.exchange is None or not strategies:
             return
@@ -328,7 +328,7 @@ class Prices:
         ]
         along: dict[int, list[int]] = {}  # axes that shard the same dim exchange together
         for i, strategy in enumerate(strategies):
-            if isinstance(at := strategy.operands[0], Place):
+            if isinstance(at := strategy.operands[0], Shard):
                 along.setdefault(at.dim, []).append(i)
         for axes in along.values():
             for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
@@ -336,10 +336,10 @@ class Prices:
                     yield Talk(backward, kind, tuple(axes), nbytes)
 
 
-def _with(states: States, groups: Iterable[int], after: State) -> States:
+def _with(states: Placements, groups: Iterable[int], after: Placement) -> Placements:
     chosen = set(groups)
     return tuple(after if i in chosen else s for i, s in enumerate(states))
 
 
-def _after(step: Step) -> States:
+def _after(step: Step) -> Placements:
     return _with(step.states, step.groups, step.after)

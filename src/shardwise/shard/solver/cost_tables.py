@@ -18,12 +18,12 @@ from torch import fx
 from shardwise.graph.schema import is_tensor
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Form, State, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Strategy
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import Chosen
-from shardwise.shard.solver.cost_model import Prices, Seconds, States, Step, Talk, Value
-from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Weights, fewest
-from shardwise.shard.solver.variable_elimination import LIMIT, Factor, TooWide, least
+from shardwise.shard.solver.cost_model import CostModel, Placements, Seconds, Step, Talk, Value
+from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Objective, fewest
+from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, TooWide, least
 
 DIRECT = 1 << 18
 """Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each reader."""
@@ -34,10 +34,10 @@ Choice = tuple[Any, ...]
 """Of an op a :class:`Strategy` on each axis, of a parameter a state."""
 
 
-Made = tuple[States, frozenset[Step]]
+Made = tuple[Placements, frozenset[Step]]
 """A value's state, and moves of it that have been made."""
 
-Reading = tuple[int, Sequence[tuple[States, ...]]]
+Reading = tuple[int, Sequence[tuple[Placements, ...]]]
 """The variable of an op, and by its choices the states in which it needs a value."""
 
 
@@ -75,7 +75,7 @@ class Flow:
                 yield Reader(None)
 
 
-def seconds(prices: Prices, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
+def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
     """What a microbatch takes under assignments, chosen by whomever."""
     axes = [found[axis] for axis in prices.axes]
     computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
@@ -127,7 +127,7 @@ class Problem:
     """Variables with their choices, and tables over them of seconds, and of bytes as the imaginary part."""
 
     choices: list[Sequence[Any]] = field(default_factory=list)
-    factors: list[Factor] = field(default_factory=list)
+    factors: list[CostFactor] = field(default_factory=list)
 
     def variable(self, choices: Sequence[Any]) -> int:
         self.choices.append(choices)
@@ -142,7 +142,7 @@ class Solver:
     """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are left out."""
 
     def __init__(
-        self, context: ShardingContext, prices: Prices, choices: Mapping[str, Chosen],
+        self, context: ShardingContext, prices: CostModel, choices: Mapping[str, Chosen],
         limited: bool = False, direct: int = DIRECT,
     ) -> None:  # fmt: skip
         self.context, self.forms, self.prices, self.choices = context, context.forms, prices, choices
@@ -161,12 +161,12 @@ class Solver:
             axes = [self.choices[axis] for axis in self.prices.axes]
             if node in axes[0].states:
                 variable = self.add(node, [one.states[node] for one in axes], joint)
-                self.problem.factors.append(Factor((variable,), self.rest(node, self.options[node])))
+                self.problem.factors.append(CostFactor((variable,), self.rest(node, self.options[node])))
             elif node in axes[0].strategies:
                 variable = self.add(node, [one.strategies[node] for one in axes], joint)
-                self.problem.factors.append(Factor((variable,), self.op_table(node, self.options[node])))
+                self.problem.factors.append(CostFactor((variable,), self.op_table(node, self.options[node])))
             elif node in self.forms:
-                self.problem.factors.append(Factor((), np.array(self.op_cost(node, ()))))
+                self.problem.factors.append(CostFactor((), np.array(self.op_cost(node, ()))))
         for node in self.flow.values:
             self.connect(node)
 
@@ -180,7 +180,7 @@ class Solver:
         self.variables[node] = self.problem.variable(joint[key])
         return self.variables[node]
 
-    def together(self, node: fx.Node, form: Form | None, choice: Choice) -> bool:
+    def together(self, node: fx.Node, form: OpSharding | None, choice: Choice) -> bool:
         """Whether what is chosen on the axes fits."""
         rows = self.choices[self.prices.axes[0]].rows
         if form is None:
@@ -193,7 +193,7 @@ class Solver:
             for i, shape in enumerate(self.context.shapes(node))
         )
 
-    def fits(self, shape: Sequence[int], states: Sequence[State], rows: State) -> bool:
+    def fits(self, shape: Sequence[int], states: Sequence[Placement], rows: Placement) -> bool:
         return self.prices.beside(shape, list(zip(self.prices.axes, states, strict=True)), rows)
 
     def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
@@ -203,7 +203,7 @@ class Solver:
             self.tables[key] = np.array([self.rest_cost(node, own) for own in options])
         return self.tables[key]
 
-    def rest_cost(self, node: fx.Node, states: States) -> complex:
+    def rest_cost(self, node: fx.Node, states: Placements) -> complex:
         took = sum(map(self.prices.seconds, self.prices.once(node, states)))
         return complex(took, self.prices.resting(node, states) if self.limited else 0)
 
@@ -228,8 +228,8 @@ class Solver:
         """Tables for the moves of a value."""
         value, (maker, index) = self.prices.value(node), self.flow.maker(node)
         whole = ("I",) * len(self.prices.axes)
-        fixed: set[States] = set()
-        readers: dict[int, list[tuple[States, ...]]] = {}
+        fixed: set[Placements] = set()
+        readers: dict[int, list[tuple[Placements, ...]]] = {}
         for reader in self.flow.readers(node):
             variable = self.variables.get(reader.node) if reader.node is not None else None
             if variable is None or reader.node is None:
@@ -247,19 +247,19 @@ class Solver:
         else:
             self.slices(value, whole, readers)
 
-    def slices(self, value: Value, whole: States, readers: Mapping[int, Sequence[tuple[States, ...]]]) -> None:
+    def slices(self, value: Value, whole: Placements, readers: Mapping[int, Sequence[tuple[Placements, ...]]]) -> None:
         """Of what is whole and has no gradient: they are free, where there are such."""
         for variable, needs in readers.items():
             legal = [self.prices.steps(value, whole, goals) is not None for goals in needs]
             if not all(legal):
-                self.problem.factors.append(Factor((variable,), np.where(legal, 0.0, math.inf)))
+                self.problem.factors.append(CostFactor((variable,), np.where(legal, 0.0, math.inf)))
 
     @staticmethod
-    def state(choice: Choice, index: int) -> States:
+    def state(choice: Choice, index: int) -> Placements:
         return tuple(one.results[index] if isinstance(one, Strategy) else one for one in choice)
 
     def moves(
-        self, value: Value, first: tuple[int, ...], made: Sequence[States], fixed: Sequence[States],
+        self, value: Value, first: tuple[int, ...], made: Sequence[Placements], fixed: Sequence[Placements],
         readers: Sequence[Reading],
     ) -> None:  # fmt: skip
         """One table over maker and readers; where that would be large, a chain of tables over what has been made for the readers so far."""
@@ -279,11 +279,11 @@ class Solver:
                 ).reshape(len(states), *map(len, distinct))
                 at = [[own.index(one) for one in every] for own, every in zip((states, *distinct), (made, *needs), strict=True)]
                 self.tables[key] = core[np.ix_(*at)] if first else core[0][np.ix_(*at[1:])] if readers else core[0]
-            self.problem.factors.append(Factor((*first, *variables), self.tables[key]))
+            self.problem.factors.append(CostFactor((*first, *variables), self.tables[key]))
             return
         self.chain(key, value, first, made, fixed, readers)
 
-    def moving(self, value: Value, states: States, goals: Sequence[States]) -> complex:
+    def moving(self, value: Value, states: Placements, goals: Sequence[Placements]) -> complex:
         steps = self.prices.steps(value, states, dict.fromkeys(goals))
         return math.inf if steps is None else sum(self.step(value, step) for step in sorted(steps, key=repr))
 
@@ -292,25 +292,29 @@ class Solver:
         key: Any,
         value: Value,
         first: tuple[int, ...],
-        made: Sequence[States],
-        fixed: Sequence[States],
+        made: Sequence[Placements],
+        fixed: Sequence[Placements],
         readers: Sequence[Reading],
     ) -> None:
         """A variable between each reader and the next: the state of the value, and those of its moves that cost and that are made."""
         if key not in self.tables:
             self.tables[key] = self.links(value, made, fixed, [needs for _, needs in readers])
         start, links = self.tables[key]
-        self.problem.factors.append(Factor(first, start if first else start[0]))
+        self.problem.factors.append(CostFactor(first, start if first else start[0]))
         variable = first[0] if first else self.problem.variable(made[:1])
         for (reader, _), table in zip(readers, links, strict=True):
             last = table is links[-1]
             following = () if last else (self.problem.variable(range(table.shape[2])),)
-            self.problem.factors.append(Factor((variable, reader, *following), table))
+            self.problem.factors.append(CostFactor((variable, reader, *following), table))
             if not last:
                 (variable,) = following
 
     def links(
-        self, value: Value, made: Sequence[States], fixed: Sequence[States], needs: Sequence[Sequence[tuple[States, ...]]]
+        self,
+        value: Value,
+        made: Sequence[Placements],
+        fixed: Sequence[Placements],
+        needs: Sequence[Sequence[tuple[Placements, ...]]],
     ) -> tuple[Costs, list[Costs]]:
         """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after); :class:`TooWide` where there
         are so many readers that one has more than ``LINK`` elements."""
@@ -341,20 +345,20 @@ class Solver:
             before = list(after)
         return start, tables
 
-    def costly(self, value: Value, states: States, goals: Sequence[States]) -> frozenset[Step]:
+    def costly(self, value: Value, states: Placements, goals: Sequence[Placements]) -> frozenset[Step]:
         steps = self.prices.steps(value, states, goals)
         return frozenset(s for s in steps or () if self.step(value, s))
 
     # ---- the answer ----------------------------------------------------------------------------------------------------
 
-    def least(self, weights: Weights = SECONDS, limit: int = LIMIT) -> Solved:
+    def least(self, weights: Objective = SECONDS, limit: int = LIMIT) -> Solved:
         """That which costs least; ``limit`` is of the elements of a table."""
         best = least(self.problem.sizes, weights.factors(self.problem.factors), limit)
         if math.isinf(best.total):
             raise Unfit("of what there is to choose on several axes nothing goes together")
         return self.solved(best.values)
 
-    def within(self, limit: int, known: Solved, price: Weights, most: Sequence[int] = MOST) -> Solved:
+    def within(self, limit: int, known: Solved, price: Objective, most: Sequence[int] = MOST) -> Solved:
         """The fastest of at most ``limit`` bytes, where one is ``known`` that is best at some ``price`` of a byte."""
         prices = (price, SECONDS, BYTES)
         found = fewest(self.problem.sizes, self.problem.factors, limit, known.seconds.total, prices, most)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwise.shard.solver.variable_elimination import Elimination, Factor, Places, Table
+from shardwise.shard.solver.variable_elimination import CostFactor, Elimination, Places, Table
 
 Costs = np.ndarray[Any, np.dtype[np.complex128]]
 """Seconds, and bytes as the imaginary part: both add up side by side."""
@@ -27,7 +27,7 @@ MOST = (1 << 8, 1 << 12, 1 << 15)
 """Sums that are kept of a variable, in one attempt after the other: what an attempt finds leaves less to the next."""
 
 
-class Weights(NamedTuple):
+class Objective(NamedTuple):
     """What a second and a byte count for."""
 
     seconds: float = 1.0
@@ -39,14 +39,14 @@ class Weights(NamedTuple):
         finite = np.where(good, costs, 0)
         return np.where(good, self.seconds * finite.real + self.nbytes * finite.imag, math.inf)
 
-    def factors(self, factors: Iterable[Factor]) -> list[Factor]:
+    def factors(self, factors: Iterable[CostFactor]) -> list[CostFactor]:
         """Of one number for each element; what shared a table still does."""
         every = list(factors)
         tables = {key: self.of(table) for key, table in {id(f.table): f.table for f in every}.items()}
-        return [Factor(f.variables, tables[id(f.table)]) for f in every]
+        return [CostFactor(f.variables, tables[id(f.table)]) for f in every]
 
 
-SECONDS, BYTES = Weights(), Weights(0.0, 1.0)
+SECONDS, BYTES = Objective(), Objective(0.0, 1.0)
 
 
 class Fewest(NamedTuple):
@@ -59,10 +59,10 @@ class Fewest(NamedTuple):
 
 def fewest(
     sizes: Sequence[int],
-    factors: Sequence[Factor],
+    factors: Sequence[CostFactor],
     limit: float,
     known: float,
-    prices: Sequence[Weights],
+    prices: Sequence[Objective],
     most: Sequence[int] = MOST,
 ) -> Fewest:
     """The fewest seconds within ``limit`` bytes, of fewer than ``known``; ``prices`` are those at which elements are looked at."""
@@ -81,7 +81,7 @@ def fewest(
 class _View:
     """Everything at one price."""
 
-    def __init__(self, weights: Weights, elimination: Elimination) -> None:
+    def __init__(self, weights: Objective, elimination: Elimination) -> None:
         self.weights, self.elimination = weights, elimination
         self.through = elimination.through()
 
@@ -111,7 +111,7 @@ class _Open(NamedTuple):
 class _Run:
     """One attempt."""
 
-    def __init__(self, factors: Sequence[Factor], limit: float, known: float, views: Sequence[_View], most: int) -> None:
+    def __init__(self, factors: Sequence[CostFactor], limit: float, known: float, views: Sequence[_View], most: int) -> None:
         self.limit, self.known, self.views, self.most = limit, known, views, most
         self.bound = known
         self.weights = [view.weights for view in views]
@@ -229,4 +229,4 @@ class _Run:
         return {number: int(part[mine]) for number, part in zip(left, sums.parts, strict=True)}
 
 
-__all__ = ["BYTES", "EXACT", "SECONDS", "Costs", "Fewest", "Weights", "fewest"]
+__all__ = ["BYTES", "EXACT", "SECONDS", "Costs", "Fewest", "Objective", "fewest"]

@@ -21,14 +21,14 @@ from shardwise.ops.collectives import ROWS
 from shardwise.parallel.tensor import role
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Place, State, Strategy
+from shardwise.shard.op_spec import Placement, Shard, Strategy
 from shardwise.shard.recipe.walk import recipe
 from shardwise.shard.sizes import Unfit
-from shardwise.shard.solver.candidates import Choices, Chosen
-from shardwise.shard.solver.cost_model import Prices, Seconds
+from shardwise.shard.solver.candidates import Candidates, Chosen
+from shardwise.shard.solver.cost_model import CostModel, Seconds
 from shardwise.shard.solver.cost_tables import Flow, Solved, Solver, seconds
 from shardwise.shard.solver.decisions import check_taken, take_up
-from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Weights
+from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Objective
 from shardwise.shard.solver.variable_elimination import LIMIT, TooWide
 
 PARTS = 16
@@ -40,7 +40,7 @@ def solve(context: ShardingContext, batch: Assignment) -> Solved:
     """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found, and so
     of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights.  What was decided before is taken up."""
     prices = priced(context, batch)
-    choices = {axis: Choices(context, axis, prices) for axis in prices.axes}
+    choices = {axis: Candidates(context, axis, prices) for axis in prices.axes}
     if (decided := context.tensor.decided) is not None:
         found = Solver(context, prices, take_up(decided, context, choices)).least()
         check_taken(decided, context, found.assignments)
@@ -53,14 +53,14 @@ def solve(context: ShardingContext, batch: Assignment) -> Solved:
         except TooWide:
             context.notes[NOT_EXACT] = None
 
-    def find(weights: Weights) -> Solved:
+    def find(weights: Objective) -> Solved:
         return _Several(context, prices, choices, weights).least()
 
     return limited(context, limit, find, lambda limit: within(find, limit)[0])
 
 
 def limited(
-    context: ShardingContext, limit: int | None, find: Callable[[Weights], Solved], fitting: Callable[[int], Solved]
+    context: ShardingContext, limit: int | None, find: Callable[[Objective], Solved], fitting: Callable[[int], Solved]
 ) -> Solved:  # fmt: skip
     """What ``find`` gives without a ``limit`` of bytes, or ``fitting`` within it."""
     if limit is None:
@@ -77,12 +77,12 @@ def limited(
     return found
 
 
-def least(solver: Solver, weights: Weights) -> Solved:
+def least(solver: Solver, weights: Objective) -> Solved:
     """The least plan, of several that are equally fast the one of fewest bytes."""
     found = solver.least(weights)
     if weights != SECONDS or not found.seconds.nbytes:
         return found
-    return solver.least(Weights(1.0, EXACT * found.seconds.total / found.seconds.nbytes))
+    return solver.least(Objective(1.0, EXACT * found.seconds.total / found.seconds.nbytes))
 
 
 class TooFew(ConfigError):
@@ -102,7 +102,7 @@ def best_within(solver: Solver, limit: int) -> Solved:
     return found._replace(bound=found.seconds.total) if price == SECONDS else solver.within(limit, found, price)
 
 
-def within(find: Callable[[Weights], Solved], limit: int) -> tuple[Solved, Weights]:
+def within(find: Callable[[Objective], Solved], limit: int) -> tuple[Solved, Objective]:
     """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963), and that price: no plan of as many
     bytes as it has, or fewer, is faster.  :class:`TooFew` where none has so few."""
     fast = find(SECONDS)
@@ -113,7 +113,7 @@ def within(find: Callable[[Weights], Solved], limit: int) -> tuple[Solved, Weigh
         raise TooFew(limit, small.seconds.nbytes)
     while True:
         # The price at which both cost the same: what is cheaper then lies between them.
-        weights = Weights(1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes))
+        weights = Objective(1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes))
         found = find(weights)
         if cost(weights, found) >= cost(weights, fast) * (1 - EXACT):
             return small, weights
@@ -123,16 +123,16 @@ def within(find: Callable[[Weights], Solved], limit: int) -> tuple[Solved, Weigh
             fast = found
 
 
-def cost(weights: Weights, one: Solved) -> float:
+def cost(weights: Objective, one: Solved) -> float:
     return weights.seconds * one.seconds.total + weights.nbytes * one.seconds.nbytes
 
 
-def priced(context: ShardingContext, batch: Assignment) -> Prices:
+def priced(context: ShardingContext, batch: Assignment) -> CostModel:
     """By the machine that the plan is for, else by one row on a device of the kind."""
     machine = context.tensor.machine or Machine(
         rates(Backend.of(context.device).kind, context.captured.precision), context.captured.rows or 1
     )
-    return Prices(
+    return CostModel(
         context,
         batch,
         machine.rates,
@@ -155,9 +155,9 @@ class _Several:
     def __init__(
         self,
         context: ShardingContext,
-        prices: Prices,
-        choices: Mapping[str, Choices],
-        weights: Weights,
+        prices: CostModel,
+        choices: Mapping[str, Candidates],
+        weights: Objective,
     ) -> None:
         self.context, self.forms, self.prices, self.choices, self.weights = context, context.forms, prices, choices, weights
         self.limited = weights.nbytes > 0
@@ -202,7 +202,7 @@ class _Several:
         own, name = self.prices.rates, "*".join(self.choices)
         links = [own.links.get(axis, own.link) for axis in self.choices]
         slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
-        one = Prices(
+        one = CostModel(
             self.context,
             self.prices.batch,
             replace(own, link=slow, links={}),
@@ -213,7 +213,7 @@ class _Several:
             live=self.prices.live,
         )
         try:
-            solver = Solver(self.context, one, {name: Choices(self.context, name, one)}, self.limited)
+            solver = Solver(self.context, one, {name: Candidates(self.context, name, one)}, self.limited)
             return solver.least(self.weights).assignments[name]
         except TooWide:
             return None
@@ -222,8 +222,8 @@ class _Several:
         """What each of several axes does where they do together what one axis did: equal pieces of equal pieces."""
         parts, every = self.prices.ranks_of[axis], math.prod(self.prices.parts)
 
-        def own(state: State, shape: Sequence[int]) -> State:
-            if not isinstance(state, Place) or shape[state.dim] != state.pre * state.post * every:
+        def own(state: Placement, shape: Sequence[int]) -> Placement:
+            if not isinstance(state, Shard) or shape[state.dim] != state.pre * state.post * every:
                 return state
             return state._replace(post=shape[state.dim] // (state.pre * parts))
 

@@ -20,7 +20,7 @@ LIMIT = 1 << 26
 """Elements of a table."""
 
 
-class Factor(NamedTuple):
+class CostFactor(NamedTuple):
     """A term of the sum: ``table[values of variables]``; infinite where these do not go together.
 
     Factors that share the table object, and not just equal numbers, are recognised as alike.
@@ -67,7 +67,7 @@ class Gone(NamedTuple):
     taken: tuple[int, ...]
 
 
-def least(sizes: Sequence[int], factors: Iterable[Factor], limit: int = LIMIT) -> Least:
+def least(sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> Least:
     """The least sum of ``factors`` over variables with ``sizes`` values each; of equal sums always the same one.
 
     :class:`TooWide` where a table would have more than ``limit`` elements.
@@ -82,10 +82,10 @@ class Elimination:
     one element.
     """
 
-    def __init__(self, sizes: Sequence[int], factors: Iterable[Factor], limit: int = LIMIT) -> None:
+    def __init__(self, sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> None:
         self.sizes, self.limit = sizes, limit
-        self.around: list[dict[int, Factor]] = [{} for _ in sizes]  # of each variable, by number
-        self.ended: dict[int, Factor] = {}  # without variables
+        self.around: list[dict[int, CostFactor]] = [{} for _ in sizes]  # of each variable, by number
+        self.ended: dict[int, CostFactor] = {}  # without variables
         self.number, self.largest = 0, 0
         self.known: dict[Any, int] = {}
         self.kinds: list[Kind] = []
@@ -95,7 +95,7 @@ class Elimination:
             self.add(factor)
         self.run()
 
-    def add(self, factor: Factor) -> None:
+    def add(self, factor: CostFactor) -> None:
         self.tables.append(factor.table)
         if not factor.variables:
             self.ended[self.number] = factor
@@ -152,7 +152,7 @@ class Elimination:
             for v in factor.variables:
                 del self.around[v][number]
         self.gone.append(Gone(variable, around, self.known[key], tuple(taken)))
-        self.add(Factor(around, self.kinds[self.known[key]].table))
+        self.add(CostFactor(around, self.kinds[self.known[key]].table))
 
     def through(self) -> list[Table]:
         """Of each kind, and each element of its sum: the least sum of everything in which this is a part; of alike variables the least of all."""
@@ -184,9 +184,9 @@ def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]])
     return found
 
 
-def total(factors: Iterable[Factor], values: Sequence[int]) -> Any:
+def total(factors: Iterable[CostFactor], values: Sequence[int]) -> Any:
     """The sum at some values."""
     return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
 
 
-__all__ = ["LIMIT", "Elimination", "Factor", "Gone", "Kind", "Least", "Places", "Table", "TooWide", "least", "total"]
+__all__ = ["LIMIT", "Elimination", "CostFactor", "Gone", "Kind", "Least", "Places", "Table", "TooWide", "least", "total"]
