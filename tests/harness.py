@@ -16,8 +16,8 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units.trace import Trace

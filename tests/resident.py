@@ -26,11 +26,11 @@ from shardwise.core.plan import Plan
 from shardwise.launch.ready import Surroundings
 from shardwise.launch.results import MetricsWriter
 from shardwise.launch.run import Run
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.alone import AloneCommunicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.progress import Progress

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.runtime.compiled import Compiled
 from shardwise.units.trace import Parameter, Trace, _buckets
 
 WIDTH = 6

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 from shardwise.backend import Backend
+from shardwise.lower.compiled import Compiled
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import run_ranks
 
 NAME = "standin"

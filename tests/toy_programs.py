@@ -363,14 +363,14 @@ class Rank:
                 there = self.memory.setdefault(place, defaultdict(int))
                 for name, value in mine.items():
                     there[name] += value
-            elif place.kind == "putoff":
+            elif place.kind == "deferred":
                 self.memory[place] = arrived, s
         self.add_gradients(one, arrived, s, "whole" if one.op is Op.BACKWARD else "input")
 
     do_backward_input = do_backward
 
     def do_backward_weight(self, one: Instruction) -> None:
-        self.add_gradients(one, *self.memory[Buffer("putoff", one.unit, one.microbatch)], "weight")
+        self.add_gradients(one, *self.memory[Buffer("deferred", one.unit, one.microbatch)], "weight")
 
     def add_gradients(self, one: Instruction, arrived: int, s: int, part: str) -> None:
         """To the gradients that the instruction writes; of a bucket with both kinds of parameters each part of a backward gives some."""

@@ -79,8 +79,8 @@ def facts(device: str, tiny: bool) -> dict[str, Any]:
     """Parameters, FLOPs a row, the card's peak, and with how many rows all contenders fit, in turns or one after the other."""
     from shardwise import OptimizerChoice, Plan, Values, record
     from shardwise.estimate.predict import predict
-    from shardwise.launch.peak import model_flops, peak_flops
-    from shardwise.runtime.compiled import Compiled
+    from shardwise.launch.mfu import model_flops, peak_flops
+    from shardwise.lower.compiled import Compiled
 
     task = task_for(device, tiny)
     backend = Backend.of(device)
@@ -157,7 +157,7 @@ def _finished(part: Part, group: Sequence[Contender], rounds: int, until: float)
 
 def row(one: Contender, task: Task, facts: dict[str, Any], rounds: int) -> dict[str, Any]:
     """What the JSON file says of a contender: medians over the steps of clean turns."""
-    from shardwise.launch.peak import mfu
+    from shardwise.launch.mfu import mfu
 
     kept = one.measured[0]
     seconds = [step for turn in kept for step in turn["seconds"]]

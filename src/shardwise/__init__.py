@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from shardwise.core.optim import OptimizerChoice
     from shardwise.core.plan import Plan
     from shardwise.initial.initial import record
-    from shardwise.runtime.initial_values import Values
+    from shardwise.initial.values import Values
     from shardwise.train.checkpoints import Checkpoints
     from shardwise.train.distribute import distribute
     from shardwise.train.trainer import LossScaleError, NonFiniteError, Trainer
@@ -25,7 +25,7 @@ _HOMES = {
     "OptimizerChoice": "shardwise.core.optim",
     "Plan": "shardwise.core.plan",
     "Trainer": "shardwise.train.trainer",
-    "Values": "shardwise.runtime.initial_values",
+    "Values": "shardwise.initial.values",
     "record": "shardwise.initial.initial",
 }
 __all__ = [

@@ -14,7 +14,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
-from shardwise.runtime.compiled import Compiled
+from shardwise.lower.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import total_error

@@ -10,8 +10,8 @@ from shardwise.backend import Backend
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import Batch, rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.models.llama import Llama
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.train.trainer import Trainer
 

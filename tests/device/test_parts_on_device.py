@@ -15,8 +15,8 @@ from shardwise.checkpoint.writer import CheckpointWriter
 from shardwise.core.layout import Box
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.ops.keyed_random import keyed_mask, keyed_normal, keyed_randint, keyed_uniform
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.optimizer import FlatOptimizer, Segment

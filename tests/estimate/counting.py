@@ -11,9 +11,9 @@ from torch import Tensor
 from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction
 from shardwise.core.optim import OptimizerChoice
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.unit_traffic import Traffic
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 

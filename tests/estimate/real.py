@@ -20,11 +20,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
 from shardwise.estimate.timeline import total
+from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units.trace import Trace

@@ -11,7 +11,7 @@ from test_traffic import compared
 import classes
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.runtime.compiled import Compiled
+from shardwise.lower.compiled import Compiled
 
 LAYOUTS = [
     {"mesh": Mesh.of(tp=2), "tensor": "1d", "recompute": "none"},

@@ -18,9 +18,9 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
 from shardwise.estimate.timeline import Category, total
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.units.tracing import trace
 
 ADAMW = OptimizerChoice("adamw")

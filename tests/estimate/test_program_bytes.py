@@ -22,11 +22,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.timeline import Category, total
 from shardwise.lower import messages
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.unit_memory import profile
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from split import ORDERS, split

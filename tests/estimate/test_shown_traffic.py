@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from shardwise.cli.main import app
 from shardwise.config import build_optimizer
 from shardwise.launch.subject import load_anywhere, settled, subject
-from shardwise.runtime.compiled import Compiled
+from shardwise.lower.compiled import Compiled
 
 TINY = [
     "model.width=16",

@@ -20,13 +20,13 @@ from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
 from shardwise.estimate.traffic import TrafficMoment, step_traffic
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.runtime.compiled import Compiled
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace

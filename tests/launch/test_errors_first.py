@@ -20,8 +20,8 @@ from shardwise.launch.local import RunFailed, launch_local, run_folder
 from shardwise.launch.monitor import read_errors
 from shardwise.launch.rank import record_error
 from shardwise.launch.ready import Surroundings
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks

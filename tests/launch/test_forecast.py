@@ -14,8 +14,8 @@ from shardwise.estimate.devices import GIB, Device, named
 from shardwise.estimate.predict import predict
 from shardwise.launch.forecast import WAYS, Forecast, changed, gib_at_least
 from shardwise.launch.subject import forecast, load_anywhere, settled
+from shardwise.lower.compiled import Compiled
 from shardwise.report.tables import size
-from shardwise.runtime.compiled import Compiled
 from shardwise.shard.solver.cost_model import Seconds
 
 TINY = ["model.width=32", "model.layers=3", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]

@@ -15,14 +15,14 @@ from shardwise.core.errors import ConfigError
 from shardwise.data.loader import Batch, rank_rows
 from shardwise.estimate.devices import GIB, Device
 from shardwise.initial.initial import record
+from shardwise.initial.values import Values
 from shardwise.launch.forecast import Forecast, account
 from shardwise.launch.measuring import MEMORY, StepMemory, model_states, read_memory, write_memory
 from shardwise.launch.subject import forecast, load_anywhere
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.report.memory import Account
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.initial_values import Values
 from shardwise.runtime.threads import run_ranks
 
 TINY = ["model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=12", "optimizer.lr=1e-2"]

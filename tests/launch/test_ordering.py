@@ -21,9 +21,9 @@ from shardwise.launch.folder import PLAN
 from shardwise.launch.forecast import Forecast
 from shardwise.launch.ordering import SCHEDULE, chosen_before, settle
 from shardwise.launch.subject import forecast, load_anywhere, subject
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.timetable import milliseconds
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 TINY = ["model.width=32", "model.layers=4", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]

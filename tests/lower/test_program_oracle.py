@@ -137,7 +137,7 @@ FAULTS: dict[str, Change] = {
     "a slot that is freed too late": lambda one: replace(one, frees=tuple(b for b in one.frees if b.kind != "slot")),
     "a slot that is freed too early": of(Op.GATHER, lambda one: replace(one, frees=one.writes)),
     "targets that are not counted": of(Op.COUNT, drop),
-    "a backward that does not leave what the other half needs": of(Op.BACKWARD_INPUT, lambda one: replace(one, writes=tuple(b for b in one.writes if b.kind != "putoff"))),
+    "a backward that does not leave what the other half needs": of(Op.BACKWARD_INPUT, lambda one: replace(one, writes=tuple(b for b in one.writes if b.kind != "deferred"))),
     "a half that is not run": of(Op.BACKWARD_WEIGHT, drop),
 }  # fmt: skip
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.measure import fp16_check
 from shardwise.measure.fp16_check import check_kernels
 from shardwise.models.gpt import GPT
 from shardwise.ops import collectives, random_ops
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.units.tracing import trace
 from verify.models import CASES
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from shardwise import OptimizerChoice, Plan
 from shardwise.backend import Backend
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import profile
 from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.wide import WideProduct, multiplies_wide

@@ -19,12 +19,12 @@ from shardwise.core.communicators import groups
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.background import Background
 from shardwise.runtime.communicator import BaseCommunicator, CommunicationError
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 

@@ -16,9 +16,9 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.initial.initial import record
-from shardwise.runtime.compiled import Compiled
+from shardwise.initial.values import Values
+from shardwise.lower.compiled import Compiled
 from shardwise.runtime.engine import Engine
-from shardwise.runtime.initial_values import Values
 from shardwise.runtime.threads import run_ranks
 
 

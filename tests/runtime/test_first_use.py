@@ -16,13 +16,13 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout, Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 

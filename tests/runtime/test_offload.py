@@ -12,10 +12,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import gathered
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.models.llama import Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import CommunicationError
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator
 from shardwise.verify.verify import run_steps
 from streams import Streams, run_in_streams

@@ -15,11 +15,11 @@ from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.data.loader import rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.batch import BatchState, StepInput
 from shardwise.runtime.buffers import local_part
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks

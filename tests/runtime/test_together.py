@@ -18,12 +18,12 @@ from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime import interpreter, together
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 

@@ -15,6 +15,7 @@ from shardwise.checkpoint.container import write_as_they_come
 from shardwise.core.errors import ShardwiseError
 from shardwise.data.loader import rank_rows
 from shardwise.launch.results import save_weights
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
@@ -23,7 +24,6 @@ from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime import collect
 from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.runtime.whole_state import aliases

@@ -12,11 +12,11 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.rates import rates
 from shardwise.initial.initial import record
+from shardwise.initial.values import Values
+from shardwise.lower.compiled import Compiled, traced_for
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled, traced_for
-from shardwise.runtime.initial_values import Values
 from shardwise.shard.solver.cost_model import Seconds
 
 

@@ -13,11 +13,11 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.trainer import LossScaleError, Trainer
 from shardwise.verify.verify import verify

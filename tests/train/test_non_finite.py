@@ -12,8 +12,8 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.trainer import LossScaleError, NonFiniteError, Trainer
 from zoo import Blocks

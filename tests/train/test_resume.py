@@ -16,11 +16,11 @@ from shardwise.checkpoint import Checkpoint, latest
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.train.trainer import Trainer

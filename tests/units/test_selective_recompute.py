@@ -21,9 +21,9 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key
 from shardwise.kernels.flop_counter import tensors_in
+from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.ops.collectives import Env
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units import selective_recompute

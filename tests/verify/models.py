@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.models.llama import Llama
-from shardwise.runtime.compiled import Compiled
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

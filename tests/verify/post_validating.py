@@ -14,11 +14,11 @@ from training import rows_of
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect
 from shardwise.train.trainer import Trainer
 

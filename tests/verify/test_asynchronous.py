@@ -18,12 +18,12 @@ from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch
 from shardwise.lower import step as lowering
+from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.train.trainer import NonFiniteError, Trainer

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 import classes
 from shardwise.core.plan import Tensor as Kind
+from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.ops.collectives import Env
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.shard.sizes import local_shape
 from shardwise.units.trace import Trace
 from shardwise.verify.oracle import OracleStep

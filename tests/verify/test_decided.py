@@ -18,11 +18,11 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Link, Rates
 from shardwise.launch.verifying import verify_config
+from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.models.llama import Llama
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.shard.solver.decisions import Decisions
 from shardwise.verify.verify import VerifiedStep, run_threads, verify
 

@@ -14,11 +14,11 @@ import zoo
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.ops import collectives
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 Case = tuple[int, int, str, int]

@@ -9,8 +9,8 @@ import torch
 from test_tensor import ALONE, KINDS, PLAIN, check, oracle
 from torch import Tensor, nn
 
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.verify.verify import run_steps, run_threads
 
 

@@ -21,10 +21,10 @@ from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs
 from shardwise.lower import messages as lowering_of_messages
 from shardwise.lower import step as lowering
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import AUTO, SCHEDULES
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, VerifiedStep, compare, run_steps, run_threads, verify

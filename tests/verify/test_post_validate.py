@@ -28,13 +28,13 @@ from shardwise.core.program import Program
 from shardwise.core.repeat import repeated
 from shardwise.core.scale import ScaleChoice
 from shardwise.core.timetable import written
+from shardwise.lower.compiled import Compiled
 from shardwise.lower.validate import Validations
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
 from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.buffers import BucketMemory
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import run_ranks
 from shardwise.train.trainer import NonFiniteError
 from shardwise.verify.verify import Report, verify

@@ -16,11 +16,11 @@ import zoo
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower import reduce
+from shardwise.lower.compiled import Compiled
 from shardwise.models import Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 
 SIZE = 4  # of a head
 Case = tuple[str, int, int, int, tuple[int, int]]

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from models import CASES
 from shardwise.core.instruction import Op
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import computing, interpreter
-from shardwise.runtime.compiled import Compiled
 from shardwise.units.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, VerifiedStep, run_steps, run_threads
 from split import ORDERS, split
@@ -142,13 +142,13 @@ def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     original = computing.Computing.backward_weight
 
     def careless(self: Any, one: Any) -> None:
-        self.putoff[one.unit, one.microbatch].popleft()
+        self.deferred[one.unit, one.microbatch].popleft()
         original(self, one)
 
     monkeypatch.setattr(
         computing.Computing,
         "backward_weight",
-        lambda self, one: careless(self, one) if self.putoff[one.unit, one.microbatch] else None,
+        lambda self, one: careless(self, one) if self.deferred[one.unit, one.microbatch] else None,
     )
     assert difference(steps("gpt", plan, "at once"), truth) > 1e-3
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.core.plan import Tensor as Kind
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 
 WIDTH, WORDS = 12, 36
 

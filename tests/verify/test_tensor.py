@@ -18,13 +18,13 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.measure.unit_cost import cost
 from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import sides, tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer
 from shardwise.verify.verify import OPTIMIZER, TOLERANCE, VerifiedStep, compare, run_steps, run_threads
 

@@ -16,10 +16,10 @@ from models import deep
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Link, Rates
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.shard.solver import solve
 from shardwise.shard.solver.cost_model import CostModel
 from shardwise.verify.oracle import Oracle, OracleStep, plain_optimizer

@@ -17,10 +17,10 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.compiled import Compiled
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.verify import LOW_PRECISION_FACTOR, VerifiedStep, low_precision, run_steps, run_threads
 from verify.test_tensor import equal

@@ -14,9 +14,9 @@ from torch import Tensor
 from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan, Precision
+from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.ops import cross_entropy, norms, random_ops
-from shardwise.runtime.compiled import Compiled
 from shardwise.units import selective_recompute
 from shardwise.units.trace import Trace
 from shardwise.verify.verify import OPTIMIZER, VerifiedStep, run_steps, run_threads, verify

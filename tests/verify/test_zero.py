@@ -14,10 +14,10 @@ from models import CASES, captured, tokens
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES, ParameterRule, Plan
 from shardwise.lower import gather
+from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime import gathered, gradients
-from shardwise.runtime.compiled import Compiled
 from shardwise.verify.verify import OPTIMIZER, VerifiedStep, run_steps, run_threads, verify
 
 MODELS = ("gpt", "llama", "bert", "conv")

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.data.loader import AXES, Batch, rank_rows
+from shardwise.lower.compiled import Compiled
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.threads import run_ranks
 from shardwise.train.trainer import NonFiniteError, Trainer
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import count
 
 from shardwise.core.instruction import Instruction, Lane, Op
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import Axes, Mesh
 from shardwise.core.program import Program
 
 CHANNELS = ("tensors", "gradients")
@@ -40,7 +40,7 @@ class Members:
         return f"collectives among ranks {list(self.ranks)} on lane {self.lane}"
 
 
-def groups(mesh: Mesh, axes: str | tuple[str, ...], lane: str, ranks: Iterable[int] | None = None) -> list[Members]:
+def groups(mesh: Mesh, axes: Axes, lane: str, ranks: Iterable[int] | None = None) -> list[Members]:
     """The communicators of collectives over ``axes`` that these ranks (by default all) are members of; none for groups of one."""
     found: list[Members] = []
     seen: set[int] = set()
@@ -61,9 +61,7 @@ def pair_of(mesh: Mesh, rank: int, one: Instruction) -> Members:
     return Members((rank, other) if one.op is Op.SEND else (other, rank), CHANNELS[one.bucket >= 0], True)
 
 
-def communicators(
-    programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[str | tuple[str, ...], str]] = ()
-) -> tuple[Members, ...]:
+def communicators(programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -> tuple[Members, ...]:
     """All that the ``programs`` of all classes of ranks use, and those of ``more`` pairs of axes and lane.
 
     What units communicate inside, on the compute lane, is not in programs: it belongs to ``more``.  The order is the same whoever asks,
@@ -82,7 +80,7 @@ def communicators(
     return _apart(sorted(found, key=lambda one: (one.pair, one.lane, one.ranks)))
 
 
-def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[str | tuple[str, ...], str]] = ()) -> list[int]:
+def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -> list[int]:
     """The ranks in each of the :func:`communicators` that a rank which runs ``program`` is a member of."""
     used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
     axes = dict.fromkeys([*more, *((one.axes, str(one.lane)) for one in used if one.axes)])

@@ -55,7 +55,7 @@ class Buffer:
     * ``param grad state``: of a bucket, from step to step;
     * ``slot unreduced stash``: memory of a pool, for whole parameters, for whole gradients on their way to
       their shard, and for parameters as they were before an update;
-    * ``activation saved kept gradient received putoff``: of a unit and microbatch: its live outputs, what
+    * ``activation saved kept gradient received deferred``: of a unit and microbatch: its live outputs, what
       autograd keeps inside of it, what selective recomputation keeps, the gradients of its outputs, those that
       come from another rank, whose coordinate on ``pp`` is the ``version``, and what a BACKWARD_INPUT leaves for
       its BACKWARD_WEIGHT: inputs and output gradients of products;

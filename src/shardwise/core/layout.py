@@ -14,7 +14,7 @@ from itertools import product
 from typing import Literal
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.mesh import Mesh, joined
+from shardwise.core.mesh import Axes, Mesh, joined
 
 
 def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
@@ -124,7 +124,7 @@ class Layout:
         return Layout(tuple((Factor(size),) for size in shape))
 
     @staticmethod
-    def sharded(shape: Sequence[int], dims: Mapping[int, str | tuple[str, ...]], partial: Iterable[str] = ()) -> Layout:
+    def sharded(shape: Sequence[int], dims: Mapping[int, Axes], partial: Iterable[str] = ()) -> Layout:
         """``Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")})``: sharded dims and their axes, major first."""
         unknown = [dim for dim in dims if not 0 <= dim < len(shape)]
         if unknown:

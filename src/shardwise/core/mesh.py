@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
+from typing import TypeAlias
 
 from shardwise.core.errors import (
     ConfigError,
@@ -25,6 +26,9 @@ from shardwise.core.errors import (
 )
 
 LINKS = ("device", "host", "rack")
+
+Axes: TypeAlias = str | tuple[str, ...]
+"""One axis of a mesh, or several in the order of their coordinates, by name."""
 
 Coordinates = tuple[tuple[str, int], ...]
 """Some axes of a mesh, each with a coordinate: the fixed part of a class of ranks."""
@@ -47,7 +51,7 @@ class Axis:
         check_choice(f"mesh.{self.name}.link", self.link, LINKS)
 
 
-def _names(names: str | tuple[str, ...]) -> tuple[str, ...]:
+def _names(names: Axes) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -136,7 +140,7 @@ class Mesh:
         """The number of ranks."""
         return math.prod(self.shape)
 
-    def axis_size(self, names: str | tuple[str, ...]) -> int:
+    def axis_size(self, names: Axes) -> int:
         """The number of ranks along ``names`` together; an absent axis counts as 1."""
         return math.prod(_place(name, self._sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
 
@@ -166,7 +170,7 @@ class Mesh:
             rank = rank * axis.size + coordinates.get(axis.name, 0)
         return rank
 
-    def group(self, rank: int, names: str | tuple[str, ...]) -> tuple[int, ...]:
+    def group(self, rank: int, names: Axes) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only on the axes ``names``, the first of them slowest."""
         here = self.coordinates(rank)
         wanted = [name for name in _names(names) if axis_of(name) in here]
@@ -178,7 +182,7 @@ class Mesh:
             found.append(self.rank(there))
         return tuple(found)
 
-    def index(self, rank: int, names: str | tuple[str, ...]) -> int:
+    def index(self, rank: int, names: Axes) -> int:
         """The position of ``rank`` in ``group(rank, names)``."""
         here = self.coordinates(rank)
         position = 0
@@ -228,7 +232,7 @@ class Mesh:
             there %= size
         return self.rank({**{name: at for name, at in here.items() if name != axis}, axis: there})
 
-    def classes(self, names: str | tuple[str, ...]) -> tuple[Coordinates, ...]:
+    def classes(self, names: Axes) -> tuple[Coordinates, ...]:
         """The classes of ranks that the axes ``names`` tell apart: their fixed coordinates, in rank order."""
         wanted = tuple(name for name in self.names if name in _names(names))
         places = product(*(range(self.axis_size(name)) for name in wanted))

@@ -73,11 +73,11 @@ def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
 
 def _buckets(
     there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, rank: int, device: str,
-    common: bool, apart: bool,
+    common: bool, per_parameter: bool,
 ) -> None:  # fmt: skip
     offload = plan.offloads_optimizer
     for bucket in buckets:
-        share = Share.of(bucket, plan, choice, rank, apart)
+        share = Share.of(bucket, plan, choice, rank, per_parameter)
         each = bucket_widths(choice, bucket)
         both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
         for account, states in zip((there, here), both, strict=True):
@@ -199,7 +199,7 @@ class ProgramSizes:
             case Op.BACKWARD:
                 return self.gradients(one, self.unit(one).gradients)
             case Op.BACKWARD_INPUT:
-                return {**self.gradients(one, self.unit(one).passed), Buffer("putoff", u, m): {"": self.way(one).putoff}}
+                return {**self.gradients(one, self.unit(one).passed), Buffer("deferred", u, m): {"": self.way(one).deferred}}
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
             case Op.BACKUP:

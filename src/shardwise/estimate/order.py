@@ -25,7 +25,7 @@ class UnitCosts:
     """Seconds and bytes of each unit that a stage can have, in the order of the model, for one microbatch.
 
     ``forward`` to ``weight`` are the seconds of F, B, I and W; ``transfer`` those of a message between two ranks.  ``kept`` are the bytes
-    that a unit keeps from F to the end of B or I, its outputs included, ``putoff`` those from I to the end of W; ``inputs`` are the bytes
+    that a unit keeps from F to the end of B or I, its outputs included, ``deferred`` those from I to the end of W; ``inputs`` are the bytes
     that it gets from the unit before, which a stage that begins with it holds too.
     """
 
@@ -35,7 +35,7 @@ class UnitCosts:
     weight: Sequence[float]
     transfer: float
     kept: Sequence[float]
-    putoff: Sequence[float]
+    deferred: Sequence[float]
     inputs: Sequence[float]
 
     @property
@@ -52,7 +52,7 @@ class UnitCosts:
         held = [kept + self.inputs[start] for kept, (start, _) in zip(sums(self.kept), bounds, strict=True)]
         return Costs(
             sums(self.forward), sums(self.input), sums(self.weight), sums(self.backward), [self.transfer] * (len(sizes) - 1),
-            held, sums(self.putoff),
+            held, sums(self.deferred),
         )  # fmt: skip
 
     def cut(self, stages: int) -> tuple[int, ...]:

@@ -189,7 +189,7 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     axes of tensor parallelism, which have the most of everything, the one with the largest model states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
-    apart = trace.opaque is not None
+    per_parameter = trace.opaque is not None
     alike: dict[object, list[Bucket]] = {}
     for b in trace.buckets:
         names = [p.name for p in b.parameters]
@@ -202,7 +202,7 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
         for same in alike.values():
             if plan.mesh.index(rank, PIPELINE) not in cut.holders(same[0]):
                 continue
-            share = Share.of(same[0], plan, choice, rank, apart)
+            share = Share.of(same[0], plan, choice, rank, per_parameter)
             held = bucket_states(share, bucket_widths(choice, same[0]), learns=same[0].learns)
             total += len(same) * sum(s.total for s in held)
         return total

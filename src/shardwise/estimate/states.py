@@ -74,18 +74,18 @@ class Share:
     updates: tuple[tuple[tuple[bool, int], ...], ...] = ()
 
     @staticmethod
-    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, apart: bool = False) -> Share:
-        """Of ``rank``; ``apart``: an optimizer for each parameter."""
+    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
+        """Of ``rank``; ``per_parameter``: an optimizer for each parameter."""
         parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
         held = held_range(rule, layout, parts, index, bucket.learns)
-        return Share(layout, rule, held, _updates(layout, held, choice, apart) if bucket.learns else ())
+        return Share(layout, rule, held, _updates(layout, held, choice, per_parameter) if bucket.learns else ())
 
 
 def _updates(
-    layout: FlatBuffer, held: FlatShard, choice: OptimizerChoice, apart: bool
+    layout: FlatBuffer, held: FlatShard, choice: OptimizerChoice, per_parameter: bool
 ) -> tuple[tuple[tuple[bool, int], ...], ...]:
-    if not apart:
+    if not per_parameter:
         return (tuple((group == DECAY, stop - start) for group, start, stop in held.segments(layout)),)
     cut = ((e, min(held.stop, e.stop) - max(held.start, e.offset)) for e in layout.entries)
     return tuple(((choice.decays(e.name, e.shape), numel),) for e, numel in cut if numel > 0)

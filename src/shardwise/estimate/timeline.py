@@ -32,7 +32,7 @@ class Category(StrEnum):
 CATEGORY: Mapping[str, Category] = {
     "param": Category.PARAMETERS, "slot": Category.PARAMETERS, "stash": Category.PARAMETERS, "grad": Category.GRADIENTS, "unreduced": Category.GRADIENTS,
     "state": Category.OPTIMIZER, "activation": Category.ACTIVATIONS, "saved": Category.ACTIVATIONS, "kept": Category.ACTIVATIONS,
-    "gradient": Category.ACTIVATIONS, "received": Category.ACTIVATIONS, "putoff": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "batch": Category.ACTIVATIONS,
+    "gradient": Category.ACTIVATIONS, "received": Category.ACTIVATIONS, "deferred": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "batch": Category.ACTIVATIONS,
     "buffer": Category.PARAMETERS, "unused": Category.PARAMETERS, "loss": Category.TEMPORARY, "weight": Category.TEMPORARY,
     "norm": Category.TEMPORARY, "verdict": Category.TEMPORARY, "backup": Category.OPTIMIZER, "scalar": Category.TEMPORARY,
 }  # fmt: skip

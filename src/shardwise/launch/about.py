@@ -12,13 +12,13 @@ import psutil
 
 from shardwise.backend import Backend
 from shardwise.core.plan import Plan
+from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady
-from shardwise.runtime.compiled import Compiled
 from shardwise.train.checkpoints import Checkpoints
 from shardwise.units.trace import Trace
 
 from .measuring import MEMORY, write_memory
-from .peak import mfu, model_flops, peak_flops
+from .mfu import mfu, model_flops, peak_flops
 from .ready import Ready
 from .results import write_json
 

@@ -23,6 +23,7 @@ from shardwise.estimate.memory import goals
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
 from shardwise.estimate.timeline import CATEGORY, Category
+from shardwise.lower.compiled import Compiled, solves, traced_for
 from shardwise.lower.stages import StageSplit
 from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
@@ -30,7 +31,6 @@ from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.report.memory import Account
 from shardwise.report.tables import count, plural, size
-from shardwise.runtime.compiled import Compiled, solves, traced_for
 from shardwise.shard.solver.cost_model import Seconds
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace

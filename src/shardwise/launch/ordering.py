@@ -259,7 +259,7 @@ def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCo
     return UnitCosts(
         f, b, i, w, transfer,
         kept=[outputs[u.index] + way.kept for u, way in zip(units, ways, strict=True)],
-        putoff=[way.putoff + own for way, own in zip(ways, held, strict=True)],
+        deferred=[way.deferred + own for way, own in zip(ways, held, strict=True)],
         inputs=[sum(outputs[p] for p in made) for made in before],
     )  # fmt: skip
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.predict import describe
+from shardwise.initial.values import Values
 from shardwise.lower.versions import steady
 from shardwise.report.tensorboard import TensorBoard
-from shardwise.runtime.initial_values import Values
 from shardwise.runtime.progress import LEAVING
 from shardwise.runtime.recorder import TRACE, Recorder, trace_name
 from shardwise.train.checkpoints import Checkpoints

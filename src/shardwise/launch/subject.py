@@ -19,9 +19,9 @@ from shardwise.data import Loader
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
+from shardwise.initial.values import Values
+from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady
-from shardwise.runtime.compiled import Compiled
-from shardwise.runtime.initial_values import Values
 
 from .forecast import Forecast, left_open, uncollected
 from .ordering import settle_by_costs, unordered

@@ -21,13 +21,13 @@ from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
 from shardwise.estimate.devices import here
 from shardwise.initial.initial import record
+from shardwise.initial.values import Values
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import role
 from shardwise.parallel.tensor import across_hosts
 from shardwise.runtime.communicator import Communicator, host_sum
-from shardwise.runtime.compiled import Compiled
 from shardwise.runtime.connect import connect, ranks_of_a_host
-from shardwise.runtime.initial_values import Values
 from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, mixed

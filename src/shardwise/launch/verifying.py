@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from shardwise.config import Config
+    from shardwise.lower.compiled import Compiled
     from shardwise.runtime.communicator import Communicator
-    from shardwise.runtime.compiled import Compiled
     from shardwise.verify.verify import Report, VerifiedStep
 
 

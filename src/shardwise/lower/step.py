@@ -24,7 +24,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.trace import Bucket, Trace
 
-PASSING = ("activation", "kept", "saved", "gradient", "received", "putoff")
+PASSING = ("activation", "kept", "saved", "gradient", "received", "deferred")
 """Kinds of buffers that live within a batch."""
 
 
@@ -233,7 +233,7 @@ class _Lowering:
         writes = self.grads(u, unit.parameters if whole else unit.inside)
         grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
         writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
-        writes += [] if whole else [Buffer("putoff", u, m)]
+        writes += [] if whole else [Buffer("deferred", u, m)]
         op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
         version = self.version(u, m)
         return Instruction(op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
@@ -244,7 +244,7 @@ class _Lowering:
         if not unit.products:
             return []
         held = [p for p in (*self.producers(u), u) if set(self.trace.units[p].outputs) & set(unit.held)]
-        reads = (Buffer("putoff", u, m), *(Buffer("activation", p, m) for p in held))
+        reads = (Buffer("deferred", u, m), *(Buffer("activation", p, m) for p in held))
         writes = tuple(self.grads(u, unit.products))
         return [Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=writes)]
 

@@ -33,7 +33,7 @@ from shardwise.units.weight_products import Multiplier, Operand, expose, find, w
 class Way:
     """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and ``saved`` what
     BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks.  Of a backward in two parts,
-    ``inputs`` and ``weights`` are the peaks, and ``putoff`` is what the first leaves for the second."""
+    ``inputs`` and ``weights`` are the peaks, and ``deferred`` is what the first leaves for the second."""
 
     forward: int = 0
     kept: int = 0
@@ -41,7 +41,7 @@ class Way:
     saved: int = 0
     backward: int = 0
     inputs: int = 0
-    putoff: int = 0
+    deferred: int = 0
     weights: int = 0
 
 
@@ -256,10 +256,10 @@ class _Profiler:
             peak, grads = work.backward(own, before, held)
             tensors = [t for one in held for t in tensors_in((one.dy, one.x, one.rest))]
             elsewhere = storages([*arguments, *work.live])
-            putoff = without(storages(tensors), elsewhere)
-            found["passed"] = _owned(unit, grads, order, {**elsewhere, **putoff})
+            deferred = without(storages(tensors), elsewhere)
+            found["passed"] = _owned(unit, grads, order, {**elsewhere, **deferred})
             del tensors, grads, own
-            found[name] = replace(ways[name], inputs=peak, putoff=sum(putoff.values()), weights=work.backward_weight(held))
+            found[name] = replace(ways[name], inputs=peak, deferred=sum(deferred.values()), weights=work.backward_weight(held))
         return found
 
 

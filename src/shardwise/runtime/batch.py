@@ -105,7 +105,7 @@ class BatchState:
         self.counts: Tensor | None = None
         self.weights: Tensor | None = None
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
-        self.norms: Tensor | None = None  # by rank and bucket; under ``apart`` also whether each parameter was reached
+        self.norms: Tensor | None = None  # by rank and bucket; under ``per_parameter`` also whether each parameter was reached
         self.coefficient: Tensor | None = None
         self.clip: Tensor | None = None  # the factor of clipping alone
         self.skip = self.memory.halted
@@ -182,7 +182,7 @@ class BatchState:
         """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
         owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
-        if owner.apart:
+        if owner.per_parameter:
             flags = [float(p.name in gradients.reached) for p in self._learning()]
             row = torch.cat([row, Backend.of(row.device).to_device(torch.tensor(flags, dtype=self.wide), row.device)])
         mesh, axes = owner.comm.mesh, (*owner.axes, *owner.tensor)
@@ -208,7 +208,7 @@ class BatchState:
         if scale is not None:
             self.coefficient = scale.reciprocal() if self.clip is None else self.clip / scale
         self._skip_if(bad)
-        if self.owner.apart:
+        if self.owner.per_parameter:
             unreached = (self.norms[:, len(self.owner.learning) :].sum(0) == 0).to(torch.float32)
             self.unreached = dict(zip((p.name for p in self._learning()), unreached, strict=True))
 

@@ -22,10 +22,10 @@ from shardwise.core.pieces import parts, range_parts
 from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
+from shardwise.initial.values import Values
 from shardwise.ops.weight_gradients import Kernels
 from shardwise.parallel.data import SHARDS, held_range, placement
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.initial_values import Values
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
 from shardwise.units.trace import DECAY, Bucket, Parameter
@@ -48,7 +48,7 @@ class BucketMemory:
     of it, or its wide copy, which the optimizer updates.  Frozen buckets have neither gradient nor updates, and no wide copy.
 
     Gradients and optimizer state are made when first asked for: by then the module with the initial values may be gone, and its memory
-    is used again.  ``host``: they and the masters are on the host.  ``apart``: an optimizer for each parameter, so that those without a
+    is used again.  ``host``: they and the masters are on the host.  ``per_parameter``: an optimizer for each parameter, so that those without a
     gradient in a step can be skipped.
     """
 
@@ -63,10 +63,12 @@ class BucketMemory:
     comm: Communicator
     choice: OptimizerChoice
     host: bool
-    apart: bool
+    per_parameter: bool
 
     @staticmethod
-    def allocate(bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, apart: bool = False) -> BucketMemory:
+    def allocate(
+        bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, per_parameter: bool = False
+    ) -> BucketMemory:
         """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments."""
         number, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, comm.mesh, comm.rank)
@@ -86,7 +88,7 @@ class BucketMemory:
             master = _host(held.numel, wide, comm)
         else:
             master = own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
-        return BucketMemory(bucket, rule, layout, shard, held, param, master, common, comm, choice, host, apart)
+        return BucketMemory(bucket, rule, layout, shard, held, param, master, common, comm, choice, host, per_parameter)
 
     @cached_property
     def grad(self) -> Tensor | None:
@@ -108,7 +110,7 @@ class BucketMemory:
         if not self.learns:
             return []
         choice, groups = self.choice, self.held.segments(self.layout)
-        if not self.apart:
+        if not self.per_parameter:
             segments = [self._segment(start, stop, group == DECAY) for group, start, stop in groups]
             return [Update(FlatOptimizer(choice, segments))]
         return [

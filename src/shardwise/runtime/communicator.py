@@ -30,9 +30,8 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.core.communicators import CHANNELS, CONTROL, Members
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import Axes, Mesh
 
-Axes: TypeAlias = str | tuple[str, ...]
 OnWait: TypeAlias = Callable[[str | None], None]
 
 # What every backend can sum: gloo and NCCL lack int16, bool and fp8.

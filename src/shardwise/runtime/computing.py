@@ -49,7 +49,7 @@ class Computing(Multiplier):
     saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    putoff: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
+    deferred: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     position: int = -1
 
@@ -130,7 +130,7 @@ class Computing(Multiplier):
         add: Callable[[Factors], None] = self.multiply
         behind: Callable[[Factors], None] = self.behind
         if one.op is not Op.BACKWARD:
-            add = behind = self.put_off(self.putoff.setdefault((unit.index, m), deque()))
+            add = behind = self.defer(self.deferred.setdefault((unit.index, m), deque()))
         outputs, operands, leaves = self.saved.pop((unit.index, m))
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
         seeds = [
@@ -173,9 +173,9 @@ class Computing(Multiplier):
         return self.pending.pop((name, microbatch), None)
 
     def backward_weight(self, one: Instruction) -> None:
-        """The weight gradients that BACKWARD_INPUT has put off."""
+        """The weight gradients that BACKWARD_INPUT has deferred."""
         self.gradients.begin(one)
-        factors = self.putoff.pop((one.unit, one.microbatch))
+        factors = self.deferred.pop((one.unit, one.microbatch))
         while factors:
             self.gradients.add_product(factors.popleft())
 
@@ -184,7 +184,7 @@ class Computing(Multiplier):
             self.owner.inspect(self.position, "gradient", [factors.dy])
         self.gradients.add_product(factors)
 
-    def put_off(self, held: deque[Factors]) -> Callable[[Factors], None]:
+    def defer(self, held: deque[Factors]) -> Callable[[Factors], None]:
         """Keeps factors for later; copies what lies in a slot, which may hold another bucket by then."""
         own = self.gathered.own
 

@@ -17,13 +17,13 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
+from shardwise.initial.values import Values
+from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.batch import StepInput, StepResult
 from shardwise.runtime.buffers import BucketMemory, RankMemory, local_part
 from shardwise.runtime.communicator import Communicator, host_sum
-from shardwise.runtime.compiled import Compiled
-from shardwise.runtime.initial_values import Values
 from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
@@ -62,8 +62,8 @@ class Engine:
         self.compiled, self.comm, self.optimizer = compiled, comm, optimizer
         self.step_index = 0
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
-        apart = trace.opaque is not None
-        if apart and any(rule.rest == "S" for rule in plan.parameters):
+        per_parameter = trace.opaque is not None
+        if per_parameter and any(rule.rest == "S" for rule in plan.parameters):
             raise ConfigError(
                 f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
             )
@@ -81,7 +81,7 @@ class Engine:
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)
-        buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, apart) for b in own}
+        buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, per_parameter) for b in own}
         for memory in buckets.values():
             memory.load(values)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
@@ -94,7 +94,7 @@ class Engine:
         )
         self.interpreter = Interpreter(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
-            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, apart=apart,
+            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, per_parameter=per_parameter,
             strict=strict, offload=plan.offloads_activations,
         )  # fmt: skip
 

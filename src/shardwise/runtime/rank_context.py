@@ -19,7 +19,7 @@ class RankContext:
 
     ``axes`` are those of the batch, ``tensor`` those over which parameters are sharded.  ``learning`` are the indices of all buckets that learn,
     on whatever rank; ``counted`` those whose norm this rank counts: of several ranks that have the same of a bucket one does, not to speak of
-    the batch axes.  ``apart``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
+    the batch axes.  ``per_parameter``: parameters that no backward of a step reaches on any rank take no step.  ``strict``
     fills memory with NaN as soon as the program says that its content has ended.
     """
 
@@ -35,7 +35,7 @@ class RankContext:
     inspect: Callable[[int, str, list[Tensor]], None] | None = None  # (position, what, values): looks at what units produce
     # Gets the whole gradients of each batch, before clipping; on all ranks or none.
     keep_gradients: list[dict[str, Tensor]] | None = None
-    apart: bool = False
+    per_parameter: bool = False
     strict: bool = False
     offload: bool = False  # of activations
 

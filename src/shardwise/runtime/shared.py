@@ -22,11 +22,10 @@ from torch import Tensor
 
 from shardwise.core.communicators import CONTROL
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import Axes, Mesh
 from shardwise.runtime.bell import Bell, Rope
 from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
 from shardwise.runtime.communicator import (
-    Axes,
     BaseCommunicator,
     Call,
     CommunicationError,

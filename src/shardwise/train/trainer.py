@@ -16,10 +16,10 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import Batch, Loader, one_pass
+from shardwise.lower.compiled import Compiled, solves
 from shardwise.parallel.pipeline import role
 from shardwise.runtime.batch import StepResult
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled, solves
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.progress import Progress
@@ -56,7 +56,7 @@ class Trainer:
     Args:
         module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.  It is read once,
             for structure and initial values, and not changed; with ``initial`` it may be on the meta device.  Ranks that are threads of
-            one process share one :class:`shardwise.runtime.compiled.Compiled` instead, made beforehand: capture is not thread-safe.
+            one process share one :class:`shardwise.lower.compiled.Compiled` instead, made beforehand: capture is not thread-safe.
         optimizer: which optimizer, its numbers and its schedule.
         plan: how the step is divided; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.

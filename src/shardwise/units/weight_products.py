@@ -381,7 +381,7 @@ def watch(
         held = [one._replace(x=one.x.detach())]
 
         def arrive(grads: Sequence[Tensor | None], name: str = name, held: list[Operand] = held) -> None:
-            operand = held.pop()  # X ends here, unless it is put off
+            operand = held.pop()  # X ends here, unless it is deferred
             dy = grads[operand.y.output_nr]
             if dy is not None:
                 (behind if operand.meets else add)(operand.factors(name, dy))

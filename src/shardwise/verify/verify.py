@@ -24,8 +24,8 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, rank_rows
+from shardwise.lower.compiled import Compiled, solves
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compiled import Compiled, solves
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.verify.compare import Comparison, Difference

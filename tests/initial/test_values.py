@@ -30,7 +30,7 @@ from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.initial.initial import Recorded
-from shardwise.runtime.compiled import Compiled
+from shardwise.lower.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 

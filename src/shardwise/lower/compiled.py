@@ -20,9 +20,11 @@ from shardwise.core.devices import DeviceModel
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Lane
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Axes
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Machine, Rates, rates
+from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
@@ -32,8 +34,6 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
-from shardwise.runtime.communicator import Axes
-from shardwise.runtime.initial_values import Values
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace

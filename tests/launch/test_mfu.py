@@ -13,7 +13,7 @@ from shardwise.backend import Backend
 from shardwise.core.devices import MODELS
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import CHOICES
-from shardwise.launch.peak import mfu, model_flops, named_peak, peak_flops
+from shardwise.launch.mfu import mfu, model_flops, named_peak, peak_flops
 from shardwise.models import GPT, Llama
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.tracing import trace
