@@ -14,7 +14,8 @@ from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.units.trace import Parameter, Trace, _buckets
+from shardwise.units.trace import Parameter, Trace
+from shardwise.units.tracing import _buckets
 
 WIDTH = 6
 

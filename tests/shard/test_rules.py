@@ -7,6 +7,7 @@ import torch
 from op_cases import LOCAL, LOSSES, MIXING, PARAMETERS, RANDOM, Op, Probe, batch
 from torch import fx
 
+from communicating import communicated
 from harness import Subject, parity, sharded_run
 from shardwise.ops import collectives
 from shardwise.shard import rules
@@ -36,18 +37,18 @@ def check(op: Op, name: str) -> Trace:
     return trace
 
 
-def communicated(trace: Trace) -> list[str]:
-    return [kind for kind, _, _ in trace.collectives if kind != "slice"]
+def kinds(trace: Trace) -> list[str]:
+    return [kind for kind, _, _ in communicated(trace) if kind != "slice"]
 
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_local(name: str) -> None:
-    assert communicated(check(LOCAL[name], name)) == []
+    assert kinds(check(LOCAL[name], name)) == []
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing(name: str) -> None:
-    assert communicated(check(MIXING[name], name)) != []
+    assert kinds(check(MIXING[name], name)) != []
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import fx
 
+from communicating import communicated
 from harness import OptimizerChoice, Subject, errors, oracle_run, parity, sharded_run
 from shardwise.ops import random_ops
 from shardwise.units.trace import Trace, Unit
@@ -75,7 +76,7 @@ def test_the_covering_set_covers() -> None:
 
 def moved(trace: Trace) -> set[str]:
     """Collectives by the op that needs them; slices are none, nor is the one number that weighs microbatches."""
-    return {op for kind, op, _ in trace.collectives if kind != "slice" and op != "count of targets"}
+    return {op for kind, op, _ in communicated(trace) if kind != "slice" and op != "cross_entropy"}
 
 
 WITHOUT_RULE = {
@@ -93,9 +94,9 @@ def test_activations_stay_where_they_are(name: str) -> None:
     if name.startswith("mixtral"):
         assert moved(trace) <= {"aten.sort.default", "aten.index.Tensor", "aten.mul.Tensor"}  # tokens sorted by expert; balance
     elif name in ("own convnet", "resnet"):
-        assert moved(trace) == {"batch_norm"}
+        assert moved(trace) == {"sync_batch_norm"}
     else:
-        assert bool(moved(trace)) == (name in MIXES_ROWS), trace.collectives
+        assert bool(moved(trace)) == (name in MIXES_ROWS), moved(trace)
 
 
 def attentions(trace: Trace) -> list[fx.Node]:
@@ -161,7 +162,7 @@ def test_an_uneven_last_batch() -> None:
 def test_a_capture_does_without_networkx() -> None:
     """Which torch names in annotations; who uses it later has it."""
     code = (
-        "import sys, torch; from torch import nn; from shardwise.units.trace import trace; from shardwise.models import GPT; "
+        "import sys, torch; from torch import nn; from shardwise.units.tracing import trace; from shardwise.models import GPT; "
         "ids = torch.zeros(2, 4, dtype=torch.long); "
         "found = trace(GPT(vocabulary=8, width=8, layers=1, heads=1, context=4), {'input_ids': ids, 'labels': ids}); "
         "assert found.opaque is None and 'networkx' not in sys.modules; "

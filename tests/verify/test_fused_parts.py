@@ -11,6 +11,7 @@ from test_tensor import OPTIMIZER, PLAIN, check, oracle
 from torch import Tensor, nn
 
 import zoo
+from communicating import communicated
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
@@ -46,7 +47,7 @@ def parity(case: Case, kind: str) -> None:
     check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)
     heads, shared, _, tp = case
     if shared % tp == 0:
-        gathered = [key for key in one.general.collectives if key[0] == "all_gather" and key[2].startswith("blocks")]
+        gathered = [key for key in communicated(one.general) if key[0] == "all_gather" and key[2].startswith("blocks")]
         assert kind == "1d-sp" or not gathered
         placed = {p.name: p.placed for b in one.general.buckets for p in b.parameters}
         assert str(placed["blocks.0.qkv.weight"]) == f"[{heads}+{shared}+{shared}:tp*4, 24]"

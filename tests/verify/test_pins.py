@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zoo
+from communicating import communicated
 from models import deep
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
@@ -89,7 +90,7 @@ def test_megatrons_plan_follows_from_three_pins(tp: int) -> None:
     recipe = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, "1d"), batches[0])
     pinned = Compiled(module, planned(MEGATRON, tp), batches[0])
     assert layouts(pinned) == layouts(recipe) and len(layouts(pinned)) == 13
-    assert pinned.general.collectives == recipe.general.collectives
+    assert communicated(pinned.general) == communicated(recipe.general)
     assert not any("pins" in note for note in pinned.general.notes)
 
 
@@ -135,8 +136,8 @@ def test_what_flows_between_blocks_is_sharded_along_the_sequence() -> None:
     found = compiled_for({**MEGATRON, "blocks.*.norm?": "1", "norm": "1", "lm_head": "2"}, layers=2)
     recipe = compiled_for(MEGATRON, layers=2)
     assert layouts(found) == layouts(recipe)
-    kinds = {kind for kind, _, path in found.general.collectives if path == "blocks.1.drop"}
-    assert kinds == {"reduce_scatter"} and {k for k, _, path in recipe.general.collectives if path == "blocks.1.drop"} == {
+    kinds = {kind for kind, _, path in communicated(found.general) if path == "blocks.1.drop"}
+    assert kinds == {"reduce_scatter"} and {k for k, _, path in communicated(recipe.general) if path == "blocks.1.drop"} == {
         "all_reduce"
     }
 
@@ -162,7 +163,7 @@ def test_evaluation_lies_as_training_does() -> None:
     assert {p.name: p.placed for b in other.buckets for p in b.parameters} == {
         p.name: p.placed for b in found.buckets for p in b.parameters
     }
-    assert any(kind == "slice" for kind, _, _ in other.collectives)
+    assert any(kind == "slice" for kind, _, _ in communicated(other))
 
 
 # ---- equal to one device -----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from test_tensor import OPTIMIZER, PLAIN, check, oracle
 from torch import Tensor, nn
 
 import zoo
+from communicating import communicated
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.lower import reduce
@@ -63,7 +64,9 @@ def parity(case: Case, kind: Any) -> None:
     name, heads, shared, tp, (outer, inner) = case
     one, (module, batches) = compiled(name, heads, shared, tp, kind), subject(name, heads, shared)
     assert one.general.tensor == ({"tp": tp} if inner == 1 else {f"tp//{inner}": outer, f"tp%{inner}": inner})
-    gathered = [path for (move, _, path) in one.general.collectives if move == "all_gather" and "att" in path.rpartition(".")[2]]
+    gathered = [
+        path for (move, _, path) in communicated(one.general) if move == "all_gather" and "att" in path.rpartition(".")[2]
+    ]
     assert not gathered
     check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)
 
@@ -91,7 +94,7 @@ def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
     for weight in ("k_proj.weight", "v_proj.weight"):
         assert str(placed[weight]) == "[2:tp//2*4, 32]"
         assert [placed[weight].intervals(Mesh.of(tp=4), rank)[0] for rank in range(4)] == [[(0, 4)]] * 2 + [[(4, 8)]] * 2
-    layer = Counter({key: n for key, n in one.collectives.items() if ".0." in key[2] or key[2].endswith(".0")})
+    layer = Counter({key: n for key, n in communicated(one).items() if ".0." in key[2] or key[2].endswith(".0")})
     assert {kind for kind, _, _ in layer} == {"all_reduce", "all_reduce in backward"}
     assert layer.total() == 4  # as for heads of each query's own
     summed = {p.name.rpartition("attn.")[2].rpartition("attention.")[2]: p.summed for b in one.buckets for p in b.parameters}

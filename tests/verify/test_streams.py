@@ -11,6 +11,7 @@ from test_tensor import ALONE, PLAIN, check, model, oracle
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from communicating import communicated
 from shardwise.core.plan import Tensor as Kind
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.tensor import tensor_parallel
@@ -82,7 +83,7 @@ def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # typ
 
 def collectives(one: Compiled, path: str) -> Counter[str]:
     found: Counter[str] = Counter()
-    for (kind, _, where), n in one.general.collectives.items():
+    for (kind, _, where), n in communicated(one.general).items():
         if where.startswith(path) and kind != "slice":
             found[kind] += n
     return found
@@ -126,7 +127,7 @@ def test_scores_are_never_whole(kind: Kind) -> None:
     general = subject("scores")[0].under(tensor_parallel(ALONE, 2, kind)).general
     placed = {p.name: str(p.placed) for b in general.buckets for p in b.parameters}
     assert ":tp" in placed["head.weight"].partition(",")[0]
-    kinds = {kind for (kind, _, where), _ in general.collectives.items() if where in ("", "head")}
+    kinds = {kind for (kind, _, where), _ in communicated(general).items() if where in ("", "head")}
     assert "all_reduce" not in kinds
 
 

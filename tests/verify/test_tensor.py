@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import zoo
+from communicating import communicated
 from covering import covering
 from models import deep
 from shardwise.core.errors import ConfigError
@@ -258,7 +259,7 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
     assert ":tp" in found["1.mlp.up.weight"].partition(",")[0]
     assert ":tp" in found["1.mlp.proj.weight"].partition(",")[2]
     assert ":tp" not in found["1.norm1.weight"]
-    kinds = {kind for (kind, _, path) in one.collectives if path.startswith("blocks.1")}
+    kinds = {kind for (kind, _, path) in communicated(one) if path.startswith("blocks.1")}
     assert kinds == {"all_reduce", "all_reduce in backward"}
     assert not one.replicated
 
@@ -267,7 +268,7 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
 def test_heads_stay_in_pieces(name: str) -> None:
     """Also where they are one dim with the rows of the batch (Bloom): a layer communicates as Megatron's does."""
     one = model(name)[0].under(tensor_parallel(ALONE, 2, "1d")).general
-    kinds = [kind for (kind, _, path), n in one.collectives.items() for _ in range(n) if ".1" in path and kind != "slice"]
+    kinds = [kind for (kind, _, path), n in communicated(one).items() for _ in range(n) if ".1" in path and kind != "slice"]
     assert sorted(kinds) == ["all_reduce"] * 2 + ["all_reduce in backward"] * 2
     assert list(one.replicated) == ([("aten.repeat.default", "transformer")] if name == "bloom" else []), "of the slopes of heads"
 

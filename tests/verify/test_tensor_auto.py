@@ -119,7 +119,7 @@ class Wild(CostModel):
 
 
 def wild(monkeypatch: pytest.MonkeyPatch, seed: int, name: str, kind: str, tp: int) -> None:
-    monkeypatch.setattr(solve, "Prices", Wild)
+    monkeypatch.setattr(solve, "CostModel", Wild)
     monkeypatch.setattr(Wild, "seed", seed)
     solved(name, kind, tp, FAST)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.graph.aliases import aliased, functional_form, is_idle, is_random, looks_alike
+from shardwise.graph.aten_ops import SPLITS
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.schema import given, op_name
 from shardwise.graph.torch_private import HigherOrderOperator, schema
@@ -146,7 +147,7 @@ class _Walker:
         if split.target is aten.unbind.int:
             return self.call(aten.select_scatter.default, (base, new, dim, index), like)
         sizes = [v.shape[dim] for v in split.meta["val"]]
-        if op_name(split) not in _SPLITS or not all(isinstance(s, int) for s in sizes):
+        if op_name(split) not in SPLITS or not all(isinstance(s, int) for s in sizes):
             raise Uncapturable(f"in-place write through {split.target} has no functional form")
         start = sum(sizes[:index])
         return self.call(aten.slice_scatter.default, (base, new, dim, start, start + sizes[index]), like)
@@ -397,7 +398,6 @@ _SHAPED = {
     aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default, aten.view_as.default,
 }  # fmt: skip
 _WHOLE = {aten.alias.default, aten.detach.default}
-_SPLITS = {"split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "tensor_split"}
 
 
 def _examples(argument: Any) -> Any:

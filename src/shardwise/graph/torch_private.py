@@ -43,7 +43,7 @@ def storage_key(x: Tensor) -> int:
 
 def version(x: Tensor) -> int:
     """How often a tensor has been written in place."""
-    return int(torch.Tensor._version.__get__(x))
+    return int(torch.Tensor._version.__get__(x))  # type: ignore[attr-defined]
 
 
 class _Later(ModuleType):

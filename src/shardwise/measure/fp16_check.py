@@ -12,18 +12,15 @@ from shardwise.capture.capture import example_rows
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
+from shardwise.graph.aten_ops import ATTENTION, CONVOLUTIONS, MATRIX_PRODUCTS
+from shardwise.graph.schema import op_name
 from shardwise.ops import collectives, random_ops
 from shardwise.units.opaque import first_loss
 from shardwise.units.trace import Trace, Unit
 
 aten = torch.ops.aten
 ROWS = 2
-PRODUCTS = frozenset(
-    (
-        aten.linear, aten.matmul, aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d,
-        aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d, aten.scaled_dot_product_attention, random_ops.attention,
-    )
-)  # fmt: skip
+PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {ATTENTION, random_ops.attention.__name__}
 """What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32 here."""
 
 
@@ -100,7 +97,7 @@ class _Nodes(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if getattr(n.target, "overloadpacket", n.target) in PRODUCTS:
+        if op_name(n) in PRODUCTS:
             return self._product(n, args, kwargs)
         try:
             with torch.enable_grad():

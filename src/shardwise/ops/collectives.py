@@ -302,6 +302,21 @@ def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     return _move(env, x, ShardedFactor(*cut), _scatter, _gather)
 
 
+MOVES = (all_reduce, replicate, own, partial, gather, shard, shard_leaf, scatter)
+COLLECTIVES: Mapping[tuple[Callable[..., Tensor], str], tuple[str, str]] = {
+    (all_reduce, "I"): ("all_reduce", ""),
+    (all_reduce, "R"): ("all_reduce", "all_reduce"),
+    (gather, "I"): ("all_gather", ""),
+    (gather, "R"): ("all_gather", "reduce_scatter"),
+    (replicate, "I"): ("", "all_reduce"),
+    (shard, "I"): ("", "all_gather"),
+    (scatter, "I"): ("reduce_scatter", "all_gather"),
+}
+"""By move and dual: the collective of the value and that of its gradient, where there is one."""
+FORWARD = {move for (move, _), (there, _) in COLLECTIVES.items() if there}
+"""The moves that communicate in forward."""
+
+
 # ---- rows of a table that is sharded --------------------------------------------------------------------------------------
 
 

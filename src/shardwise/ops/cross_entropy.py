@@ -30,6 +30,10 @@ Share = tuple[int, tuple[str, ...]]
 """(classes, axes): each rank over the axes has some of so many classes."""
 
 
+COUNT = 8
+"""Bytes of a number of targets."""
+
+
 def numbers(probabilities: bool) -> int:
     """What ranks that share out the classes exchange of a row: its largest score, the sum of the powers, Σ a z, and of probabilities Σ a too."""
     return 3 + probabilities

@@ -19,12 +19,12 @@ from shardwise.graph.captured import Uncapturable
 from shardwise.graph.naming import module_path
 from shardwise.graph.normalise import eliminate_dead
 from shardwise.graph.schema import differentiable, is_tensor, op_name, picks
-from shardwise.graph.sizes import of_data
+from shardwise.graph.sizes import expression, of_data
 from shardwise.graph.torch_private import schema
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.local_graph import LocalGraph
+from shardwise.shard.local_graph import Exchanging, LocalGraph
 from shardwise.shard.op_spec import Emission, OpSharding, Placement
 from shardwise.shard.redistribute import Redistribution
 
@@ -115,6 +115,8 @@ class Emitter(LocalGraph):
         several = isinstance(node.meta["val"], tuple | list)
         new.meta["states"] = states if several else states[0]
         new.meta["alike"] = form.alike
+        if form.exchanges is not None:
+            new.meta["exchanges"] = Exchanging(form.exchanges, strategies, [(v.meta["val"], v.meta["layout"]) for v in values])
         return new
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
@@ -160,8 +162,8 @@ class Emitter(LocalGraph):
     def learn_sizes(self, new: fx.Node, value: Tensor) -> None:
         """Sizes that depend on data can be asked of the tensor that has them."""
         for d, size in enumerate(value.shape):
-            if of_data(size) and size.node.expr.is_Symbol and size.node.expr not in self.sizes.data:
-                self.sizes.data[size.node.expr] = self.graph.call_function(aten.sym_size.int, (new, d))
+            if of_data(size) and (symbol := expression(size)).is_Symbol and symbol not in self.sizes.data:
+                self.sizes.data[symbol] = self.graph.call_function(aten.sym_size.int, (new, d))
 
     # ---- values ----------------------------------------------------------------------------------------
 

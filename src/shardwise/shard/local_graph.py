@@ -4,28 +4,47 @@ from __future__ import annotations
 
 import math
 import operator
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
 from shardwise.core.layout import Factor, Layout
 from shardwise.graph.naming import module_path
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS
+from shardwise.ops.collectives import ROWS, Env
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Placement, Shard
-from shardwise.shard.sizes import LocalSizes, of_rows
+from shardwise.shard.op_spec import Exchange, Exchanges, LocalOp, Placement, Shard, Strategy
+from shardwise.shard.sizes import LocalSizes, local_shape, of_rows
+
+
+@dataclass(frozen=True)
+class Exchanging:
+    """What a node of a local graph communicates by itself: the ``exchanges`` of its op, by its strategies and the local ``operands``, each
+    a value of the captured graph and its layout."""
+
+    exchanges: Exchanges
+    strategies: Mapping[str, Strategy] = field(default_factory=dict)
+    operands: Sequence[tuple[Tensor, Layout]] = ()
+
+    def on(self, env: Env) -> Iterable[Exchange]:
+        """On the rank and for the rows that ``env`` describes."""
+        shapes = [local_shape(value, layout, env) for value, layout in self.operands]
+        return self.exchanges(LocalOp(self.strategies, shapes, lambda axes: env.group(axes)[0]))
+
+    def axes(self) -> list[tuple[str, ...]]:
+        """The axes of each exchange, whatever the sizes are."""
+        shapes = [(1,) * value.dim() for value, _ in self.operands]
+        return [one.axes for one in self.exchanges(LocalOp(self.strategies, shapes, len))]
 
 
 class LocalGraph:
     """The local graph of what ``context`` describes.  Its placeholders are ``env`` and those of the captured graph.
 
     The meta data of a node: ``layout`` and ``states`` (by group of axes) of its value, ``grad`` (whether it has a gradient), ``val`` of the whole
-    batch's graph, ``path`` of its module.  ``value`` are the nodes by captured node, ``current`` is the captured node that is emitted, and
-    ``collectives`` are those put in, as (kind, op that needs it, module path).
+    batch's graph, ``path`` of its module.  ``value`` are the nodes by captured node, and ``current`` is the captured node that is emitted.
     """
 
     def __init__(self, context: ShardingContext) -> None:
@@ -36,7 +55,6 @@ class LocalGraph:
         self.sizes = LocalSizes(self.graph, self.env, context.symbol)
         self.value: dict[fx.Node, Any] = {}
         self.current: fx.Node | None = None
-        self.collectives: Counter[tuple[str, str, str]] = Counter()
 
     def arguments(self, argument: Any) -> Any:
         """Arguments of a captured op with local nodes in place of captured ones."""
@@ -58,10 +76,6 @@ class LocalGraph:
         new.meta["val"], new.meta["path"] = source.meta.get("val"), module_path(self.current)
         new.meta["cause"] = str(getattr(self.current, "target", ""))
         return new
-
-    def count(self, kind: str, what: str = "") -> None:
-        """Note a collective that the current op needs."""
-        self.collectives[(kind, what or str(getattr(self.current, "target", "")), module_path(self.current))] += 1
 
     # ---- local sizes ---------------------------------------------------------------------------------------------
 

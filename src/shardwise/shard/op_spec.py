@@ -8,7 +8,7 @@ sentence gives all gradient reductions: *an op whose result is sharded or partia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -64,7 +64,31 @@ class Emission(NamedTuple):
 ShardRule = Callable[[int, Shard], Strategy | None]
 Emit = Callable[[Any, Emission], fx.Node]
 """Adds the local op; called with the :class:`~shardwise.shard.emit.Emitter`."""
-Exchange = Callable[[Strategy, Sequence[tuple[int, ...]], int], Iterable[tuple[bool, str, int]]]
+
+
+class Exchange(NamedTuple):
+    """One collective that an op makes by itself: ``nbytes`` are those of the whole, in ``backward`` or in forward."""
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    backward: bool = False
+
+
+class LocalOp(NamedTuple):
+    """An op on one rank: its strategy on each group of axes, the local shapes of its operands, and how many ranks there are over axes."""
+
+    strategies: Mapping[str, Strategy]
+    shapes: Sequence[tuple[int, ...]]
+    ranks: Callable[[Sequence[str]], int]
+
+
+Exchanges = Callable[[LocalOp], Iterable[Exchange]]
+
+
+def sharding(strategies: Mapping[str, Strategy], dim: int) -> tuple[str, ...]:
+    """The groups of axes that shard ``dim`` of an op's first operand."""
+    return tuple(g for g, s in strategies.items() if isinstance(at := s.operands[0], Shard) and at.dim == dim)
 
 
 @dataclass
@@ -77,8 +101,7 @@ class OpSharding:
     groups of axes would not go together so: ``agree`` tells from the layouts of the operands.  ``fresh`` is where the result may be made sharded, although no operand is.
     ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those behind rows.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
-    same one.  ``exchange``, of an op that communicates by itself, says what: (whether in backward, kind, bytes of a whole), from a strategy, the local
-    shapes of operands and the number of ranks.
+    same one.  ``exchanges`` says what an op communicates by itself.
     """
 
     node: fx.Node
@@ -92,7 +115,7 @@ class OpSharding:
     fresh: Shard | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
-    exchange: Exchange | None = None
+    exchanges: Exchanges | None = None
     factors: bool = False
 
     def shards(self, position: int, place: Shard) -> Strategy | None:

@@ -28,22 +28,12 @@ from shardwise.ops import collectives
 from shardwise.shard.local_graph import LocalGraph
 from shardwise.shard.op_spec import Placement, Shard
 
-KINDS: Mapping[str, str] = {
-    "gather": "all_gather", "scatter": "reduce_scatter", "all_reduce": "all_reduce", "replicate": "all_reduce in backward",
-    "shard": "slice",
-}  # fmt: skip
-"""What is reported of a move; others cost nothing."""
 
-COLLECTIVES: Mapping[tuple[str, str], tuple[str, str]] = {
-    ("all_reduce", "I"): ("all_reduce", ""),
-    ("all_reduce", "R"): ("all_reduce", "all_reduce"),
-    ("gather", "I"): ("all_gather", ""),
-    ("gather", "R"): ("all_gather", "reduce_scatter"),
-    ("replicate", "I"): ("", "all_reduce"),
-    ("shard", "I"): ("", "all_gather"),
-    ("scatter", "I"): ("reduce_scatter", "all_gather"),
-}
-"""By move and dual: the collective of the value and that of its gradient, where there is one."""
+def communicated(node: fx.Node) -> tuple[str, str]:
+    """The collective of a move's value and that of its gradient; "" where there is none, or where the node is no move."""
+    with_dual = node.target in (collectives.all_reduce, collectives.gather) and len(node.args) > 3
+    return collectives.COLLECTIVES.get((node.target, str(node.args[3]) if with_dual else "I"), ("", ""))
+
 
 Step = tuple[str, Placement, tuple[Any, ...]]
 """The name of a function of ops, the state after it, and its last arguments."""
@@ -109,8 +99,6 @@ class Redistribution:
                 return self.convert(self._move(joined, groups, name, after, rest), inner)
             where = (local.cut(value, sharded, groups),)
         new = local.graph.call_function(getattr(collectives, name), (local.env, value, *where, *rest))
-        if name in KINDS:
-            local.count(KINDS[name])
         return local.annotate_move(new, value, states)
 
 
@@ -137,4 +125,4 @@ def step_towards(state: Placement, goal: Placement, grad: bool) -> Step | None:
     return "replicate", "R", ()
 
 
-__all__ = ["COLLECTIVES", "CUTTING", "ORDER", "Redistribution", "step_towards"]
+__all__ = ["CUTTING", "ORDER", "Redistribution", "communicated", "step_towards"]

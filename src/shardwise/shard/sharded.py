@@ -11,7 +11,6 @@ its own, on which parameters are what ``tensor`` makes them.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -41,7 +40,7 @@ class Sharded:
     """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum, *updates)``.
 
     ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and ``repeats`` (rows) is what those that
-    cost something do; ``collectives`` are those that were put in, as (kind, op that needs it, module path).  ``layouts`` are those of
+    cost something do.  ``layouts`` are those of
     parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says
     which pin or op made them so, by name and axis, and ``notes`` what did not get its way, or may be not the best.  ``tensor`` are the axes,
     or sub-axes, with their sizes.  ``predicted()`` are the seconds of a microbatch, by which a solver chooses, and ``decisions`` what one has
@@ -51,7 +50,6 @@ class Sharded:
     graph: fx.Graph
     normal: Normal
     replicated: dict[tuple[str, str], list[fx.Node]]
-    collectives: Counter[tuple[str, str, str]]
     layouts: dict[str, Layout]
     summed: dict[str, tuple[str, ...]]
     decided: dict[str, dict[str, str]]
@@ -77,7 +75,7 @@ def shard(
     emitter = Emitter(context, assignments)
     emitter.run()
     return Sharded(
-        emitter.graph, normal, emitter.replicated, emitter.collectives, emitter.layouts, emitter.summed, context.decided, context.notes,
+        emitter.graph, normal, emitter.replicated, emitter.layouts, emitter.summed, context.decided, context.notes,
         context.tensor.axes, functools.cache(lambda: predicted(context, assignments)),
         lambda rows: repeats(context, emitter.replicated, rows), decisions,
     )  # fmt: skip

@@ -17,6 +17,8 @@ from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given, op_name
 from shardwise.ops import collectives, cross_entropy
+from shardwise.shard.local_graph import Exchanging
+from shardwise.shard.op_spec import Exchange
 from shardwise.shard.sharded import Sharded
 
 aten = torch.ops.aten
@@ -106,7 +108,10 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     sharding = target.meta["layout"].sharding_axes
     counter = cross_entropy.valid_targets if collectives.ROWS in sharding else cross_entropy.valid_targets_once
     env = next(iter(graph.nodes))
-    graph.output(graph.call_function(counter, (env, copies[target], ignore, tuple(sorted(sharding - {collectives.ROWS})))))
+    axes = tuple(sorted(sharding - {collectives.ROWS}))
+    count = graph.call_function(counter, (env, copies[target], ignore, axes))
+    count.meta["exchanges"] = Exchanging(lambda _: [Exchange("all_reduce", axes, cross_entropy.COUNT)])
+    graph.output(count)
     return Targets(
         fx.GraphModule(torch.nn.Module(), graph).forward,
         graph,

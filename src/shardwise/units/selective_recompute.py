@@ -26,17 +26,14 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.graph.aten_ops import ATTENTION, CONVOLUTIONS, GROUPED_PRODUCTS, MATRIX_PRODUCTS
 from shardwise.graph.torch_private import OpOverload, schema, storage_key
 from shardwise.kernels.flop_counter import tensors_in
 from shardwise.ops import collectives, random_ops, weight_gradients
 from shardwise.ops.collectives import Env
 from shardwise.units import weight_products
 
-_PRODUCTS = """
-    linear matmul mm bmm addmm addbmm baddbmm einsum tensordot bilinear inner linalg_matmul linalg_multi_dot chain_matmul
-    conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _grouped_mm
-    transformers::grouped_mm_fallback scaled_dot_product_attention"""
-KEPT = frozenset(_PRODUCTS.split())
+KEPT = MATRIX_PRODUCTS | GROUPED_PRODUCTS | CONVOLUTIONS | {ATTENTION}
 """The ops whose results are kept; those of ATen without namespace."""
 
 OWN: dict[str, Callable[..., Tensor]] = {
@@ -49,24 +46,17 @@ OWN: dict[str, Callable[..., Tensor]] = {
 _BLIND = """
     add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
     select slice narrow split chunk unbind cat to _to_copy"""
-MOVES: dict[str, Callable[..., Tensor]] = {
-    "all_reduce": collectives.all_reduce,
-    "gather": collectives.gather,
-    "scatter": collectives.scatter,
-}
+MOVES = {move.__name__: move for move in collectives.FORWARD}
 """The moves that communicate forward, under the names that stand for them in a graph."""
 
-_MOVES = {
-    collectives.all_reduce,
-    collectives.replicate,
-    collectives.gather,
-    collectives.scatter,
-    collectives.shard,
-    collectives.shard_leaf,
-    collectives.own,
-    collectives.partial,
+BLIND = {
+    *_BLIND.split(),
+    operator.getitem,
+    weight_products.begun,
+    random_ops.dropout,
+    random_ops.feature_dropout,
+    *collectives.MOVES,
 }
-BLIND = {*_BLIND.split(), operator.getitem, weight_products.begun, random_ops.dropout, random_ops.feature_dropout, *_MOVES}
 """Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
 
 

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.graph.aten_ops import argument_at
 from shardwise.graph.captured import Captured
-from shardwise.ops import collectives, cross_entropy, norms, random_ops, softmax
+from shardwise.ops import collectives, norms
+from shardwise.shard.redistribute import communicated
 from shardwise.shard.sharded import Sharded
 from shardwise.units.selective_recompute import note_unread, recallable
 from shardwise.units.trace import Unit
@@ -97,13 +99,14 @@ def _reaching_loss(graph: fx.Graph) -> set[fx.Node]:
             continue
         found.add(node)
         source = node.args[0] if node.target is operator.getitem else None
-        running = RUNNING_AT.get(source.target) if isinstance(source, fx.Node) else None
-        if running is not None and node.args[1] == 0:  # y does not depend on the running statistics
+        of_batch_norm = isinstance(source, fx.Node) and source.target in (norms.batch_norm, norms.sync_batch_norm)
+        if of_batch_norm and node.args[1] == 0:  # y does not depend on the running statistics
             found.add(source)
+            running = [argument_at(source.target, name) for name in ("mean", "var")]
             stack.extend(a for i, a in enumerate(source.args) if isinstance(a, fx.Node) and i not in running)
         else:
             stack.extend(node.all_input_nodes)
-            if running is not None:
+            if of_batch_norm:
                 stack.extend(source.all_input_nodes)
     return found
 
@@ -248,7 +251,7 @@ class _Builder:
             tuple(n in self.useful for n in kinds["inputs"]),
             tuple(n in self.useful for n in outputs),
             ordinal,
-            any(n.target in _COMMUNICATING for n in mine),
+            any(any(communicated(n)) or "exchanges" in n.meta for n in mine),
             {n.name: n for n in (*kinds["inputs"], *outputs)},
             shared[key_code], tuple(parameters[one.parameter] for one in products.values()),
             tuple(parameters[i] for i in inside(graph, trainable, products)),
@@ -295,26 +298,17 @@ class _Builder:
         for node in mine:
             args, kwargs = fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
             if (own := _ordinal(node)) is not None:
-                at = ORDINAL_AT[node.target]
+                at = argument_at(node.target, "ordinal")
                 args = (*args[:at], own - first, *args[at + 1 :])  # relative: equal blocks have equal code
             copies[node] = graph.call_function(node.target, args, kwargs)
-            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause") if k in node.meta}
+            copies[node].meta = {
+                k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause", "exchanges") if k in node.meta
+            }
         graph.output(tuple(copies[n] for n in outputs))
         return graph, first
 
 
-ORDINAL_AT = {
-    random_ops.dropout: 3, random_ops.feature_dropout: 3, random_ops.alpha_dropout: 3, random_ops.feature_alpha_dropout: 3, random_ops.attention: 7, random_ops.random_like: 2,
-    random_ops.random_of: 2, random_ops.bernoulli: 2,
-}  # fmt: skip
-RUNNING_AT = {norms.batch_norm: (3, 4), norms.sync_batch_norm: (4, 5)}  # the running statistics among the arguments
-_COMMUNICATING = {
-    collectives.all_reduce, collectives.replicate, collectives.gather, collectives.shard, collectives.scatter, norms.sync_batch_norm, norms.norm_of_width,
-    cross_entropy.cross_entropy, softmax.softmax, softmax.logsumexp,
-}  # fmt: skip
-
-
 def _ordinal(node: fx.Node) -> int | None:
     """The ordinal in a random op's arguments."""
-    at = ORDINAL_AT.get(node.target)
+    at = argument_at(node.target, "ordinal")
     return None if at is None else int(node.args[at])

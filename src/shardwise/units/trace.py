@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -203,7 +202,6 @@ class Trace:
     opaque: str | None = None
     notes: list[str] = field(default_factory=list)
     replicated: Sequence[tuple[str, str]] = ()
-    collectives: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     ones: tuple[str, ...] = ()
     beside: Beside = Beside()
     tensor: Mapping[str, int] = field(default_factory=dict)

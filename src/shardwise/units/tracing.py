@@ -91,7 +91,7 @@ def trace(
     buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
     return Trace(
         units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
-        [*captured.notes, *sharded.notes], tuple(sharded.replicated), sharded.collectives, ones, _beside(module, batch, buckets, precision),
+        [*captured.notes, *sharded.notes], tuple(sharded.replicated), ones, _beside(module, batch, buckets, precision),
         sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats, sharded.decisions,
     )  # fmt: skip
 

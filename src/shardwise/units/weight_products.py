@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from shardwise.graph.aten_ops import CONVOLUTIONS, SHARING
 from shardwise.graph.schema import given, op_name
 from shardwise.ops import collectives
 from shardwise.ops.weight_gradients import Factors, convolved, grouped
+from shardwise.shard.redistribute import communicated
 
 aten = torch.ops.aten
 
@@ -81,7 +83,7 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
         form = rule.form(node, x, weight) if real else None
         if form is not None:
             kind, *rest = form
-            meets = x.target in _MOVES
+            meets = bool(communicated(x)[1])
             found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, meets, tuple(rest), rule.forward)
     return found
 
@@ -111,57 +113,12 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
     return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
 
 
-_MOVES = frozenset([collectives.replicate, collectives.gather, collectives.shard, collectives.scatter])
-"""Those whose gradient other ranks wait for."""
-
-_VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "flatten",
-        "unflatten",
-        "transpose",
-        "permute",
-        "t",
-        "numpy_T",
-        "mT",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "expand_as",
-        "contiguous",
-        "alias",
-        "detach",
-        "select",
-        "slice",
-        "narrow",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "unbind",
-        "unfold",
-        "diagonal",
-        "view_as",
-        "movedim",
-        "swapaxes",
-        "to",
-        "dropout",
-        "feature_dropout",
-        "getitem",
-        "replicate",
-        "own",
-        "partial",
-        "gather",
-        "shard",
-        "scatter",
-    ]
-)
-"""Ops whose result may share memory with their first operand."""
+_SHARING = SHARING | {"getitem", *(move.__name__ for move in collectives.MOVES)}
 
 
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory a node may share."""
-    while node.op == "call_function" and op_name(node) in _VIEWS:
+    while node.op == "call_function" and op_name(node) in _SHARING:
         sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor | tuple | list)]
         if not sources:
             break
@@ -298,10 +255,7 @@ PRODUCTS: Mapping[str, _Rule] = {
     **dict.fromkeys(("addmm", "baddbmm"), _Rule(1, 2, _right)),
     "_grouped_mm": _Rule(0, 1, _groups),
     "transformers::grouped_mm_fallback": _Rule(0, 1, _groups, grouped),
-    **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
-        _Rule(0, 1, _filters, convolved),
-    ),
+    **dict.fromkeys(CONVOLUTIONS, _Rule(0, 1, _filters, convolved)),
 }
 """By the name of the op."""
 

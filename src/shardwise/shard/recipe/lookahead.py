@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from shardwise.graph.aten_ops import CLASS_LOSSES
 from shardwise.graph.schema import is_tensor, op_name
 from shardwise.shard.context import ShardingContext
-
-_LOSSES = frozenset(("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"))
 
 
 @dataclass
@@ -46,7 +45,7 @@ class Ahead:
 
     def is_scores(self, product: fx.Node) -> bool:
         """Whether a cross-entropy takes the result, by classes."""
-        return any(op_name(node) in _LOSSES for node in self.reach(product).ops)
+        return any(op_name(node) in CLASS_LOSSES for node in self.reach(product).ops)
 
     def size(self, node: fx.Node) -> int:
         return sum(map(math.prod, self.context.shapes(node)))

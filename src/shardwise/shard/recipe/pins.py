@@ -188,7 +188,7 @@ class Places:
         rank = len(self.context.shape(node))
         if not -rank <= pin.cut.dim < rank:
             raise ConfigError(
-                f"pins: {pin.text}: {pin.name} of {list(self.p.shape(node))} has no dim {pin.cut.dim}; legal: "
+                f"pins: {pin.text}: {pin.name} of {list(self.context.shape(node))} has no dim {pin.cut.dim}; legal: "
                 + (f'{", ".join(map(str, range(rank)))} and "whole".' if rank else '"whole".')
             )
         return pin.cut.dim % rank
@@ -224,7 +224,7 @@ class Places:
             place = rows if isinstance(rows, Shard) and rows.dim == dim and pin.cut.parts is None else None
         if place is None or not self.walk.fits(node, place):
             raise ConfigError(
-                f"pins: {pin.text}: dim {dim} of what {pin.name} returns, {list(self.p.shape(node))}, cannot be cut into pieces for "
+                f"pins: {pin.text}: dim {dim} of what {pin.name} returns, {list(self.context.shape(node))}, cannot be cut into pieces for "
                 f'{self.walk.parts} ranks over {self.walk.axis}; legal: "whole", or another dim.'
             )
         return place

@@ -9,15 +9,13 @@ from typing import Any
 
 from torch import fx
 
+from shardwise.graph.aten_ops import SPLITS
 from shardwise.graph.schema import given, op_name
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Shard
 
 FAR = 200
 """Ops after which it is no longer followed where a shard leads to."""
-
-
-_SPLITS = ("split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk")
 
 
 class Cuts:
@@ -101,7 +99,7 @@ class Cuts:
         found: dict[int, tuple[fx.Node, int]] = {}
         for user in value.users:
             results = self.results(user) if user in self.forms else []
-            if op_name(user) in _SPLITS and given(user, "dim", 0) % len(self.context.shape(value)) == dim:
+            if op_name(user) in SPLITS and given(user, "dim", 0) % len(self.context.shape(value)) == dim:
                 whole = user.meta["val"]
                 ends = itertools.accumulate(part.shape[dim] for part in whole)
                 found |= {

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardwise.graph.aten_ops import CLASS_LOSSES
 from shardwise.graph.torch_private import schema
 from shardwise.ops import collectives, cross_entropy
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission, OpSharding, Shard, Strategy
-from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
+from shardwise.shard.op_spec import Emission, Exchange, LocalOp, OpSharding, Shard, Strategy
+from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors, wide
 
 aten = torch.ops.aten
 RULES = Table()
 
 
-@RULES.rule("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")
+@RULES.rule(*CLASS_LOSSES)
 def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
     x, target = node.args[:2]
     weight, reduction = given(node, "weight"), given(node, "reduction", cross_entropy.MEAN)
@@ -42,6 +43,15 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         at = strategy.operands[0]
         return isinstance(at, Shard) and labels[at.dim] == "class"
 
+    def sharing(strategies: Mapping[str, Strategy]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The groups of axes that shard the classes, and those that shard rows."""
+        axes = tuple(g for g, s in strategies.items() if of_classes(s))
+        return axes, tuple(g for g, s in strategies.items() if isinstance(s.operands[0], Shard) and g not in axes)
+
+    def known(spread: Sequence[str]) -> bool:
+        """Whether the step has counted the targets of all ranks beforehand."""
+        return node is context.counted and ROWS in spread
+
     def moves(position: int, place: Shard) -> Strategy | None:
         """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is log-probabilities already they add up."""
         strategy = form.by_label(position, place)
@@ -54,34 +64,29 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         values = list(solved.values)
         weights = values[2] if len(values) > 2 else None
-        axes = tuple(g for g, s in solved.strategies.items() if of_classes(s))
-        spread = tuple(g for g, s in solved.strategies.items() if isinstance(s.operands[0], Shard) and g not in axes)
+        axes, spread = sharing(solved.strategies)
         if not axes and (reduction != cross_entropy.MEAN or not spread):
             tail = (weights, reduction, ignore) if chances else (weights, reduction, ignore, smoothing)
             return emitter.emit(node, (*values[:2], *tail), {}, solved.layout)
-        counted = node is context.counted
-        if not counted and spread and reduction == cross_entropy.MEAN:
-            emitter.count("all_reduce", "count of targets")
-        if axes and not chances:
-            emitter.count("all_gather", "softmax over shards of classes")
         options = {
-            "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": counted and ROWS in spread,
+            "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": known(spread),
             "log_probabilities": chances, "summand": node in context.summands, "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
         }  # fmt: skip
         return emitter.emit(
             node, (emitter.env, _before_cast(values[0]), values[1], weights), options, solved.layout, cross_entropy.cross_entropy
         )
 
-    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+    def exchanges(op: LocalOp) -> Iterator[Exchange]:
         """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
-        if of_classes(strategy):
-            rows = math.prod(shapes[0]) // max(shapes[0][1], 1)
-            if not chances:
-                yield False, "all_gather", parts * cross_entropy.numbers(classes) * rows * max(x.meta["val"].dtype.itemsize, 4)
-        elif isinstance(strategy.operands[0], Shard) and reduction == cross_entropy.MEAN and node is not context.counted:
-            yield False, "all_reduce", 8 if weight is None or classes else weight.meta["val"].dtype.itemsize
+        axes, spread = sharing(op.strategies)
+        if spread and reduction == cross_entropy.MEAN and not known(spread):
+            unweighted = weight is None or classes
+            yield Exchange("all_reduce", spread, cross_entropy.COUNT if unweighted else weight.meta["val"].dtype.itemsize)
+        if axes and not chances:
+            rows = math.prod(n for d, n in enumerate(op.shapes[0]) if d != 1)
+            yield Exchange("all_gather", axes, op.ranks(axes) * cross_entropy.numbers(classes) * rows * wide(x))
 
-    form.moves, form.emit, form.exchange = moves, emit, exchange
+    form.moves, form.emit, form.exchanges = moves, emit, exchanges
     return form
 
 

@@ -12,7 +12,7 @@ from torch import fx
 from shardwise.ops import norms, softmax
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission, Shard, Strategy
+from shardwise.shard.op_spec import Emission, Exchange, LocalOp, Shard, Strategy, sharding
 from shardwise.shard.rules.table import (
     Table,
     aligned,
@@ -25,6 +25,7 @@ from shardwise.shard.rules.table import (
     rank_of,
     tensors,
     whole_dims,
+    wide,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -140,27 +141,24 @@ def _softmax(context: ShardingContext, node: fx.Node) -> Any:
         return Strategy((place,), ("I" if sums else place,)) if simple and context.shared_out(x, place) else None
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard) and q.dim == dim)
+        axes = sharding(solved.strategies, dim)
         if not axes:
             return emitter.plain(node, solved)
-        for kind in ("all_gather", *(() if sums else ("all_reduce in backward",))):
-            emitter.count(kind, "softmax over shards")
         if sums:
             args = (emitter.env, *solved.values, dim, axes, bool(given(node, "keepdim", False)))
             return emitter.emit(node, args, {}, solved.layout, softmax.logsumexp)
         args = (emitter.env, *solved.values, dim, axes, given(node, "dtype"), name == "log_softmax")
         return emitter.emit(node, args, {}, solved.layout, softmax.softmax)
 
-    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
+    def exchanges(op: LocalOp) -> Iterator[Exchange]:
         """Two numbers a row, and a sum of one in backward."""
-        at = strategy.operands[0]
-        if isinstance(at, Shard) and at.dim == dim:
-            each = math.prod(n for d, n in enumerate(shapes[0]) if d != dim) * _wide(x if sums else node)
-            yield False, "all_gather", parts * softmax.NUMBERS * each
+        if axes := sharding(op.strategies, dim):
+            each = math.prod(n for d, n in enumerate(op.shapes[0]) if d != dim) * wide(x if sums else node)
+            yield Exchange("all_gather", axes, op.ranks(axes) * softmax.NUMBERS * each)
             if not sums:
-                yield True, "all_reduce", each
+                yield Exchange("all_reduce", axes, each, backward=True)
 
-    form.moves, form.emit, form.exchange, form.factors = moves, emit, exchange, True
+    form.moves, form.emit, form.exchanges, form.factors = moves, emit, exchanges, True
     return form
 
 
@@ -186,11 +184,9 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
         return Strategy((x_at, *[at] * (len(operands) - 1)), (x_at,))
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard) and q.dim == rank - 1)
+        axes = sharding(solved.strategies, rank - 1)
         if not axes:
             return emitter.plain(node, solved)
-        for kind in ("all_reduce", "all_reduce in backward"):
-            emitter.count(kind, "statistics over shards of the width")
         feed = iter(solved.values)
         value = next(feed)
         weight, bias = (next(feed) if isinstance(given(node, name), fx.Node) else None for name in ("weight", "bias"))
@@ -198,21 +194,16 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
         args = (emitter.env, value, weight, bias, eps, context.shape(x)[-1], axes, op_name(node) == "layer_norm")
         return emitter.emit(node, args, {}, solved.layout, norms.norm_of_width)
 
-    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
-        """The statistics of each row."""
-        at, sums = strategy.operands[0], 1 + (op_name(node) == "layer_norm")
-        if isinstance(at, Shard) and at.dim == rank - 1:
-            each = math.prod(shapes[0][:-1]) * _wide(x)
-            yield from [(False, "all_reduce", each)] * sums
-            yield True, "all_reduce", sums * each
+    def exchanges(op: LocalOp) -> Iterator[Exchange]:
+        """A sum of squares of each row, before it a sum where a mean is taken off; in backward as many, at once."""
+        sums = 1 + (op_name(node) == "layer_norm")
+        if axes := sharding(op.strategies, rank - 1):
+            each = math.prod(op.shapes[0][:-1]) * wide(x)
+            yield from [Exchange("all_reduce", axes, each)] * sums
+            yield Exchange("all_reduce", axes, sums * each, backward=True)
 
-    form.moves, form.emit, form.exchange = moves, emit, exchange
+    form.moves, form.emit, form.exchanges = moves, emit, exchanges
     return form
-
-
-def _wide(node: fx.Node) -> int:
-    """Bytes of a number in which statistics of a tensor are taken."""
-    return int(torch.promote_types(node.meta["val"].dtype, torch.float32).itemsize)
 
 
 @RULES.rule("group_norm", "batch_norm")
@@ -262,26 +253,25 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
         return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        axes = tuple(g for g, s in solved.strategies.items() if isinstance(q := s.operands[0], Shard) and q.dim == 0)
+        axes = sharding(solved.strategies, 0)
         if not axes:
             return emitter.plain(node, solved)
         rest = iter(solved.values[1:])
         others = [
             next(rest) if a in operands[1:] else emitter.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]
         ]
-        for kind in ("all_gather", "all_reduce in backward"):
-            emitter.count(kind, "batch_norm")
         args = (emitter.env, solved.values[0], *others, axes)
         return emitter.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
 
-    def exchange(strategy: Strategy, shapes: Sequence[tuple[int, ...]], parts: int) -> Iterator[tuple[bool, str, int]]:
-        """Means and variances of each channel."""
-        at, channels, each = strategy.operands[0], shapes[0][1], _wide(operands[0])
-        if isinstance(at, Shard) and at.dim == 0:
-            yield False, "all_gather", parts * norms.statistics(channels) * each
-            yield True, "all_reduce", 2 * channels * each
+    def exchanges(op: LocalOp) -> Iterator[Exchange]:
+        """Means and variances of each channel, and two sums in backward."""
+        mean, channels = node.args[3], op.shapes[0][1]
+        each = mean.meta["val"].dtype.itemsize if isinstance(mean, fx.Node) else wide(operands[0])
+        if axes := sharding(op.strategies, 0):
+            yield Exchange("all_gather", axes, op.ranks(axes) * norms.statistics(channels) * each)
+            yield Exchange("all_reduce", axes, 2 * channels * each, backward=True)
 
-    form.moves, form.emit, form.exchange = moves, emit, exchange
+    form.moves, form.emit, form.exchanges = moves, emit, exchanges
     return form
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from shardwise.core.layout import Factor, Layout
+from shardwise.graph.aten_ops import SPLITS
 from shardwise.graph.sizes import expression
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
@@ -327,7 +328,7 @@ def _diagonal_scatter(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-@RULES.rule("split", "chunk", "split_with_sizes", "unsafe_split", "unsafe_chunk", "unsafe_split_with_sizes", "tensor_split")
+@RULES.rule(*SPLITS)
 def _split(context: ShardingContext, node: fx.Node) -> Any:
     x = node.args[0]
     rank = rank_of(context, x)

@@ -18,11 +18,12 @@ from torch import fx
 from shardwise.core.layout import shard_range
 from shardwise.core.rates import Rates
 from shardwise.graph.captured import Uncapturable
-from shardwise.ops.collectives import ROWS
+from shardwise.ops import collectives
+from shardwise.ops.collectives import COLLECTIVES, ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
-from shardwise.shard.redistribute import COLLECTIVES, CUTTING, ORDER, step_towards
+from shardwise.shard.op_spec import LocalOp, OpSharding, Placement, Shard, Strategy
+from shardwise.shard.redistribute import CUTTING, ORDER, step_towards
 from shardwise.shard.sizes import factored
 from shardwise.shard.solver.op_cost import Works
 
@@ -215,7 +216,7 @@ class CostModel:
     def talks(self, value: Value, step: Step) -> Iterator[Talk]:
         """What a move communicates."""
         dual = str(step.after) if step.name in ("all_reduce", "gather") else "I"
-        there, back = COLLECTIVES.get((step.name, dual), ("", ""))
+        there, back = COLLECTIVES.get((getattr(collectives, step.name), dual), ("", ""))
         whole = self.piece(value.shape, _after(step) if step.name == "gather" else step.states)
         nbytes = math.prod(whole) * value.itemsize
         if step.name in CUTTING:
@@ -320,20 +321,17 @@ class CostModel:
 
     def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
         """What an op communicates by itself."""
-        if form is None or form.exchange is None or not strategies:
+        if form is None or form.exchanges is None or not strategies:
             return
         shapes = [
             self.piece(self.works.sizes(o.meta["val"]), [s.operands[k] for s in strategies])
             for k, (o, _) in enumerate(form.operands)
         ]
-        along: dict[int, list[int]] = {}  # axes that shard the same dim exchange together
-        for i, strategy in enumerate(strategies):
-            if isinstance(at := strategy.operands[0], Shard):
-                along.setdefault(at.dim, []).append(i)
-        for axes in along.values():
-            for backward, kind, nbytes in form.exchange(strategies[axes[0]], shapes, self.ranks(axes)):
-                if not backward or self.context.carrying[node]:
-                    yield Talk(backward, kind, tuple(axes), nbytes)
+        number = self.axes.index
+        op = LocalOp(dict(zip(self.axes, strategies, strict=True)), shapes, lambda axes: self.ranks(map(number, axes)))
+        for one in form.exchanges(op):
+            if not one.backward or self.context.carrying[node]:
+                yield Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes)
 
 
 def _with(states: Placements, groups: Iterable[int], after: Placement) -> Placements:

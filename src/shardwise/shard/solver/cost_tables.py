@@ -277,7 +277,8 @@ class Solver:
                     ],
                     complex,
                 ).reshape(len(states), *map(len, distinct))
-                at = [[own.index(one) for one in every] for own, every in zip((states, *distinct), (made, *needs), strict=True)]
+                options: list[list[Any]] = [list(states), *distinct]
+                at = [[own.index(one) for one in every] for own, every in zip(options, (made, *needs), strict=True)]
                 self.tables[key] = core[np.ix_(*at)] if first else core[0][np.ix_(*at[1:])] if readers else core[0]
             self.problem.factors.append(CostFactor((*first, *variables), self.tables[key]))
             return
