@@ -1,0 +1,117 @@
+"""Two checkouts of shardwise against each other, in one alternating run: is a change slower than what it changes?
+
+    git worktree add /tmp/before REVISION
+    python benchmarks/checkouts.py /tmp/before . [--rounds 8] [--only "2 ranks" …] [--json FILE]
+
+The task is that of ``zero.py``: a GPT of 512 × 8 layers, 2 rows a rank.  A ratio is the seconds of the first checkout over those of
+the second, so above 1 the second is faster; both are medians over clean steps.  Beside steps it times what a user waits for before
+the first one: ``import shardwise``, and from the start of Python to the end of the first step of one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from alternate import Contender, Step, StepMaker, alternate
+from shardwise.launch.local import ALLOCATOR
+from task import Task, ours, tensor_parallel, undivided
+
+STEPS, WARMUP = 3, 3  # of a turn, and before all turns
+STARTS = {
+    "import": "from shardwise import Trainer",
+    "first step": "from checkouts import first_step; first_step()",
+}
+
+
+def pipeline(rank: int, ranks: int, *, task: Task) -> Step:
+    """Under 1F1B, with four microbatches."""
+    from shardwise.config.build import build_plan
+    from shardwise.config.config import load_config
+    from shardwise.runtime.connect import connect
+
+    keys = {"pp": ranks, "microbatches": 4, "schedule": "1f1b", "dp": 1, "precision": task.precision}
+    plan = build_plan(load_config(overrides=[f"parallel.{key}={value}" for key, value in keys.items()]))
+    trainer, given = undivided(task, plan, ranks, comm=connect(plan.mesh, task.place, backend="auto"))
+    return lambda: trainer.step(given).loss
+
+
+def cases(task: Task, half: Task) -> dict[str, tuple[StepMaker, int]]:
+    """What is timed, by name: a maker of steps, and the number of its ranks."""
+    return {
+        "1 rank": (functools.partial(ours, task=task), 1),
+        "2 ranks": (functools.partial(ours, task=task), 2),
+        "2 ranks, bf16": (functools.partial(ours, task=half), 2),
+        "zero 3, 2 ranks": (functools.partial(ours, task=task, zero=3), 2),
+        "1d-sp, 2 ranks": (functools.partial(tensor_parallel, task=task, tensor="1d-sp"), 2),
+        "1f1b, 2 ranks": (functools.partial(pipeline, task=task), 2),
+    }
+
+
+def first_step() -> None:
+    """One step of a small model, on one rank."""
+    ours(0, 1, task=Task(vocabulary=512, width=64, layers=2, heads=2, sequence=32))()
+
+
+def environment(checkout: Path) -> dict[str, str]:
+    """What makes a process import this checkout's package, and this folder's benchmarks."""
+    return {**ALLOCATOR, "PYTHONPATH": f"{checkout.resolve() / 'src'}{os.pathsep}{Path(__file__).parent.resolve()}"}
+
+
+def steps(name: str, maker: StepMaker, ranks: int, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
+    """The median seconds of a step of each checkout."""
+    both = [Contender(f"{name}: {one}", maker, ranks, environment=environment(one)) for one in checkouts]
+    alternate(both, rounds=rounds, steps=STEPS, warmup=WARMUP)
+    return figures(name, [one.median for one in both], f"{len(both[0].clean)} and {len(both[1].clean)} clean steps")
+
+
+def starts(name: str, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
+    """The median seconds that a new process takes for one of :data:`STARTS`."""
+    taken: list[list[float]] = [[] for _ in checkouts]
+    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    for _ in range(rounds + 1):
+        for own, checkout in zip(taken, checkouts, strict=True):
+            begun = time.perf_counter()
+            subprocess.run(
+                [sys.executable, "-c", STARTS[name]],
+                env={**os.environ, **environment(checkout), **single}, check=True, stdout=subprocess.DEVNULL,
+            )  # fmt: skip
+            own.append(time.perf_counter() - begun)
+    return figures(name, [statistics.median(own[1:]) for own in taken], f"{rounds} starts of each")  # the first fills caches
+
+
+def figures(name: str, seconds: Sequence[float], of: str) -> dict[str, Any]:
+    row = {"case": name, "before": seconds[0], "after": seconds[1], "ratio": seconds[0] / seconds[1], "of": of}
+    print(f"{name:18} {seconds[0] * 1e3:8.1f} ms {seconds[1] * 1e3:8.1f} ms   {row['ratio']:.3f}   {of}", flush=True)
+    return row
+
+
+def main() -> None:
+    every = cases(Task(), Task("bf16"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkouts", type=Path, nargs=2, metavar="CHECKOUT", help="the one before, and the one after")
+    parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS} steps each")
+    parser.add_argument("--only", nargs="+", choices=[*every, *STARTS], default=[*every, *STARTS], metavar="CASE")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    options = parser.parse_args()
+    for one in options.checkouts:
+        if not (one / "src" / "shardwise").is_dir():
+            parser.error(f"{one} is no checkout of shardwise: it has no src/shardwise")
+    print(f"{'case':18} {'before':>11} {'after':>11}   ratio")
+    rows = [steps(n, *every[n], options.checkouts, options.rounds) for n in options.only if n in every]
+    rows += [starts(n, options.checkouts, options.rounds) for n in options.only if n in STARTS]
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
