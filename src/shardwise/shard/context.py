@@ -141,25 +141,14 @@ class ShardingContext:
             return False
         return True
 
-    def same_cut(self, value: fx.Node, states: Mapping[str, Placement], dim: int) -> bool:
-        """Whether ranks have of a dim of a value what they would in other states."""
-        if not isinstance(expression(value.meta["val"].shape[dim]), int):
+    def same_cut(self, shape: Sequence[int], states: Mapping[str, Placement], after: Mapping[str, Placement], dim: int) -> bool:
+        """Whether ranks have of a dim, whose size does not depend on rows, in some states what they have in others."""
+        if not self.fits(shape, after):
             return False
-        mesh, here = Mesh.spanned(self.tensor.axes), value.meta["layout"]
-        if not self.fits(here.shape, states):
-            return False
-        there = self.layout_of(here.shape, states)
+        mesh, here, there = Mesh.spanned(self.tensor.axes), self.layout_of(shape, states), self.layout_of(shape, after)
         if any(ROWS in f.axes for f in (*here.dims[dim], *there.dims[dim])):
             return False
         return all(here.intervals(mesh, rank)[dim] == there.intervals(mesh, rank)[dim] for rank in range(mesh.size))
-
-    def minors(self, value: fx.Node, states: Mapping[str, Placement], groups: Sequence[str]) -> list[str]:
-        """Other groups that shard the same factor as ``groups`` within their shards."""
-        place = states[groups[0]]
-        assert isinstance(place, Shard)
-        layout = self.layout_of(value.meta["layout"].shape, states)
-        axes = next(f.axes for f in layout.dims[place.dim] if groups[0] in f.axes)
-        return [a for a in axes[axes.index(groups[0]) :] if a not in groups]
 
     # ---- sizes in rows -------------------------------------------------------------------------------------------
 

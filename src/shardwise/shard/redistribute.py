@@ -13,17 +13,19 @@
  R      I: ``own``, nothing                   of one rank
 =====  ====================================  ====================
 
-All others are two of these.  Groups that make the same move make it together.
+All others are two of these.  Groups that make the same move make it together.  :func:`path` says which moves are due; the emitter makes
+them, and the solver prices them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple, Protocol
 
 from torch import fx
 
+from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
 from shardwise.shard.local_graph import LocalGraph
 from shardwise.shard.op_spec import Placement, Shard
@@ -35,8 +37,157 @@ def communicated(node: fx.Node) -> tuple[str, str]:
     return collectives.COLLECTIVES.get((node.target, str(node.args[3]) if with_dual else "I"), ("", ""))
 
 
-Step = tuple[str, Placement, tuple[Any, ...]]
-"""The name of a function of ops, the state after it, and its last arguments."""
+CUTTING = ("gather", "shard", "shard_leaf", "scatter")
+"""The moves of pieces; others are of whole values."""
+ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
+"""Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed behind a gather."""
+
+Placements = tuple[Placement, ...]
+"""Of a value, on each group of axes."""
+
+
+class Step(NamedTuple):
+    """One move, of a value in ``states``: the name of a function of ``ops.collectives``, the groups that make it (by number), and what
+    the value is on these after it."""
+
+    states: Placements
+    name: str
+    groups: tuple[int, ...]
+    after: Placement
+
+    @property
+    def result(self) -> Placements:
+        """What the value is on each group after it."""
+        return _with(self.states, self.groups, self.after)
+
+    @property
+    def sharded(self) -> Placements:
+        """Of a move of pieces, the side on which it is sharded."""
+        return self.states if self.name == "gather" else self.result
+
+
+class Movable(Protocol):
+    """What the moves of a value depend on, beside what it is on each group of axes."""
+
+    @property
+    def grad(self) -> bool:
+        """Whether it has a gradient; where it has none, I and R are the same."""
+        ...
+
+    def fits(self, states: Placements) -> bool:
+        """Whether it can be in these states together."""
+        ...
+
+    def same_cut(self, states: Placements, after: Placements, dim: int) -> bool:
+        """Whether ranks have of a dim in some states what they have in others."""
+        ...
+
+
+def path(value: Movable, states: Placements, goals: Placements) -> list[Step]:
+    """The moves that make ``value`` what it is to be on each group of axes, in order."""
+    found: list[Step] = []
+    _convert(value, states, goals, found)
+    return found
+
+
+def _convert(value: Movable, states: Placements, goals: Placements, found: list[Step]) -> Placements:
+    while True:
+        for i, goal in enumerate(goals):
+            if _renames(value, states, i, goal):
+                found.append(Step(states, "same", (i,), goal))
+                states = found[-1].result
+        steps = [_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
+        due = sorted((ORDER.index(step[0]), i, step) for i, step in enumerate(steps) if step is not None)
+        if not due:
+            return states
+        ways = [Step(states, step[0], _together(states, steps, i), step[1]) for _, i, step in due]
+        best = ways[0] if len(ways) == 1 else next((way for way in ways if value.fits(way.result)), ways[0])
+        states = _move(value, best, found)
+
+
+def _renames(value: Movable, states: Placements, group: int, goal: Placement) -> bool:
+    """Whether a goal is the cut that the value has, in other words: 2 heads of 3 are 6 thirds."""
+    own = states[group]
+    if not isinstance(own, Shard) or not isinstance(goal, Shard) or own == goal or own.dim != goal.dim:
+        return False
+    return value.same_cut(states, _with(states, (group,), goal), goal.dim)
+
+
+def _together(states: Placements, steps: Sequence[tuple[str, Placement] | None], group: int) -> tuple[int, ...]:
+    """The groups that make a step together with ``group``: those of a gather are sharded alike."""
+    step = steps[group]
+    gathers = step is not None and step[0] == "gather"
+    return tuple(j for j, one in enumerate(steps) if one == step and (not gathers or states[j] == states[group]))
+
+
+def _move(value: Movable, step: Step, found: list[Step]) -> Placements:
+    minor = _minors(step.sharded, step.groups) if step.name in CUTTING else ()
+    if minor:  # what is sharded within these shards is put together first
+        joined = _convert(value, step.states, _with(step.states, minor, "I"), found)
+        after = _move(value, step._replace(states=joined), found)
+        inner = tuple(step.states[i] if i in minor else s for i, s in enumerate(after))
+        return _convert(value, after, inner, found)
+    found.append(step)
+    return step.result
+
+
+def _minors(states: Placements, groups: Sequence[int]) -> tuple[int, ...]:
+    """The groups that shard the same factor as ``groups`` within their shards."""
+    own = states[groups[0]]
+    assert isinstance(own, Shard)
+    later = ((i, s) for i, s in enumerate(states) if i > groups[0] and i not in groups)
+    return tuple(i for i, s in later if isinstance(s, Shard) and (s.dim, s.pre) == (own.dim, own.pre))
+
+
+def _with(states: Placements, groups: Sequence[int], after: Placement) -> Placements:
+    return tuple(after if i in groups else s for i, s in enumerate(states))
+
+
+def _towards(state: Placement, goal: Placement, grad: bool) -> tuple[str, Placement] | None:
+    """The first move from a state towards another, if any is due: its name, and the state after it."""
+    if state == goal or (not grad and {state, goal} == {"I", "R"}):
+        return None
+    if isinstance(state, Shard):
+        return "gather", "R" if goal == "R" else "I"
+    if isinstance(goal, Shard):
+        return {"P": "scatter", "I": "shard", "R": "shard_leaf"}[state], goal
+    match state, goal:
+        case "P", _:
+            return "all_reduce", goal
+        case "R", _:
+            return "own", "I"
+        case _, "P":
+            return "partial", "P"
+    return "replicate", "R"
+
+
+def dual(step: Step) -> str:
+    """Of a move whose result is whole, whether that is I or R; other moves have one dual."""
+    return str(step.after) if step.name in ("all_reduce", "gather") else "I"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """A value of a local graph, as what is moved."""
+
+    local: LocalGraph
+    node: fx.Node
+    groups: tuple[str, ...]
+
+    @property
+    def grad(self) -> bool:
+        return bool(self.node.meta["grad"])
+
+    def named(self, states: Placements) -> dict[str, Placement]:
+        return dict(zip(self.groups, states, strict=True))
+
+    def fits(self, states: Placements) -> bool:
+        return self.local.context.fits(self.node.meta["layout"].shape, self.named(states))
+
+    def same_cut(self, states: Placements, after: Placements, dim: int) -> bool:
+        fixed = isinstance(expression(self.node.meta["val"].shape[dim]), int)
+        context, shape = self.local.context, self.node.meta["layout"].shape
+        return fixed and context.same_cut(shape, self.named(states), self.named(after), dim)
 
 
 @dataclass
@@ -44,85 +195,27 @@ class Redistribution:
     """Conversions of one local graph; a value makes each move once, whoever needs it."""
 
     local: LocalGraph
-    done: dict[tuple[fx.Node, str, tuple[str, ...], Placement, tuple[Any, ...]], fx.Node] = field(default_factory=dict)
+    done: dict[tuple[fx.Node, str, tuple[int, ...], Placement], fx.Node] = field(default_factory=dict)
 
     def convert(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
         """``value`` with the state ``goals[group]`` on each group; where it has no gradient I and R are the same."""
-        while True:
-            value = self.renamed(value, goals)
-            states, grad = value.meta["states"], value.meta["grad"]
-            steps = {g: step for g in goals if (step := step_towards(states[g], goals[g], grad)) is not None}
-            if not steps:
-                return value
-            # Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed behind a gather.
-            order = sorted(steps.items(), key=lambda one: ORDER.index(one[1][0]))
-            ways = [(self._together(states, steps, *one), one[1]) for one in order]
-            shape = value.meta["layout"].shape
-            groups, first = next(
-                (w for w in ways if self.local.context.fits(shape, {**states, **dict.fromkeys(w[0], w[1][1])})), ways[0]
-            )
-            value = self._move(value, groups, *first)
-
-    @staticmethod
-    def _together(states: Mapping[str, Placement], steps: Mapping[str, Step], group: str, step: Step) -> tuple[str, ...]:
-        """The groups that make a step together with ``group``: those of a gather are sharded alike."""
-        return tuple(g for g, one in steps.items() if one == step and (step[0] != "gather" or states[g] == states[group]))
-
-    def renamed(self, value: fx.Node, goals: Mapping[str, Placement]) -> fx.Node:
-        """``value`` with the places that are wanted, where these are other words for the cuts that it has: 2 heads of 3 are 6 thirds."""
         states = value.meta["states"]
-        for group, goal in goals.items():
-            state = states[group]
-            if isinstance(goal, Shard) and isinstance(state, Shard) and goal != state and goal.dim == state.dim:
-                after = {**states, group: goal}
-                if self.local.context.same_cut(value, after, goal.dim):
-                    value = self._move(value, (group,), "same", goal, ())
-                    states = value.meta["states"]
+        groups = tuple(states)
+        subject = _Node(self.local, value, groups)
+        for step in path(subject, tuple(states.values()), tuple(goals.get(g, s) for g, s in states.items())):
+            key = (value, *step[1:])
+            if key not in self.done:
+                self.done[key] = self._made(value, step, groups)
+            value = self.done[key]
         return value
 
-    def _move(self, value: fx.Node, groups: tuple[str, ...], name: str, after: Placement, rest: tuple[Any, ...]) -> fx.Node:
-        key = (value, name, groups, after, rest)
-        if key not in self.done:
-            self.done[key] = self._made(value, groups, name, after, rest)
-        return self.done[key]
-
-    def _made(self, value: fx.Node, groups: tuple[str, ...], name: str, after: Placement, rest: tuple[Any, ...]) -> fx.Node:
-        local, before = self.local, value.meta["states"]
-        states = {**before, **dict.fromkeys(groups, after)}
-        where: tuple[Any, ...] = (groups,)
-        if name in CUTTING:
-            sharded = before if name == "gather" else states
-            minor = local.context.minors(value, sharded, groups)
-            if minor:  # what is sharded within these shards is put together first
-                inner = {g: before[g] for g in minor}
-                joined = self.convert(value, {**before, **dict.fromkeys(minor, "I")})
-                return self.convert(self._move(joined, groups, name, after, rest), inner)
-            where = (local.cut(value, sharded, groups),)
-        new = local.graph.call_function(getattr(collectives, name), (local.env, value, *where, *rest))
+    def _made(self, value: fx.Node, step: Step, groups: tuple[str, ...]) -> fx.Node:
+        local, moved = self.local, tuple(groups[i] for i in step.groups)
+        sharded, states = (dict(zip(groups, s, strict=True)) for s in (step.sharded, step.result))
+        where = local.cut(value, sharded, moved) if step.name in CUTTING else moved
+        rest = (step.after,) if step.name in ("all_reduce", "gather") else ()
+        new = local.graph.call_function(getattr(collectives, step.name), (local.env, value, where, *rest))
         return local.annotate_move(new, value, states)
 
 
-CUTTING = ("gather", "shard", "shard_leaf", "scatter")
-ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
-
-
-def step_towards(state: Placement, goal: Placement, grad: bool) -> Step | None:
-    """The first move from a state towards another, if any is due."""
-    if state == goal or (not grad and {state, goal} == {"I", "R"}):
-        return None
-    if isinstance(state, Shard):
-        dual = "R" if goal == "R" else "I"
-        return "gather", dual, (dual,)
-    if isinstance(goal, Shard):
-        return {"P": "scatter", "I": "shard", "R": "shard_leaf"}[state], goal, ()
-    match state, goal:
-        case "P", _:
-            return "all_reduce", goal, (goal,)
-        case "R", _:
-            return "own", "I", ()
-        case _, "P":
-            return "partial", "P", ()
-    return "replicate", "R", ()
-
-
-__all__ = ["CUTTING", "ORDER", "Redistribution", "communicated", "step_towards"]
+__all__ = ["CUTTING", "Movable", "Placements", "Redistribution", "Step", "communicated", "dual", "path"]

@@ -15,40 +15,29 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from shardwise.core.layout import shard_range
 from shardwise.core.rates import Rates
 from shardwise.graph.captured import Uncapturable
+from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
 from shardwise.ops.collectives import COLLECTIVES, ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import LocalOp, OpSharding, Placement, Shard, Strategy
-from shardwise.shard.redistribute import CUTTING, ORDER, step_towards
+from shardwise.shard.redistribute import CUTTING, Placements, Step, dual, path
 from shardwise.shard.sizes import factored
 from shardwise.shard.solver.op_cost import Works
 
-Placements = tuple[Placement, ...]
-"""Of a value, on each axis of tensor parallelism."""
-
 
 class Value(NamedTuple):
-    """What moves of a tensor cost depends on: its sizes as priced and as captured, bytes of an element, whether it has a gradient, and
+    """What moves of a tensor cost depends on: its sizes as priced and as captured, whether they do not depend on rows, bytes of an element, whether it has a gradient, and
     where rows are sharded."""
 
     shape: tuple[int, ...]
     captured: tuple[int, ...]
+    fixed: tuple[bool, ...]
     itemsize: int
     grad: bool
     rows: Placement
-
-
-class Step(NamedTuple):
-    """One move, of a value in such states, on ``groups`` (by number)."""
-
-    states: Placements
-    name: str
-    groups: tuple[int, ...]
-    after: Placement
 
 
 class Talk(NamedTuple):
@@ -95,6 +84,7 @@ class CostModel:
         )
         self.ranks_of = dict(context.tensor.axes if axes is None else axes)
         self.axes, self.parts = tuple(self.ranks_of), tuple(self.ranks_of.values())
+        self.where = context if axes is None else context.over(axes)  # of which nothing but layouts is asked
         self.values: dict[fx.Node, Value] = {}
         self.works = Works(context, rows, kind)
         self.ops: dict[Any, float] = {}
@@ -109,7 +99,12 @@ class CostModel:
             tensor = node.meta["val"]
             where = self.batch.states[node][0]
             self.values[node] = Value(
-                self.works.sizes(tensor), self.context.shape(node), tensor.dtype.itemsize, self.context.carrying[node], where
+                self.works.sizes(tensor),
+                self.context.shape(node),
+                tuple(isinstance(expression(n), int) for n in tensor.shape),
+                tensor.dtype.itemsize,
+                self.context.carrying[node],
+                where,
             )
         return self.values[node]
 
@@ -158,66 +153,14 @@ class CostModel:
         return True
 
     def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
-        """The moves from states to others, as ``Redistribution.convert`` makes them; None where what is between does not fit."""
-        found: list[Step] = []
-        self._convert(value, states, goals, found)
-        good = all(self.fits(value, _after(step)) for step in found)
-        return tuple(found) if good else None
-
-    def _convert(self, value: Value, states: Placements, goals: Placements, found: list[Step]) -> Placements:
-        while True:
-            states = tuple(g if self.same(value, states, i, g) else s for i, (s, g) in enumerate(zip(states, goals, strict=True)))
-            steps = [step_towards(s, g, value.grad) for s, g in zip(states, goals, strict=True)]
-            due = [(i, step) for i, step in enumerate(steps) if step is not None]
-            if not due:
-                return states
-            ways = []
-            for i, step in sorted(due, key=lambda one: ORDER.index(one[1][0])):
-                groups = tuple(j for j, other in due if other == step and (step[0] != "gather" or states[j] == states[i]))
-                ways.append(Step(states, step[0], groups, step[1]))
-            best = ways[0] if len(ways) == 1 else next((way for way in ways if self.fits(value, _after(way))), ways[0])
-            states = self._move(value, best, found)
-
-    def same(self, value: Value, states: Placements, axis: int, goal: Placement) -> bool:
-        """Whether the cut of a dim by one axis alone is ``goal`` in other words."""
-        own = states[axis]
-        if not isinstance(own, Shard) or not isinstance(goal, Shard) or own == goal or own.parts or goal.parts:
-            return False
-        alone = sum(isinstance(s, Shard) and s.dim == own.dim for s in (*states, value.rows)) == 1
-        if not alone or (own.dim, own.pre) != (goal.dim, goal.pre):
-            return False
-        size, parts = value.shape[own.dim], self.parts[axis]
-        ends = ([shard_range(self.extent(size, at), parts, i)[1] * at.post for i in range(parts)] for at in (own, goal))
-        return next(ends) == next(ends)
-
-    def _move(self, value: Value, step: Step, found: list[Step]) -> Placements:
-        if step.name in CUTTING:
-            sharded = step.states if step.name == "gather" else _after(step)
-            minor = self._minors(sharded, step.groups)
-            if minor:
-                joined = self._convert(value, step.states, _with(step.states, minor, "I"), found)
-                after = self._move(value, step._replace(states=joined), found)
-                inner = tuple(step.states[i] if i in minor else s for i, s in enumerate(after))
-                return self._convert(value, after, inner, found)
-        found.append(step)
-        return _after(step)
-
-    @staticmethod
-    def _minors(states: Placements, groups: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes that shard the same factor within the shards of ``groups``."""
-        own = states[groups[0]]
-        assert isinstance(own, Shard)
-        return tuple(
-            i
-            for i, s in enumerate(states)
-            if i > groups[0] and i not in groups and isinstance(s, Shard) and (s.dim, s.pre) == (own.dim, own.pre)
-        )
+        """The moves from states to others; None where what is between does not fit."""
+        found = path(_Priced(self, value), states, goals)
+        return tuple(found) if all(self.fits(value, step.result) for step in found) else None
 
     def talks(self, value: Value, step: Step) -> Iterator[Talk]:
         """What a move communicates."""
-        dual = str(step.after) if step.name in ("all_reduce", "gather") else "I"
-        there, back = COLLECTIVES.get((getattr(collectives, step.name), dual), ("", ""))
-        whole = self.piece(value.shape, _after(step) if step.name == "gather" else step.states)
+        there, back = COLLECTIVES.get((getattr(collectives, step.name), dual(step)), ("", ""))
+        whole = self.piece(value.shape, step.result if step.name == "gather" else step.states)
         nbytes = math.prod(whole) * value.itemsize
         if step.name in CUTTING:
             nbytes = self.padded(value, step, whole, nbytes)
@@ -228,7 +171,7 @@ class CostModel:
 
     def padded(self, value: Value, step: Step, whole: Sequence[int], nbytes: int) -> int:
         """The bytes of a whole with those by which uneven pieces are padded."""
-        sharded = step.states if step.name == "gather" else _after(step)
+        sharded = step.sharded
         place, parts = sharded[step.groups[0]], self.ranks(step.groups)
         assert isinstance(place, Shard)
         size, local = (self.extent(sizes[place.dim], place) for sizes in (value.shape, whole))
@@ -273,7 +216,7 @@ class CostModel:
     def copied(self, value: Value, step: Step) -> int:
         """Bytes of what a move makes of a value with a gradient."""
         new = step.name in ("gather", "all_reduce", "scatter") and value.grad
-        return math.prod(self.piece(value.shape, _after(step))) * value.itemsize * self.live if new else 0
+        return math.prod(self.piece(value.shape, step.result)) * value.itemsize * self.live if new else 0
 
     def resting(self, node: fx.Node, states: Sequence[Placement]) -> int:
         """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name by which it is read."""
@@ -334,10 +277,24 @@ class CostModel:
                 yield Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes)
 
 
-def _with(states: Placements, groups: Iterable[int], after: Placement) -> Placements:
-    chosen = set(groups)
-    return tuple(after if i in chosen else s for i, s in enumerate(states))
+@dataclass(frozen=True)
+class _Priced:
+    """A value of a captured graph, as what would be moved."""
 
+    prices: CostModel
+    value: Value
 
-def _after(step: Step) -> Placements:
-    return _with(step.states, step.groups, step.after)
+    @property
+    def grad(self) -> bool:
+        return self.value.grad
+
+    def fits(self, states: Placements) -> bool:
+        return self.prices.fits(self.value, states)
+
+    def same_cut(self, states: Placements, after: Placements, dim: int) -> bool:
+        return self.value.fixed[dim] and self.prices.where.same_cut(
+            self.value.captured, self.named(states), self.named(after), dim
+        )
+
+    def named(self, states: Placements) -> dict[str, Placement]:
+        return {ROWS: self.value.rows, **dict(zip(self.prices.axes, states, strict=True))}

@@ -19,9 +19,10 @@ from shardwise.graph.schema import is_tensor
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Strategy
+from shardwise.shard.redistribute import Placements, Step
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import Chosen
-from shardwise.shard.solver.cost_model import CostModel, Placements, Seconds, Step, Talk, Value
+from shardwise.shard.solver.cost_model import CostModel, Seconds, Talk, Value
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Costs, Objective, fewest
 from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, TooWide, least
 

@@ -199,7 +199,7 @@ class _Several:
 
     def together(self) -> Assignment | None:
         """What is best on one axis of all ranks, if that can be told."""
-        own, name = self.prices.rates, "*".join(self.choices)
+        own, name = self.prices.rates, "_".join(self.choices)
         links = [own.links.get(axis, own.link) for axis in self.choices]
         slow = Link(max(link.latency for link in links), min(link.bandwidth for link in links))
         one = CostModel(
