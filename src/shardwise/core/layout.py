@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Axes, Mesh, joined
@@ -146,23 +145,6 @@ class Layout:
     def axes_used(self) -> frozenset[str]:
         """The axes on which the tensor is not replicated."""
         return self.sharding_axes | self.partial
-
-    def state(self, axis: str) -> Literal["V", "P", "I"]:
-        """What the tensor is on ``axis``: sharded (V), a partial sum (P) or replicated (I)."""
-        if axis in self.partial:
-            return "P"
-        return "V" if axis in self.sharding_axes else "I"
-
-    def dual(self, operand: Literal["I", "R"] = "I", axes: Iterable[str] = ()) -> Layout:
-        """The layout of the gradient.
-
-        Sharded stays sharded; the gradient of a partial sum is replicated.  A replicated tensor has a
-        replicated gradient (``"I"``), unless it is a required operand of an op whose result is sharded or
-        partial over ``axes`` (``"R"``): its gradient is partial there.
-        """
-        if operand == "I":
-            return Layout(self.dims)
-        return Layout(self.dims, frozenset(axes) - self.axes_used)
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of the piece on ``rank``."""

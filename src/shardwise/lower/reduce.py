@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
-from shardwise.core.transition import Collective
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.slots import SlotSpan, assign
-from shardwise.parallel.data import placement, reductions
+from shardwise.parallel.data import Reduction, placement, reductions
 from shardwise.units.trace import Bucket
 
 
@@ -24,7 +22,7 @@ class _Way:
 
     bucket: Bucket
     writers: tuple[int, ...]
-    collectives: tuple[Collective, ...]
+    reductions: tuple[Reduction, ...]
     first: bool  # nothing has been added to the bucket's gradient for this batch
     through: bool  # backward writes the gradient itself; only the sum goes through a slot
     direct: bool  # the sum's own shard goes from the slot straight to the gradient
@@ -49,7 +47,7 @@ class Reductions:
         self.draft, self.plan, self.buckets, self.batch, self.ends = draft, plan, buckets, batch, ends
         self.narrow = plan.reduce not in ("auto", "fp64" if plan.precision == "fp64" else "fp32")
         self.ways: list[list[_Way]] = [[] for _ in ends]
-        self.last: list[list[tuple[Bucket, tuple[Collective, ...]]]] = [[] for _ in ends]
+        self.last: list[list[tuple[Bucket, tuple[Reduction, ...]]]] = [[] for _ in ends]
         for bucket in buckets:
             writers = draft.writers(Buffer("grad", bucket.index)) if bucket.learns else []
             for number in range(len(ends)):
@@ -61,12 +59,12 @@ class Reductions:
 
     def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
         rule = placement(self.plan, bucket.parameters[0].name)
-        each, once = reductions(self.plan, rule, bucket.numel, bucket.summed)
+        each, once = reductions(self.plan, rule, bucket.summed)
         depth, end = max(1, self.plan.prefetch), self.ends[number]
         if number and (free := self.ends[number - 1]) >= writers[0]:
             ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]
         elif rule.grad == "S":
-            narrow, scatters = self.narrow, [c.kind for c in each] == ["reduce_scatter"]
+            narrow, scatters = self.narrow, bool(each)
             ways = [
                 _Way(
                     bucket,
@@ -127,23 +125,21 @@ def _through_slot(draft: ProgramDraft, way: _Way, slot: int) -> None:
         Op.ADD, bucket=index, slot=slot, reads=(place,) if way.first else (place, grad), writes=(grad,),
         first=(index,) if way.first else (), frees=(place,),
     )  # fmt: skip
-    for collective in way.collectives:
+    for reduction in way.reductions:
         if way.direct:
-            one = _reduce(index, collective, slot, reads=(place,), writes=(grad,), first=(index,), frees=(place,))
+            one = _reduce(index, reduction, slot, reads=(place,), writes=(grad,), first=(index,), frees=(place,))
         else:
-            one = _reduce(index, collective, slot, reads=(place,), writes=(place,))
+            one = _reduce(index, reduction, slot, reads=(place,), writes=(place,))
         draft.after[end].append(one)
     if not way.direct:
         draft.after[way.stop].append(add)
 
 
 def _reduce(
-    bucket: int, collective: Collective, slot: int = -1, *, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...],
+    bucket: int, reduction: Reduction, slot: int = -1, *, reads: tuple[Buffer, ...], writes: tuple[Buffer, ...],
     first: tuple[int, ...] = (), frees: tuple[Buffer, ...] = (),
 ) -> Instruction:  # fmt: skip
-    if collective.kind not in ("all_reduce", "reduce_scatter"):
-        raise ShardwiseError(f"bucket {bucket}: {collective.kind} of gradients is not known")
     return Instruction(
-        Op.REDUCE, bucket=bucket, slot=slot, axes=collective.axes, lane=Lane.REDUCE, reads=reads, writes=writes, first=first,
-        frees=frees, scatters=collective.kind == "reduce_scatter",
+        Op.REDUCE, bucket=bucket, slot=slot, axes=reduction.axes, lane=Lane.REDUCE, reads=reads, writes=writes, first=first,
+        frees=frees, scatters=reduction.scatters,
     )  # fmt: skip

@@ -11,9 +11,9 @@ Who holds what is a row of one table (R replicated, P partial sum, S flat shard 
     ZeRO-3             S     S     S
     =================  ====  ====  =====
 
-(Rajbhandari et al., arXiv 1910.02054, section 5.)  No collective is placed by hand: each is the transition from one layout to the next.
-A gradient leaves backward as a partial sum over the batch axes; ``grad`` is its layout between microbatches and ``state`` that in which
-the optimizer takes it; parameters go from ``state`` (after a step) or ``rest`` to replicated.
+(Rajbhandari et al., arXiv 1910.02054, section 5.)  No collective is placed by hand: each follows from the table.
+A gradient leaves backward as a partial sum (P) over the batch axes; ``grad`` is what it is between microbatches and ``state`` what the
+optimizer takes: P → S is a reduce-scatter, P → R an all-reduce.  Parameters go from ``state`` (after a step) or ``rest`` to replicated.
 
 Under hybrid sharding there is a second batch axis, ``dp_replicate``: shards are over ``dp`` alone, and what is sharded between
 microbatches stays a partial sum over ``dp_replicate`` until the last of them.
@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.flat import FlatBuffer, FlatShard
-from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import ParameterRule, Plan
-from shardwise.core.transition import Collective, transition
 from shardwise.parallel.pipeline import PIPELINE
 
 SHARDS, REPLICAS = "dp", "dp_replicate"
@@ -81,16 +80,23 @@ def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, 
     return layout.shard(parts, index) if sharded else FlatShard(0, layout.numel)
 
 
+class Reduction(NamedTuple):
+    """A collective that sums a flat gradient over ``axes``; ``scatters``: each of their ranks has its shard of the sum."""
+
+    axes: tuple[str, ...]
+    scatters: bool
+
+
 def reductions(
-    plan: Plan, rule: ParameterRule, numel: int, summed: Sequence[str] = ()
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+    plan: Plan, rule: ParameterRule, summed: Sequence[str] = ()
+) -> tuple[tuple[Reduction, ...], tuple[Reduction, ...]]:
     """What happens to a flat gradient after the backward of each microbatch, and what once a step, after the last.
 
     Over the axes ``summed`` it is a partial sum besides, until the last.
     """
-    axes = tuple(a for a in (*batch_axes(plan), *summed) if plan.mesh.axis_size(a) > 1)
-    raw = Layout(((Factor(numel),),), frozenset(axes))
-    sharded = Layout.sharded((numel,), {0: shard_axes(plan)})
-    kept = raw if rule.grad == "P" else Layout(sharded.dims, frozenset(axes) - {SHARDS})
-    taken = sharded if rule.state == "S" else Layout.replicated((numel,))
-    return transition(raw, kept), transition(kept, taken)
+    shards = shard_axes(plan)
+    rest = [a for a in (*batch_axes(plan), *summed) if plan.mesh.axis_size(a) > 1 and a not in shards]
+    scatter = (Reduction(shards, True),) if shards and "S" in (rule.grad, rule.state) else ()
+    over = tuple(sorted(rest if scatter else (*rest, *shards)))
+    whole = (Reduction(over, False),) if over else ()
+    return (scatter, whole) if rule.grad == "S" else ((), (*scatter, *whole))
