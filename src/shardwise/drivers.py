@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,10 +29,8 @@ CUDA_BUILDS: Mapping[Version, Sequence[Version]] = {
 ROCM_BUILD = "rocm7.2"  # published for each of these versions of torch
 XPU_BUILD = "xpu"
 CPU_BUILD = "cpu"
-TURING, BLACKWELL = (
-    (7, 5),
-    (10, 0),
-)  # builds for CUDA 12.6 have kernels for what is older than BLACKWELL, later ones from TURING on
+# Builds for CUDA 12.6 have kernels from MAXWELL on for what is older than BLACKWELL, later ones from TURING on.
+MAXWELL, TURING, BLACKWELL = (5, 0), (7, 5), (10, 0)
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,17 @@ class Driver:
         """What hides the cards, for those who want to train on CPUs."""
         return f'{self.hides}="{"*:cpu" if self.maker == "Intel" else ""}"'
 
+    def serves(self, torch: str) -> bool:
+        """Whether some build of ``torch`` has kernels for all the cards, whatever their driver runs."""
+        return self.maker != "NVIDIA" or _cuda_build(torch, None, self.capabilities) is not None
+
+    def unserved(self, torch: str) -> str:
+        """What to do where no build serves all the cards."""
+        return f"no build of torch {torch} has kernels for all of them; hide those of one kind with {self.hides}"
+
     def build(self, torch: str) -> str | None:
-        """The build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a newer driver is needed."""
+        """The build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a newer driver is needed, or no
+        build serves all cards."""
         if self.maker == "NVIDIA":
             return _cuda_build(torch, self.runs, self.capabilities)
         return ROCM_BUILD if self.maker == "AMD" else XPU_BUILD
@@ -125,6 +133,8 @@ def amd(root: Path = Path("/")) -> Driver | None:
 
 def intel(root: Path = Path("/")) -> Driver | None:
     """By the kernel, which shows cards and what is part of the processor; that has an address of its own, and is no reason to say anything."""
+    if not any((root / "dev/dri").glob("renderD*")):  # a container sees the host's /sys, also when it may not use the cards
+        return None
     nodes = sorted((root / "sys/class/drm").glob("renderD*/device"))
     cards = [node for node in nodes if _text(node / "vendor").strip() == "0x8086" and node.resolve().name != "0000:00:02.0"]
     return Driver("Intel", ("Intel GPU",) * len(cards), "ONEAPI_DEVICE_SELECTOR") if cards else None
@@ -172,11 +182,25 @@ def parse_holders(text: str) -> list[Holder]:
 
 def said(tool: str, *arguments: str) -> str:
     """What a tool prints, "" where it says nothing."""
+    quiet = subprocess.DEVNULL
     try:
-        done = subprocess.run([tool, *arguments], capture_output=True, text=True, errors="replace", timeout=PATIENCE)
-    except (OSError, subprocess.TimeoutExpired):
+        asked = subprocess.Popen(
+            [tool, *arguments],
+            stdin=quiet,
+            stdout=subprocess.PIPE,
+            stderr=quiet,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+    except OSError:
         return ""
-    return done.stdout if done.returncode == 0 else ""
+    try:
+        told, _ = asked.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        os.killpg(asked.pid, signal.SIGKILL)  # with what a wrapper has started; it is not waited for, since a driver may hold it
+        return ""
+    return told if asked.returncode == 0 else ""
 
 
 # ---- builds ------------------------------------------------------------------------------------------------------------------
@@ -201,7 +225,7 @@ def _cuda_build(torch: str, runs: Version | None, capabilities: Sequence[Version
 
 def has_kernels(build: Version, capability: Version) -> bool:
     """Whether torch's builds for a version of CUDA have kernels for cards of a compute capability."""
-    return capability < BLACKWELL if build <= (12, 6) else capability >= TURING
+    return MAXWELL <= capability < BLACKWELL if build <= (12, 6) else capability >= TURING
 
 
 def in_words(version: Version | None) -> str:
@@ -230,7 +254,12 @@ def main(arguments: Sequence[str], tell: Callable[[str], object] = print) -> Non
     driver = found()
     build = None if driver is None else driver.build(arguments[0])
     if driver is not None and build is None:
-        print(f"{driver}: the driver is too old for torch {arguments[0]}; update it, and install again", file=sys.stderr)
+        mend = (
+            f"the driver is too old for torch {arguments[0]}; update it, and install again"
+            if driver.serves(arguments[0])
+            else f"{driver.unserved(arguments[0])}, and install again"
+        )
+        print(f"{driver}: {mend}", file=sys.stderr)
     elif driver is not None and build == XPU_BUILD:  # large, and few who have such a card want it
         print(f"{driver}: for it, run .venv/bin/{install(arguments[0], XPU_BUILD)}", file=sys.stderr)
         build = None

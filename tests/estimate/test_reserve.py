@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 
 import pytest
@@ -12,14 +13,17 @@ from typer.testing import CliRunner
 
 from shardwise.backend import Backend
 from shardwise.cli.main import app
+from shardwise.config import build_plan
 from shardwise.core.communicators import communicators, sizes
 from shardwise.core.devices import MODELS, NAMED, model_of
 from shardwise.core.errors import ConfigError
 from shardwise.core.program import class_of
 from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device, Reserve, here, named
-from shardwise.launch.forecast import Forecast
+from shardwise.launch.devices import Card
+from shardwise.launch.forecast import Forecast, changed
 from shardwise.launch.subject import forecast, load_anywhere
+from shardwise.launch.training import scarcest
 from shardwise.lower.stages import StageSplit, weights_of
 
 TINY = ["model.width=32", "model.layers=4", "model.heads=2", "data.sequence_length=32", "data.batch_size=16"]
@@ -88,7 +92,7 @@ def test_what_others_have_taken_of_a_card_is_not_there_and_said(monkeypatch: pyt
     free = total  # an estimate of the context never makes more of a card than there is
     assert here(torch.device("xpu", 0)).budget == total
     scarce = Device("NVIDIA H100 80GB HBM3", "gpu", total, 1 * GIB + 8 * 2**20, Reserve(context=2**30, workspaces=2**21))
-    told = forecast(load_anywhere(None, [*TINY, "data.batch_size=512"]), scarce)
+    told = forecast(load_anywhere(None, [*TINY, "parallel.dp=1", "data.batch_size=512"]), scarce)
     assert not told.fits
     with pytest.raises(
         ConfigError,
@@ -105,6 +109,57 @@ def test_another_plan_is_asked_with_its_own_communicators() -> None:
     assert more > plain + Reserve().pair
 
 
+def test_a_limit_of_ones_own_does_not_pay_for_communicators() -> None:
+    """``train.memory_gib`` is for tensors alone, whatever plan is looked for."""
+    found = predicted("parallel.dp=2", "train.memory_gib=1")
+    for changes in ({"parallel.dp": 1, "parallel.tp": 2}, {"parallel.zero": 3}, {"parallel.dp": 4}):
+        plan = build_plan(changed(found.config, changes))
+        assert found._peak(changes) == found.predict(plan).peak_bytes
+    shared = predict_shared()
+    least = shared.worst.peak_bytes / GIB
+    tight = predicted("parallel.dp=2", f"train.memory_gib={least * 1.001}", device="T4")
+    assert tight.fits or tight.nearest().changes is not None
+
+
+def predict_shared() -> Forecast:
+    return predicted("parallel.dp=1", "parallel.tp=2", device="T4")
+
+
+def test_a_plan_with_fewer_communicators_is_found_and_a_device_without_room_is_named() -> None:
+    """ZeRO-3 gathers in a communicator of its own, which a small card has no room for."""
+    two, three = (predicted("parallel.dp=2", f"parallel.zero={zero}", device="H200=16") for zero in (0, 3))
+    assert sum(three.beside.values()) > sum(two.beside.values()) + 500e6
+    least = (sum(two.beside.values()) - two.beside["fragmentation"] + two.worst.peak_bytes / 0.97 + 2**20) / GIB
+    tight = predicted("parallel.dp=2", "parallel.zero=3", device=f"H200={least}")
+    assert tight.budget == 0 and not tight.fits
+    assert predicted("parallel.dp=2", device=f"H200={least}").fits
+    fit = tight.nearest()
+    assert fit.changes == {"parallel.zero": 0} and fit.peak == two.worst.peak_bytes
+    with pytest.raises(
+        ConfigError, match=r"more than H200 leaves: of its .* are for what is beside tensors; most of it.*plan that fits: parallel.zero = 0"
+    ):
+        tight.check()
+    none = predicted("parallel.dp=2", "data.batch_size=2", device="H200=0.25")
+    with pytest.raises(
+        ConfigError, match=r"no plan fits; legal: a device with at least (.*) free, the least that any plan"
+    ) as error:
+        none.check()
+    told = re.search(r"at least ([0-9.]+) ([MG]iB) free", str(error.value))
+    assert told is not None
+    legal = float(told[1]) * {"MiB": 2**-10, "GiB": 1}[told[2]] * 1.001
+    changes = none.nearest().least_changes
+    assert forecast(changed(none.config, changes), named(f"H200={legal}")).fits
+
+
+def test_a_device_of_all_ranks_is_that_of_the_rank_with_least() -> None:
+    big, small = named("H100-80GB"), named("T4")
+    cards = [Card(one.name, one.memory, one.budget) for one in (big, small)]
+    found = scarcest(big, [big.budget, small.budget], [big.memory, small.memory], cards)
+    assert found == small and found.taken == 0
+    cpu = named("cpu=8")
+    assert scarcest(cpu, [cpu.budget, 5.0], [cpu.memory, 6.0], []) == Device("cpu", "cpu", 6, 5)
+
+
 def test_memory_shows_them() -> None:
     command = ["memory", *TINY, "parallel.dp=4", "--device", "A100-40GB"]
     values = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
@@ -119,6 +174,7 @@ def test_memory_shows_them() -> None:
 def test_a_device_read_from_a_run_of_before_has_no_reserve() -> None:
     old = {"name": "cpu", "kind": "cpu", "memory": 5, "budget": 4}
     assert Device.from_dict(old) == Device("cpu", "cpu", 5, 4)
+    assert Device.from_dict({"name": "T4", "kind": "gpu", "memory": 100, "budget": 95}).taken == 0  # the margin that there was
     assert Device.from_dict(named("H200").to_dict()) == named("H200")
 
 

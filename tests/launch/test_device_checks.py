@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,6 +94,17 @@ def test_a_torch_for_cpus_is_warned_of(
         assert f"`pip install torch==2.13.0+{build} {INDEX}/{build}`" in warning
 
 
+def test_no_build_for_all_cards_is_not_the_driver_s_fault(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi("Tesla V100, 580.65.06, 7.0\\nNVIDIA B200, 580.65.06, 10.0", "13.0")
+    torch_is(monkeypatch, "cpu")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
+    (warning,) = check_torch({})
+    assert "no build of torch 2.13.0+cpu has kernels for all of them; hide those of one kind with CUDA_VISIBLE_DEVICES" in warning
+    assert "driver" not in warning
+    smi("Tesla K80, 470.57.02, 3.7", "12.0")
+    assert "no build of torch" in check_torch({})[0]
+
+
 def test_nobody_warns_where_cards_are_hidden_used_or_absent(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_is(monkeypatch, "cpu")
     smi(body="exit 9")
@@ -122,9 +134,12 @@ def test_a_run_says_it_once_and_goes_on(smi: Smi, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_driver_that_hangs_says_nothing(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    smi(body="exec sleep 20")
+    smi(body="sleep 20 & sleep 21")
     monkeypatch.setattr(drivers, "PATIENCE", 0.2)
+    before = {one.pid for one in psutil.process_iter()}
     assert drivers.said("nvidia-smi") == "" == drivers.said("no-such-tool")
+    started = [one for one in psutil.process_iter(["name"]) if one.pid not in before and one.info["name"] == "sleep"]
+    assert psutil.wait_procs(started, timeout=5)[1] == []  # nor does what it has started stay
 
 
 def test_cards_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +164,8 @@ def test_cards_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     card.mkdir(parents=True)
     (card / "vendor").write_text("0x8086\n")
     (tmp_path / "sys/class/drm/renderD128/device").symlink_to(card)
+    assert drivers.intel(tmp_path) is None  # a container sees its host's /sys
+    (tmp_path / "dev/dri/renderD128").mkdir(parents=True)
     intel = drivers.intel(tmp_path)
     assert intel is not None and intel.build("2.13.0") == "xpu" and intel.hidden == 'ONEAPI_DEVICE_SELECTOR="*:cpu"'
     assert drivers.hides("*:cpu") and not drivers.hides("level_zero:gpu") and not drivers.hides(None)
@@ -350,12 +367,13 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
     smi(processes=PROCESSES)
     full = [Card("NVIDIA H100", 80 * GIB, 80 * GIB, "ab-0"), Card("NVIDIA H100", 80 * GIB, 10 * GIB, "ab-1")]
 
-    def needs(gib: int) -> Any:
-        return Predicted(SimpleNamespace(peak_bytes=(gib - 1) * GIB), {"context": GIB})
+    def needs(gib: int, limit: float | None = None) -> Any:
+        return Predicted(SimpleNamespace(peak_bytes=(gib - 1) * GIB), {"context": GIB}, Given(Train(limit)))
 
     def rank(comm: Communicator) -> str:
         check_free(comm, full, needs(9))  # it fits beside them
         check_free(comm, full[:1] * 2, needs(90))  # too much for any card: not for others to mend
+        check_free(comm, full, needs(11, limit=10.0))  # who sets a limit for tensors knows what is beside them
         with pytest.raises(ConfigError) as caught:
             check_free(comm, full, needs(20))
         return str(caught.value)

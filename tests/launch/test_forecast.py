@@ -6,15 +6,18 @@ import re
 from dataclasses import replace
 
 import pytest
+import torch
+from transformers import BertConfig, BertForMaskedLM
 
 from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.estimate.devices import GIB, Device, named
 from shardwise.estimate.predict import predict
-from shardwise.launch.forecast import WAYS, Forecast, changed, gib_at_least
+from shardwise.launch.forecast import WAYS, Before, Forecast, changed, gib_at_least
 from shardwise.launch.subject import forecast, load_anywhere, settled
 from shardwise.lower.compiled import Compiled
+from shardwise.lower.stages import StageSplit
 from shardwise.report.tables import size
 from shardwise.shard.solver.cost_model import Seconds
 
@@ -85,12 +88,52 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
 def test_a_run_that_goes_on_keeps_its_way() -> None:
     open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
     compiled = bare(open_).compiled.under(build_plan(open_))
-    before = WAYS.index(("forward", "microbatch"))
+    before = Before(WAYS.index(("forward", "microbatch")), 0)
     again = Forecast.of(open_, compiled, device(1 << 40), before=before)
-    assert (again.plan.gathered, again.plan.reduced) == WAYS[before]
+    assert (again.plan.gathered, again.plan.reduced) == WAYS[before.way] and Before.of(again.plan) == before
     fitting = again.predict(again.plan.replace(gathered="use", reduced="microbatch")).peak_bytes
     tight = Forecast.of(open_, compiled, device(fitting), before=before)
     assert (tight.plan.gathered, tight.plan.reduced) == WAYS[-1]
+    same = replace(open_, train=replace(open_.train, deterministic=True))
+    assert Before.of(Forecast.of(same, compiled, device(1 << 40), before=before).plan) == before
+    with pytest.raises(ConfigError, match=r"train.deterministic: what this run began with .* legal: as much free memory"):
+        Forecast.of(same, compiled, device(fitting), before=before)
+
+
+def test_a_run_that_goes_on_keeps_what_a_solver_had() -> None:
+    """Whatever is free when it starts again: less would have led to another plan, and so would more."""
+    given = config("parallel.tp=2", "parallel.tensor_plan=auto", "data.batch_size=2")
+    largest = bare(given).worst.peak_bytes
+    first = bare(given, largest - 1)
+    before = Before.of(first.plan)
+    assert first.fits and before.tensor_bytes > 0 and first.worst.peak_bytes < largest
+    compiled = first.compiled.under(build_plan(given))
+    more, less = (Forecast.of(given, compiled, device(n), before=before) for n in (1 << 40, first.worst.peak_bytes))
+    for again in (more, less):
+        assert again.plan == first.plan and "as this run began" in str(again.note)
+        assert again.worst.program.instructions == first.worst.program.instructions
+    same = replace(given, train=replace(given.train, deterministic=True))
+    with pytest.raises(ConfigError, match="train.deterministic: what this run began with"):
+        Forecast.of(same, compiled, device(first.worst.peak_bytes - 1), before=before)
+
+
+def test_stages_are_those_that_train_where_a_mask_of_ones_has_a_trace_of_its_own() -> None:
+    """That trace lacks the unit of inputs, so that all others have other numbers."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 5}
+    module = BertForMaskedLM(BertConfig(vocab_size=512, **sizes))
+    ids = torch.randint(0, 512, (16, 8))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    given = config("parallel.pp=2", "parallel.dp=1", "parallel.microbatches=4")
+    compiled = Compiled(module, build_plan(given), batch)
+    found = Forecast.of(given, compiled, device(1 << 40))
+    ones, plan = compiled.trace(compiled.masks, 4), found.plan
+    assert compiled.masks and len(ones.units) < len(compiled.general.units)
+    assert StageSplit.of(ones, plan, weights=compiled.unit_weights).stage != compiled.cut(ones).stage
+    assert compiled.cut(ones, plan.replace(prefetch=2)).stage == compiled.cut(ones).stage
+    trained = predict(ones, plan, build_optimizer(given), rows=16, device="gpu", split=lambda one, _: compiled.cut(one))
+    assert found.worst.peak == trained.peak and found.worst.program == trained.program
+    assert found.peaks(plan) == [found.predict(plan, rank).peak_bytes for rank in range(2)]
 
 
 def test_the_host_has_to_have_room_for_what_is_offloaded() -> None:

@@ -45,9 +45,9 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     Backend.built().prepare(os.environ)  # this process may be a rank: before it asks for devices
     warnings = check_torch()
     config = load_config(path, overrides)
-    if config.train.deterministic:
-        Backend.built().prepare_repeatable(os.environ)
     backend = Backend.here()
+    if config.train.deterministic:
+        backend.prepare_repeatable(os.environ)
     build_plan(config).check_device(backend.kind)
     check_ranks(config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices)
     first = not under_torchrun() or os.environ["RANK"] == "0"

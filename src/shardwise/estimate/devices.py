@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +38,11 @@ class Reserve:
         found = {"context": self.context, "workspaces": self.workspaces, "communicators": sum(sizes)}
         return {**found, "fragmentation": int(max(budget - sum(found.values()), 0) * self.fragmentation)}
 
+    def device(self, tensors: int, beside: Mapping[str, int]) -> int:
+        """The bytes of the smallest device for so many of ``tensors``; ``beside``: as :meth:`beside` has it, of whatever budget."""
+        fixed = sum(n for what, n in beside.items() if what != "fragmentation")
+        return fixed + math.ceil(tensors / (1 - self.fragmentation))
+
 
 @dataclass(frozen=True)
 class Device:
@@ -58,8 +64,8 @@ class Device:
 
     @property
     def taken(self) -> int:
-        """The bytes of a GPU that other processes have."""
-        return self.memory - self.budget if self.kind == "gpu" else 0
+        """The bytes of a GPU that other processes have; without a reserve the budget leaves out a margin too."""
+        return self.memory - self.budget if self.reserve is not None else 0
 
     def beside(self, communicators: Iterable[int]) -> dict[str, int]:
         """The bytes of the budget that are not for tensors, as :meth:`Reserve.beside` has them."""

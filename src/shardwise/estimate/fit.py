@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ HOST = 8
 
 @dataclass(frozen=True)
 class FitChoices:
-    """What can be changed, as it is now; ``gathered`` and ``reduced`` are None where they follow from the budget, ``tp`` where layers
+    """What can be changed, as it is now, ZeRO only if it ``shards``; ``gathered`` and ``reduced`` are None where they follow from the budget, ``tp`` where layers
     cannot be shared."""
 
     batch_size: int
@@ -45,6 +45,7 @@ class FitChoices:
     precision: str = "fp32"
     kind: str = "gpu"
     tp: int | None = None
+    shards: bool = True
 
 
 class Rung(NamedTuple):
@@ -96,9 +97,19 @@ def _tiers(now: FitChoices) -> Iterator[tuple[dict[str, Any], FitChoices]]:
     dp = now.dp
     while dp == now.dp or now.batch_size % (dp * now.microbatches) == 0:
         for precision in dict.fromkeys((now.precision, "bf16" if now.precision == "fp32" else now.precision)):
-            for one in _shared(replace(now, dp=dp, precision=precision)):
-                after = {"parallel.dp": one.dp, "parallel.tp": one.tp, "parallel.precision": one.precision}
-                before = {"parallel.dp": now.dp, "parallel.tp": now.tp, "parallel.precision": now.precision}
+            for one in _plainer(_shared(replace(now, dp=dp, precision=precision))):
+                after = {
+                    "parallel.dp": one.dp,
+                    "parallel.tp": one.tp,
+                    "parallel.precision": one.precision,
+                    "parallel.zero": one.zero,
+                }
+                before = {
+                    "parallel.dp": now.dp,
+                    "parallel.tp": now.tp,
+                    "parallel.precision": now.precision,
+                    "parallel.zero": now.zero,
+                }
                 yield {key: value for key, value in after.items() if value != before[key]}, one
         dp *= 2
 
@@ -110,6 +121,14 @@ def _shared(now: FitChoices) -> Iterator[FitChoices]:
         yield from _shared(replace(now, dp=now.dp // 2, tp=2 * now.tp))
 
 
+def _plainer(each: Iterable[FitChoices]) -> Iterator[FitChoices]:
+    """The same, each also without ZeRO on GPUs: a communicator less can be more than what ZeRO saves."""
+    for one in each:
+        yield one
+        if one.zero and one.kind == "gpu":
+            yield replace(one, zero=0, shards=False)
+
+
 def _ladders(now: FitChoices) -> dict[str, list[Rung]]:
     """The values of each key that need less and less memory, the present one first."""
     per_rank = now.batch_size // now.dp
@@ -119,7 +138,7 @@ def _ladders(now: FitChoices) -> dict[str, list[Rung]]:
         "parallel.recompute": _from(RECOMPUTE, now.recompute),
         "parallel.zero": [Rung(z, ZERO[z] - ZERO[now.zero]) for z in range(now.zero, 4)],
     }
-    if now.dp // now.dp_replicate == 1:
+    if now.dp // now.dp_replicate == 1 or not now.shards:
         found["parallel.zero"] = found["parallel.zero"][:1]
     if now.gathered is not None and found["parallel.zero"][-1].value == 3:
         found["parallel.gathered"] = _from(GATHERED, now.gathered)

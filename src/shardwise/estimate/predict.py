@@ -15,7 +15,7 @@ from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
 from shardwise.estimate.states import Share, bucket_states
 from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
-from shardwise.lower.stages import StageSplit, Weights
+from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_memory import Profile, profile
@@ -82,7 +82,7 @@ def predict(
     rank: int | None = None,
     common: bool = False,
     profiled: Callable[..., Profile] = profile,
-    weights: Callable[[], Weights] | None = None,
+    split: Callable[[Trace, Plan], StageSplit] = StageSplit.of,
 ) -> Prediction:
     """What ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
 
@@ -91,7 +91,7 @@ def predict(
         device: "cpu" or "gpu", whichever is present here.
         common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once for all of them.
         profiled: :func:`shardwise.measure.unit_memory.profile`, or one that remembers what it has found.
-        weights: of units, by which stages are balanced where the plan has none.
+        split: the stages of a trace under a plan; by default they are balanced by what its units cost.
 
     What a process takes beside tensors is not counted (:class:`shardwise.estimate.devices.Reserve` has that of GPUs).  :class:`ConfigError` on numbers that do not
     fit the plan or the trace.
@@ -107,7 +107,7 @@ def predict(
     general = by_size[sizes[0]]
     if general.precision != plan.precision:
         raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
-    cut = StageSplit.of(general, plan, weights=weights)
+    cut = split(general, plan)
     batches = steady(plan)
     programs = lower(general, plan, cut=cut, batches=batches)
     traces = [by_size[n] for n in sizes]

@@ -23,7 +23,7 @@ from shardwise.runtime.connect import check_possible
 if TYPE_CHECKING:
     from .forecast import Forecast
 
-TEXT = 512  # bytes of what a rank tells the others of its device
+TEXT = 1024  # bytes of what a rank tells the others of its device
 SHOWN = 3  # processes that are named
 NAME = 80  # characters of a device's name
 LITTLE = 0.05  # of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
@@ -46,11 +46,14 @@ def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
         raise ConfigError(_unusable(built, driver, environment.get(driver.hides)))
     what = "CPUs" if not built.asynchronous else f"devices of {built.maker}"
     build = driver.build(torch.__version__)
-    mend = (
-        f"to use it, run `{drivers.install(torch.__version__, build)}`"
-        if build is not None
-        else f"{_update(driver)}, which is too old for it"
-    )
+    if build is not None:
+        mend = f"to use it, run `{drivers.install(torch.__version__, build)}`"
+    else:
+        mend = (
+            f"{_update(driver)}, which is too old for it"
+            if driver.serves(torch.__version__)
+            else driver.unserved(torch.__version__)
+        )
     return [f"this machine has {driver}, but torch {torch.__version__} is a build for {what}, so CPUs compute; {mend}"]
 
 
@@ -61,19 +64,24 @@ def _unusable(built: Backend, driver: drivers.Driver, chosen: str | None) -> str
     if needs is not None and driver.runs is not None and driver.runs[0] < needs[0]:
         mends = [_update(driver, needs), *([f"or run `{drivers.install(version, build)}`"] if build is not None else [])]
         return (
-            f"torch {version} needs CUDA {drivers.in_words(needs)}, but the driver ({driver.version}) of {driver} supports up to CUDA "
+            f"torch {version} needs CUDA {drivers.in_words(needs)}, but the driver{_version(driver)} of {driver} supports up to CUDA "
             f"{drivers.in_words(driver.runs)}; {', '.join(mends)}, {instead}"
         )
     said = built.objection() or "torch finds no device"
     visible = "" if chosen is None else f" ({driver.hides}={chosen})"
     return (
-        f"torch {version} is built for {driver}, but cannot use it{visible}: {said}; mend the driver ({driver.version}) or {driver.hides}, "
+        f"torch {version} is built for {driver}, but cannot use it{visible}: {said}; mend the driver{_version(driver)} or {driver.hides}, "
         f"{instead}"
     )
 
 
 def _update(driver: drivers.Driver, needs: tuple[int, int] | None = None) -> str:
-    return f"update the driver ({driver.version})" + (f" to one for CUDA {drivers.in_words(needs)}" if needs is not None else "")
+    return f"update the driver{_version(driver)}" + (f" to one for CUDA {drivers.in_words(needs)}" if needs is not None else "")
+
+
+def _version(driver: drivers.Driver) -> str:
+    """`` (570.86)``, where it is known."""
+    return f" ({driver.version})" if driver.version is not None else ""
 
 
 def check_kernels(local: int) -> None:
@@ -168,7 +176,7 @@ def mixed(cards: Sequence[Card]) -> str | None:
 
 def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> None:
     """:class:`ConfigError`, on all ranks, where what others hold of a card leaves too little for what is predicted."""
-    beside = sum(found.beside.values())
+    beside = sum(found.beside.values()) if found.config.train.memory_gib is None else 0  # who sets a limit knows what is beside
     needed = found.worst.peak_bytes + beside
     short = [rank for rank, one in enumerate(cards) if one.shared and one.free < needed]
     if not short:

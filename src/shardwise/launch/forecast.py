@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.communicators import sizes
@@ -24,7 +24,6 @@ from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
 from shardwise.estimate.timeline import CATEGORY, Category
 from shardwise.lower.compiled import Compiled, solves, traced_for
-from shardwise.lower.stages import StageSplit
 from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
@@ -35,10 +34,24 @@ from shardwise.shard.solver.cost_model import Seconds
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace
 
+from .folder import PLAN
+
 OPEN = ("gathered", "reduced")
 """The fields of a plan that a config may leave open."""
 WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
 """Their values, those that communicate least (and need most memory) first."""
+
+
+class Before(NamedTuple):
+    """What an earlier start of a run chose by the memory that was free: one of :data:`WAYS`, and the bytes that it left a solver."""
+
+    way: int
+    tensor_bytes: int
+
+    @staticmethod
+    def of(plan: Plan) -> Before:
+        """What stands in its plan."""
+        return Before(WAYS.index(tuple(getattr(plan, key) for key in OPEN)), plan.tensor_bytes)
 
 
 @dataclass
@@ -64,17 +77,20 @@ class Forecast:
         compiled: Compiled,
         device: Device,
         common: bool = False,
-        before: int | None = None,
+        before: Before | None = None,
     ) -> Forecast:
         """Of a model that was compiled for ``build_plan(config)``.
 
-        What the config leaves open is as in :data:`WAYS` ``[before]`` if that fits: a run that goes on adds in the same order.
+        What the config leaves open is as it was ``before`` if that fits: a run that goes on adds in the same order.  :class:`ConfigError`
+        where it does not fit, and the config asks for the same bits.
         """
         found = Forecast(config, compiled, device, common=common)
         if keys_left := left_open(config):
-            found._choose(keys_left, WAYS if before is None else (WAYS[before], *WAYS))
+            found._choose(keys_left, WAYS if before is None else (WAYS[before.way], *WAYS))
         if solves(found.plan):
-            found._shrink()
+            found._shrink(0 if before is None else before.tensor_bytes)
+        if before is not None:
+            found.check_kept(Before.of(found.plan) == before)
         if config.parallel.prefetch is None:
             found._gather_ahead()
         return found
@@ -91,8 +107,12 @@ class Forecast:
     @cached_property
     def budget(self) -> int:
         """The bytes that a rank may take for tensors: ``train.memory_gib``, or what its device has less :attr:`beside`."""
+        return max(self._left(self.beside), 0)
+
+    def _left(self, beside: Mapping[str, int]) -> int:
+        """The budget of a plan that takes so much beside tensors; below 0 where that alone is too much."""
         given = self.config.train.memory_gib
-        return self.device.budget - sum(self.beside.values()) if given is None else int(given * GIB)
+        return self.device.budget - sum(beside.values()) if given is None else int(given * GIB)
 
     @property
     def worst(self) -> Prediction:
@@ -109,16 +129,14 @@ class Forecast:
             compiled = self._traced(plan)
             self._known[plan, rank] = predict(
                 lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
-                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled, weights=compiled.unit_weights,
+                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled, split=compiled.cut,
             )  # fmt: skip
         return self._known[plan, rank]
 
     def peaks(self, plan: Plan) -> list[int]:
         """The bytes that the fullest rank of each stage of the pipeline needs at most."""
         trace, rows = self._trace(plan), self.config.data.batch_size
-        ranks = fullest(
-            trace, plan, build_optimizer(self.config), rows, StageSplit.of(trace, plan, weights=self._traced(plan).unit_weights)
-        )
+        ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).cut(trace, plan))
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:
@@ -143,12 +161,24 @@ class Forecast:
             gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
             precision=parallel.precision, kind=self.device.kind, tp=parallel.tp if self.compiled.general.opaque is None else None,
         )  # fmt: skip
-        return nearest(now, self.budget, self._peak)
+        found = nearest(now, self._left(self.beside), self._peak)
+        least = self.predict(self._changed(found.least_changes)).peak_bytes
+        return found._replace(
+            peak=least if found.changes is None else self.predict(self._changed(found.changes)).peak_bytes, least=least
+        )
 
     def check(self) -> None:
         """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would fit."""
         if not self.fits:
             raise ConfigError(f"{self.misfit()}; {self.advice(self.nearest())}")
+
+    def check_kept(self, kept: bool) -> None:
+        """:class:`ConfigError` where a run goes on otherwise than it began, though the config asks for the same bits."""
+        if self.config.train.deterministic and not kept:
+            raise ConfigError(
+                f"train.deterministic: what this run began with ({PLAN} in its folder) does not fit into {size(self.budget)} a rank, and another "
+                "plan adds in another order; legal: as much free memory as it began with, or train.deterministic = false"
+            )
 
     def check_host(self, free: int) -> None:
         """:class:`ConfigError` if what is offloaded does not fit into the ``free`` bytes that a rank has on its host."""
@@ -175,6 +205,9 @@ class Forecast:
         device, beside = self.device, sum(self.beside.values())
         if not device.taken and not beside:
             return f"the {size(self.budget)} that a rank has on {device.name}"
+        if beside > device.budget:
+            others = f", and others have taken {size(device.taken)}" if device.taken else ""
+            return f"{device.name} leaves: of its {size(device.memory)}, {size(beside)} are for what is beside tensors{others}"
         rest = [f"{size(beside)} are for what is beside tensors"] if beside else []
         rest += [f"{size(device.taken)} others have taken"] if device.taken else []
         return (
@@ -186,9 +219,11 @@ class Forecast:
         if fit.changes is not None:
             return f"the nearest plan that fits: {keys(fit.changes)} ({size(fit.peak)} a rank)"
         with_ = f", with {keys(fit.least_changes)}" if fit.least_changes else ""
-        return (
-            f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
-        )
+        reserve = self.device.reserve
+        if reserve is None or self.config.train.memory_gib is not None:
+            return f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
+        whole = reserve.device(fit.least, self._beside(self._changed(fit.least_changes)))
+        return f"no plan fits; legal: a device with at least {size(whole)} free, the least that any plan needs{with_}"
 
     def _choose(self, left: Sequence[str], ways: Sequence[Sequence[str]]) -> None:
         """The first that fits, else the last."""
@@ -224,9 +259,11 @@ class Forecast:
                 )
                 return
 
-    def _shrink(self) -> None:
-        """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer as are too many."""
-        first = plan = self.plan
+    def _shrink(self, before: int = 0) -> None:
+        """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer as are too many, to
+        begin with for as many as ``before``."""
+        first = self.plan
+        plan = first.replace(tensor_bytes=before) if before else first
         while (over := self.predict(plan).peak_bytes - self.budget) > 0:
             took = self._solved(plan).nbytes
             try:
@@ -240,7 +277,12 @@ class Forecast:
             return
         fast, found = (f"{1e3 * self._solved(one).total:.3g} ms" for one in (first, plan))
         what = "a plan" if self.predict(plan).peak_bytes <= self.budget else "the least plan, and even so too large,"
-        note = f'parallel.tensor_plan = "auto": {what} of {found} a microbatch, for that of {fast} does not fit into {size(self.budget)} a rank'
+        why = (
+            "as this run began"
+            if plan.tensor_bytes == before
+            else f"for that of {fast} does not fit into {size(self.budget)} a rank"
+        )
+        note = f'parallel.tensor_plan = "auto": {what} of {found} a microbatch, {why}'
         self.take(plan, note)
 
     def take(self, plan: Plan, note: str) -> None:
@@ -254,13 +296,16 @@ class Forecast:
         return predicted()
 
     def _peak(self, changes: Mapping[str, Any]) -> int:
-        """What a rank needs under some changes; more than there is of any device where they are not legal, as for a schedule."""
+        """What a rank needs under some changes, and what they leave less for tensors; more than there is of any device where they are not
+        legal, as for a schedule."""
         try:
-            plan = build_plan(changed(self.config, changes))
-            more = 0 if self.device.reserve is None else sum(self._beside(plan).values()) - sum(self.beside.values())
-            return self.predict(plan).peak_bytes + max(more, 0)
+            plan = self._changed(changes)
+            return self.predict(plan).peak_bytes + self._left(self.beside) - self._left(self._beside(plan))
         except ConfigError:
             return sys.maxsize
+
+    def _changed(self, changes: Mapping[str, Any]) -> Plan:
+        return build_plan(changed(self.config, changes))
 
     def _beside(self, plan: Plan) -> dict[str, int]:
         if self.device.reserve is None:

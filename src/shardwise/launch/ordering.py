@@ -43,6 +43,8 @@ from .results import write_json
 SCHEDULE = "schedule.json"
 """What rank 0 writes of the choice into the run's folder."""
 WARMUP, STEPS, PINGS = 1, 3, 5
+TOO_LARGE = b"too large"
+"""Stands for a plan that a run has begun with, and that does not fit now."""
 
 Seconds = Mapping[str, Mapping[str, float]]
 """Of units by name and by kind of task."""
@@ -63,7 +65,9 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
     folder = Path(config.train.run_dir)
     try:
         kept, *_ = talk.gather(_kept(forecast, folder).encode() if first else b"")
-        if kept:
+        if kept == TOO_LARGE:
+            forecast.check_kept(False)
+        elif kept:
             forecast.take(Plan.from_toml(kept.decode()), f'parallel.schedule = "{AUTO}": the order of {folder / PLAN}')
             return
         each = [json.loads(one) for one in talk.gather(json.dumps(_measured(forecast, comm, dataset)).encode())]
@@ -103,7 +107,7 @@ def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
 
 
 def _kept(forecast: Forecast, folder: Path) -> str:
-    """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing."""
+    """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing, or that it does not fit."""
     before = plan_of(folder)
     if before is None:
         return ""
@@ -114,7 +118,7 @@ def _kept(forecast: Forecast, folder: Path) -> str:
     if given.stages not in (None, before.stages) or given.stages_per_rank not in (None, before.stages_per_rank):
         return ""
     plan = _planned(now, before.stages, read(before.timetable, given.pp, before.stages_per_rank, before.microbatches))
-    return plan.to_toml() if max(forecast.peaks(plan)) <= forecast.budget else ""
+    return plan.to_toml() if max(forecast.peaks(plan)) <= forecast.budget else TOO_LARGE.decode()
 
 
 def _planned(plan: Plan, stages: Sequence[int], timetable: Timetable) -> Plan:

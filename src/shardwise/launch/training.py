@@ -19,7 +19,7 @@ from shardwise.config.build import Constructor
 from shardwise.core.devices import DeviceModel, model_of
 from shardwise.core.plan import Plan
 from shardwise.data.samples import Samples
-from shardwise.estimate.devices import here
+from shardwise.estimate.devices import Device, here
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
@@ -32,7 +32,7 @@ from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, mixed
 from .folder import PLAN, plan_of
-from .forecast import OPEN, WAYS, Forecast, uncollected
+from .forecast import Before, Forecast, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered
@@ -142,27 +142,28 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
-    told = torch.zeros(3, comm.mesh.size, dtype=torch.float64)
-    told[0, comm.rank], told[1, comm.rank] = device.budget, host.budget
-    if comm.rank == 0 and (before := _before(Path(config.train.run_dir))) is not None:
-        told[2, 0] = before + 1
+    told = torch.zeros(5, comm.mesh.size, dtype=torch.float64)
+    told[:3, comm.rank] = torch.tensor([device.budget, device.memory, host.budget], dtype=torch.float64)
+    if comm.rank == 0 and (kept := plan_of(Path(config.train.run_dir))) is not None:
+        told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor_bytes], dtype=torch.float64)
     host_sum(comm, told, "the memory of all ranks")
-    before = int(told[2, 0]) - 1 if told[2, 0] else None
-    found = Forecast.of(config, compiled, replace(device, budget=int(told[0].min())), comm.shares_memory, before)
+    before = Before(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
+    found = Forecast.of(config, compiled, scarcest(device, told[0].tolist(), told[1].tolist(), cards), comm.shares_memory, before)
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []
     found.compiled.general.notes += [note] if (note := mixed(cards)) is not None else []
     check_free(comm, cards, found)
     found.check()
-    found.check_host(int(told[1].min()))
+    found.check_host(int(told[2].min()))
     return found
 
 
-def _before(folder: Path) -> int | None:
-    """What the plan of an earlier start of this run chose of :data:`WAYS`."""
-    plan = plan_of(folder)
-    return None if plan is None else WAYS.index(tuple(getattr(plan, key) for key in OPEN))
+def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float], cards: Sequence[Card]) -> Device:
+    """The device of the rank that has the least budget, of those of all ranks; ``device`` is one of them."""
+    least = min(range(len(budgets)), key=budgets.__getitem__)
+    name = cards[least].name if cards else device.name
+    return replace(device, name=name, memory=int(memories[least]), budget=int(budgets[least]))
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:

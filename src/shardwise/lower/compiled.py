@@ -235,9 +235,11 @@ class Compiled:
         live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
         return Machine(self.own_rates(), rows, plan.tensor_bytes or None, gradient + state, live, self.devices)
 
-    def cut(self, one: Trace) -> StageSplit:
-        """The stages of a trace: those of the training trace."""
-        return StageSplit.of(one, self.plan, self._stages)
+    def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
+        """The stages of a trace, by default under its own plan: those of the training trace, whose units may have other numbers."""
+        if plan is None or plan is self.plan:
+            return StageSplit.of(one, self.plan, self._stages)
+        return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
     def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
         """The checked programs of a trace for batches of so many microbatches."""
