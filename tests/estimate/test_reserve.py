@@ -136,7 +136,8 @@ def test_a_plan_with_fewer_communicators_is_found_and_a_device_without_room_is_n
     fit = tight.nearest()
     assert fit.changes == {"parallel.zero": 0} and fit.peak == two.worst.peak_bytes
     with pytest.raises(
-        ConfigError, match=r"more than H200 leaves: of its .* are for what is beside tensors; most of it.*plan that fits: parallel.zero = 0"
+        ConfigError,
+        match=r"more than H200 leaves: of its .* are for what is beside tensors; most of it.*plan that fits: parallel.zero = 0",
     ):
         tight.check()
     none = predicted("parallel.dp=2", "data.batch_size=2", device="H200=0.25")

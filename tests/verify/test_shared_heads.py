@@ -118,7 +118,7 @@ def test_evaluation_takes_the_sub_axes_of_training() -> None:
 
 def test_a_forgotten_sum_over_the_sub_axis_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = reduce.reductions
-    monkeypatch.setattr(reduce, "reductions", lambda plan, rule, numel, summed: plain(plan, rule, numel))
+    monkeypatch.setattr(reduce, "reductions", lambda plan, rule, summed: plain(plan, rule))
     module, batches = subject("own", 8, 2)
     one = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 4, "1d"), batches[0])
     with pytest.raises(AssertionError):

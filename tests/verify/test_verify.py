@@ -100,7 +100,7 @@ def test_wrong_dropout_rows_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_missing_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.lower import reduce
 
-    monkeypatch.setattr(reduce, "reductions", lambda plan, rule, numel, summed: ((), ()))
+    monkeypatch.setattr(reduce, "reductions", lambda plan, rule, summed: ((), ()))
     assert not _gpt_report()
 
 
