@@ -81,10 +81,15 @@ def test_wrong_input_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
+    """However long each of them takes to start: rank 0 speaks once rank 1 is there, and rank 1 once rank 0 has spoken."""
+    there, told = tmp_path / "there", tmp_path / "run" / "monitor" / "rank_0.error"
     script = (
-        "from shardwise.runtime.communicator import CommunicationError\n"
+        "from pathlib import Path\nfrom shardwise.runtime.communicator import CommunicationError\n"
+        f"there, told = Path({str(there)!r}), Path({str(told)!r})\n"
+        "if rank == 1:\n    there.touch()\n"
+        "while not (there if rank == 0 else told).exists():\n    time.sleep(0.02)\n"
         "if rank == 0:\n    raise CommunicationError('rank 1 is gone', rank=0, operation='all_reduce')\n"
-        "time.sleep(0.2)\nraise ValueError('the cause')"
+        "raise ValueError('the cause')"
     )
     with pytest.raises(RunFailed, match="rank 1 failed at running .*: ValueError: the cause"):
         launch(tmp_path, script)
