@@ -5,8 +5,17 @@ if [ -z "${PYTHON:-}" ]; then
     PYTHON=python3
     if [ -x "$root/.venv/bin/python" ]; then PYTHON=$root/.venv/bin/python; fi
 fi
-if ! "$PYTHON" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)'; then
-    echo "error: $PYTHON has no torch; legal: PYTHON=... of one that has" >&2
+if ! missing=$("$PYTHON" - <<'END'
+import importlib.util
+
+names = ("torch", "numpy", "safetensors", "tokenizers", "typer", "rich", "psutil", "pytest")
+print(*(name for name in names if importlib.util.find_spec(name) is None))
+END
+); then
+    echo "error: $PYTHON cannot run; legal: PYTHON=... of a Python with torch" >&2
+    exit 2
+elif [ -n "$missing" ]; then
+    echo "error: $PYTHON has no ${missing// /, no }; legal: PYTHON=... of one that has" >&2
     exit 2
 fi
 export PYTHONPATH=$root/src:$root/benchmarks${PYTHONPATH:+:$PYTHONPATH}

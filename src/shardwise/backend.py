@@ -210,7 +210,7 @@ class Backend:
     def event(self, device: torch.device, *, timing: bool = False) -> torch.Event:
         """A new event, recorded in the device's current stream; two with ``timing`` give the milliseconds between them."""
         made = torch.Event(device=device, enable_timing=timing)
-        made.record()
+        made.record(torch.accelerator.current_stream(device))  # without it: in that of the thread's current device
         return made
 
     def stream(self, device: torch.device, *, urgent: bool = False) -> torch.Stream:

@@ -43,13 +43,16 @@ class Holder:
     uuid: str
 
 
+CHOOSES = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Intel": "ONEAPI_DEVICE_SELECTOR"}
+"""The environment variable that says which cards of a maker's a process sees."""
+
+
 @dataclass(frozen=True)
 class Driver:
     """The GPUs of one maker.  ``runs`` is the newest CUDA that the driver can run, ``capabilities`` are the cards', where they are known."""
 
     maker: str
     cards: tuple[str, ...]
-    hides: str  # the environment variable that says which cards a process sees
     version: str | None = None
     runs: Version | None = None
     capabilities: tuple[Version, ...] = ()
@@ -58,6 +61,11 @@ class Driver:
         """``2 x NVIDIA H100 80GB HBM3``, of several kinds with ``and``."""
         counts = {name: self.cards.count(name) for name in self.cards}
         return " and ".join(f"{count} x {name}" if count > 1 else name for name, count in counts.items())
+
+    @property
+    def hides(self) -> str:
+        """The environment variable that says which cards a process sees."""
+        return CHOOSES[self.maker]
 
     @property
     def hidden(self) -> str:
@@ -114,21 +122,19 @@ def nvidia(root: Path = Path("/")) -> Driver | None:
     if listed:
         runs = parse_cuda(said("nvidia-smi"))
         capabilities = tuple(capability for _, _, capability in listed if capability is not None)
-        return Driver("NVIDIA", tuple(name for name, _, _ in listed), "CUDA_VISIBLE_DEVICES", listed[0][1], runs, capabilities)
+        return Driver("NVIDIA", tuple(name for name, _, _ in listed), listed[0][1], runs, capabilities)
     if not any((root / "dev").glob("nvidia[0-9]*")):  # a container sees the host's /proc, also when it may not use the cards
         return None
     told = (_text(file) for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")))
     cards = tuple(match[1].strip() for text in told if (match := re.search(r"^Model:(.*)$", text, re.MULTILINE)))
     version = re.search(r"Kernel Module\D*?(\d+(?:\.\d+)+)", _text(root / "proc/driver/nvidia/version"))
-    return Driver("NVIDIA", cards, "CUDA_VISIBLE_DEVICES", version and version[1]) if cards else None
+    return Driver("NVIDIA", cards, version and version[1]) if cards else None
 
 
 def amd(root: Path = Path("/")) -> Driver | None:
     """By ROCm's tools: a processor with graphics has /dev/kfd too, and ROCm does not run on most of those."""
     cards = parse_amd(said("rocm-smi", "--showproductname")) or parse_amd(said("amd-smi", "static", "--asic"))
-    return (
-        Driver("AMD", cards, "HIP_VISIBLE_DEVICES", _text(root / "sys/module/amdgpu/version").strip() or None) if cards else None
-    )
+    return Driver("AMD", cards, _text(root / "sys/module/amdgpu/version").strip() or None) if cards else None
 
 
 def intel(root: Path = Path("/")) -> Driver | None:
@@ -137,7 +143,7 @@ def intel(root: Path = Path("/")) -> Driver | None:
         return None
     nodes = sorted((root / "sys/class/drm").glob("renderD*/device"))
     cards = [node for node in nodes if _text(node / "vendor").strip() == "0x8086" and node.resolve().name != "0000:00:02.0"]
-    return Driver("Intel", ("Intel GPU",) * len(cards), "ONEAPI_DEVICE_SELECTOR") if cards else None
+    return Driver("Intel", ("Intel GPU",) * len(cards)) if cards else None
 
 
 def holders(uuid: str, own: Collection[int] = ()) -> list[Holder]:

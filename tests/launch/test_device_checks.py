@@ -27,7 +27,17 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.estimate.devices import Device
 from shardwise.launch import devices, training
-from shardwise.launch.devices import Card, cards_of, check_apart, check_free, check_ranks, check_torch, mixed, occupied
+from shardwise.launch.devices import (
+    Card,
+    cards_of,
+    check_apart,
+    check_free,
+    check_ranks,
+    check_torch,
+    mixed,
+    occupied,
+    room_to_start,
+)
 from shardwise.launch.ready import Surroundings
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.progress import Progress, record_path
@@ -153,7 +163,7 @@ def test_cards_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
     found = drivers.found({}, tmp_path)
-    assert found == drivers.Driver("NVIDIA", ("NVIDIA L4",), "CUDA_VISIBLE_DEVICES", "550.54.14")
+    assert found == drivers.Driver("NVIDIA", ("NVIDIA L4",), "550.54.14")
     assert found.build("2.13.0") == "cu130" and found.build("2.11.0") == "cu130"
 
 
@@ -383,6 +393,30 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi) -> None:
         "memory: rank 1 needs 20.0 GiB, 1.0 GiB of it beside tensors, but only 10.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, "
     )
     assert first.endswith("or change the plan: what fits, and memory_gib of None")
+
+
+def test_a_card_so_full_that_nothing_starts_is_refused_by_name(smi: Smi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CUDA's own words, as its first use of such a card raises them."""
+    smi(processes=PROCESSES)
+    torch_is(monkeypatch, "cuda", "cuda", "12.8", cards=1)
+    monkeypatch.setattr(Backend, "uuid", lambda self, device: "ab-1")
+
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Backend, "select", full)
+    config = load_config(None, [f"train.run_dir={tmp_path}", "train.devices=1"], hardware=Hardware(cores=1))
+    with pytest.raises(ConfigError) as caught:
+        training.train(config, Surroundings(Progress(record_path(tmp_path, 0))))
+    assert str(caught.value) == (
+        "memory: device cuda:0 has no room even to start: process 4242 (python3) holds 68.4 GiB, process 17 (own) holds 2.9 GiB, "
+        "process 9 ([Not Found]) holds some; end what holds it, or let CUDA_VISIBLE_DEVICES choose other cards"
+    )
+    monkeypatch.setattr(Backend, "uuid", full)  # the driver may not answer for it either
+    with pytest.raises(ConfigError, match="the driver does not say who holds it"), room_to_start(torch.device("cuda", 0)):
+        full()
+    with pytest.raises(RuntimeError, match="anything else"), room_to_start(torch.device("cuda", 0)):
+        raise RuntimeError("anything else")
 
 
 @pytest.fixture

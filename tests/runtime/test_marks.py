@@ -6,12 +6,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from shardwise.backend import Backend
 from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.mesh import Mesh
+from shardwise.runtime.connect import connect
 from shardwise.runtime.marks import MOST, DeviceEvent, Mark, Marks
 from shardwise.runtime.progress import Progress, Record, read_record, record_path
 
@@ -202,3 +205,18 @@ def test_on_a_cpu_nothing_is_followed(tmp_path: Path, monkeypatch: pytest.Monkey
     found = read_record(tmp_path, 0)
     assert found is not None and not found.patient and not found.behind and found.whereabouts == "GATHER b3 of step 0"
     assert not any(one.name == "shardwise-device" for one in threading.enumerate())
+
+
+def test_events_are_of_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the thread's current one, in whose stream torch records where no other is given; a lone rank selects its own."""
+    recorded: list[object] = []
+    selected: list[torch.device] = []
+    second = torch.device("cuda", 1)
+    event = SimpleNamespace(record=lambda stream=None: recorded.append(stream))
+    monkeypatch.setattr(torch, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"of {device}")
+    Backend.of(second).event(second)
+    assert recorded == ["of cuda:1"]
+    monkeypatch.setattr(Backend, "select", lambda self, device: selected.append(device))
+    connect(Mesh.of(dp=1), second)
+    assert selected == [second]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -106,7 +107,7 @@ def check_ranks(ranks: int, local: int) -> None:
 
 
 def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -> str:
-    card = drivers.Driver(backend.maker, (name,), "CUDA_VISIBLE_DEVICES", capabilities=(capability,))
+    card = drivers.Driver(backend.maker, (name,), capabilities=(capability,))
     build = card.build(torch.__version__)
     mend = f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
     return (
@@ -190,9 +191,40 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
     )  # by what is free alone
     raise ConfigError(
         f"memory: rank {short[0]} needs {size(needed)}{f', {size(beside)} of it beside tensors' if beside else ''}, but only {first}{others}; "
-        "end what holds it, let CUDA_VISIBLE_DEVICES or the like choose other cards, or change the plan: "
+        f"{_free_it(Backend.of(comm.device))}, or change the plan: "
         f"{bounded.advice(bounded.nearest())}"
     )
+
+
+@contextmanager
+def room_to_start(device: torch.device) -> Iterator[None]:
+    """:class:`ConfigError` where others hold so much of the device that what is done meanwhile, its first use, finds no room on it."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are such
+        if "out of memory" not in str(error).lower():
+            raise
+        backend = Backend.of(device)
+        try:
+            held = drivers.holders(backend.uuid(device), family())
+        except RuntimeError:  # such a device need not answer
+            held = []
+        raise ConfigError(
+            f"memory: device {device} has no room even to start: {_named(held) or 'the driver does not say who holds it'}; "
+            f"{_free_it(backend)}"
+        ) from error
+
+
+def _free_it(backend: Backend) -> str:
+    return f"end what holds it, or let {drivers.CHOOSES.get(backend.maker, 'the environment')} choose other cards"
+
+
+def _named(held: Sequence[drivers.Holder]) -> str:
+    """``process 4242 (python3) holds 70.0 GiB``, of those that hold most."""
+    named = [f"process {one.pid} ({one.name}) holds {size(one.memory) if one.memory else 'some'}" for one in held[:SHOWN]]
+    if len(held) > SHOWN:
+        named.append(f"{len(held) - SHOWN} more hold the rest")
+    return ", ".join(named)
 
 
 def occupied(free: int, total: int, device: str, *, uuid: str = "", own: Collection[int] = ()) -> str:
@@ -201,11 +233,8 @@ def occupied(free: int, total: int, device: str, *, uuid: str = "", own: Collect
     ``own`` are processes that are not named, since they are this run's.
     """
     words = f"{size(free)} of the {size(total)} of {device} are free"
-    holders = drivers.holders(uuid, own) if uuid else []
-    named = [f"process {one.pid} ({one.name}) holds {size(one.memory) if one.memory else 'some'}" for one in holders[:SHOWN]]
-    if len(holders) > SHOWN:
-        named.append(f"{len(holders) - SHOWN} more hold the rest")
-    return f"{words}: {', '.join(named)}" if named else f"{words}: others hold the rest, and the driver does not say who"
+    named = _named(drivers.holders(uuid, own)) if uuid else ""
+    return f"{words}: {named or 'others hold the rest, and the driver does not say who'}"
 
 
 def family() -> set[int]:

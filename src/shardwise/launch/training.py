@@ -30,7 +30,7 @@ from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.connect import connect, ranks_of_a_host
 from shardwise.train.trainer import Trainer
 
-from .devices import Card, cards_of, check_free, mixed
+from .devices import Card, cards_of, check_free, mixed, room_to_start
 from .folder import PLAN, plan_of
 from .forecast import Before, Forecast, uncollected
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
@@ -67,9 +67,11 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
     progress.phase("connecting")
-    if Backend.here().asynchronous:
+    device = Backend.here().device()
+    if Backend.of(device).asynchronous:
         timeout = max(timeout, DEVICE_TIMEOUT)
-    comm = connect(plan.mesh, timeout=timeout, on_wait=progress.wait)
+    with room_to_start(device):
+        comm = connect(plan.mesh, device=device, timeout=timeout, on_wait=progress.wait)
     progress.take(role(plan, comm.rank))
     progress.follow(comm.device)
     _start_log(comm.rank, Path(config.train.run_dir))
@@ -95,7 +97,8 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
 def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
     """The model with weights that depend on the seed alone, the data, and a trainer over both."""
     progress = side.progress
-    cards = cards_of(comm)
+    with room_to_start(comm.device):
+        cards = cards_of(comm)
     progress.phase("building the model")
     constructor, loss = build_model(config)
     initial = _initial(config, constructor)

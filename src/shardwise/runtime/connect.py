@@ -84,10 +84,11 @@ def connect(
             f"mesh: {mesh.size} ranks on {mesh.shape}, but {processes} processes; start one process a rank with "
             "`shardwise launch` or torchrun"
         )
+    on_device = Backend.of(device)
     if mesh.size == 1:
+        on_device.select(device)
         return LoneCommunicator(mesh, 0, device, timeout, on_wait)
     chosen = _chosen(mesh, device, backend, met)
-    on_device = Backend.of(device)
     if chosen not in (SHARED, HOSTS):
         return DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)
     on_device.select(device)

@@ -17,7 +17,7 @@ class DeviceEvent(Protocol):
     """What is used of ``torch.Event``."""
 
     def record(self) -> None:
-        """Put it behind all that has been issued to the compute stream."""
+        """Put it behind all that has been issued to the current stream of the thread's current device, which is the rank's."""
 
     def query(self) -> bool:
         """Whether the device has passed it; does not wait."""
