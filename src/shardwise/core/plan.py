@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
 from shardwise.core.mesh import Axis, Mesh
@@ -22,34 +22,25 @@ Reduced = Literal["microbatch", "step"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Norm = Literal["barrier", "post-validate"]
+Schedule = Literal[
+    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "pipedream", "pipedream-2bw", "auto"
+]
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
 Pins = tuple[tuple[str, str], ...]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
-    "recompute": ("none", "selective", "full"),
-    "precision": ("fp32", "fp64", "bf16", "fp16"),
-    "schedule": (
-        "naive",
-        "gpipe",
-        "1f1b",
-        "interleaved",
-        "zb-h1",
-        "zb-h2",
-        "zbv",
-        "dualpipe-v",
-        "pipedream",
-        "pipedream-2bw",
-        "auto",
-    ),
-    "norm": ("barrier", "post-validate"),
-    "tensor": ("1d", "1d-sp", "2d", "2.5d", "3d"),
-    "tensor_plan": ("recipe", "auto", "propagate", "table"),
-    "dropout": ("exact", "fast"),
-    "offload": ("none", "optimizer", "activations", "all"),
-    "gathered": ("use", "forward", "step"),
-    "reduced": ("microbatch", "step"),
-    "reduce": ("auto", "fp64", "fp32", "bf16", "fp16"),
+    "recompute": get_args(Recompute),
+    "precision": get_args(Precision),
+    "schedule": get_args(Schedule),
+    "norm": get_args(Norm),
+    "tensor": get_args(Tensor),
+    "tensor_plan": get_args(TensorPlan),
+    "dropout": get_args(Dropout),
+    "offload": get_args(Offload),
+    "gathered": get_args(Gathered),
+    "reduced": get_args(Reduced),
+    "reduce": get_args(ReduceDtype),
 }
 """The fields of a plan that are one word, with the legal words."""
 

@@ -1,7 +1,7 @@
 """Running units on the meta device, as one rank would run them on its own device.
 
 Nothing is allocated; strides, views and shards are those of the real run.  What depends on the device is the table in
-``saved.py``.
+``device_kernels.py``.
 """
 
 from __future__ import annotations

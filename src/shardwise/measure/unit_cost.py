@@ -2,7 +2,7 @@
 
 Units run one after the other on the meta device, forward and backward, as the interpreter runs them: nothing is allocated,
 strides, views and shards are those of the real run, and autograd says what it keeps.  What depends on the device is the table
-in ``saved.py``.
+in ``device_kernels.py``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 An op is measured once for the whole batch, on the meta device, forward and backward: FLOPs and bytes of its kernels.  Where a group of
 axes shards it, it takes the part of the FLOPs that the largest piece is, and the part of the bytes that its local operands and results are.  Moves
-are those that ``moves.py`` makes: a value makes each once, whoever needs it.
+are those that ``redistribute.py`` makes: a value makes each once, whoever needs it.
 """
 
 from __future__ import annotations

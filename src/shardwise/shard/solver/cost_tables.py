@@ -1,7 +1,7 @@
 """Tensor plans as a problem: variables are the strategies of ops and the states of parameters, and what a microbatch takes is a sum of tables.
 
 Of each op there is a table over its strategies; of each value one over the strategies of the op that makes it and of those that read it, for the moves between.  On
-several axes a choice is a strategy on each of them.  ``eliminate.py`` finds the least sum.
+several axes a choice is a strategy on each of them.  ``variable_elimination.py`` finds the least sum.
 """
 
 from __future__ import annotations
