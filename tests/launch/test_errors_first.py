@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.backend import Backend
 from shardwise.config import Hardware, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
@@ -20,6 +21,7 @@ from shardwise.launch.local import RunFailed, launch_local, run_folder
 from shardwise.launch.monitor import read_errors
 from shardwise.launch.rank import record_error
 from shardwise.launch.ready import Surroundings
+from shardwise.launch.watch import START_TIMEOUT
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
 from shardwise.runtime.connect import LoneCommunicator
@@ -55,6 +57,25 @@ def test_a_rank_that_fails_does_not_wait_for_what_is_pending(tmp_path: Path, mon
     side = SimpleNamespace(progress=Progress(record_path(tmp_path, 0)))
     with pytest.raises(Failure):
         training.train(config(tmp_path), side)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("device", "patience"), [("cuda", 600.0), ("cpu", 60.0)])
+def test_collectives_of_devices_are_given_longer_than_any_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, patience: float
+) -> None:
+    """While rank 0 writes a sample, the device of another rank waits for it; the 60 s are what torchrun's ranks would have."""
+    given: list[float] = []
+
+    def connect(mesh: Any, *, timeout: float, **_: Any) -> Any:
+        given.append(timeout)
+        raise Failure
+
+    monkeypatch.setattr(Backend, "here", staticmethod(lambda: Backend(device)))
+    monkeypatch.setattr(training, "connect", connect)
+    with pytest.raises(Failure):
+        training.train(config(tmp_path), SimpleNamespace(progress=Progress(record_path(tmp_path, 0))), timeout=60.0)  # type: ignore[arg-type]
+    assert given == [patience]
+    assert device == "cpu" or patience > START_TIMEOUT
 
 
 def test_on_a_cpu_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
