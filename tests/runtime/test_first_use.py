@@ -45,10 +45,10 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def plan_of(schedule: str, microbatches: int, sharding: str) -> Plan:
+def plan_of(schedule: str, microbatches: int, sharding: str, stages: int = RANKS) -> Plan:
     plan = Plan(microbatches=microbatches, prefetch=1)
     plan = tensor_parallel(plan, 2, "1d") if sharding == "tp" else data_parallel(plan, 2, int(sharding[-1]))
-    return pipeline(plan, RANKS, schedule)
+    return pipeline(plan, stages, schedule)
 
 
 def compiled(case: Case) -> Compiled:
@@ -102,6 +102,27 @@ def test_every_plan_runs_where_first_uses_block(case: Case) -> None:
     one = compiled(case)
     losses = run_ranks(one.plan.mesh, lambda comm: used(comm, one), timeout=20, first_use_blocks=True)
     assert len(set(losses)) == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "model", "sharding"),
+    [("interleaved", "tied gpt", "zero 3"), ("zb-h1", "tied gpt", "tp"), ("1f1b", "llama", "zero 1")],
+)
+def test_three_stages_run_where_first_uses_block(schedule: str, model: str, sharding: str) -> None:
+    one = captured(model, sharding == "tp").under(plan_of(schedule, 4, sharding, stages=3))
+    assert len(set(run_ranks(one.plan.mesh, lambda comm: used(comm, one), timeout=20, first_use_blocks=True))) == 1
+
+
+def test_groups_of_replicas_run_where_first_uses_block() -> None:
+    plan = pipeline(data_parallel(Plan(microbatches=2, prefetch=1), 4, 3, 2), RANKS, "1f1b")
+    one = captured("tied gpt", False).under(plan)
+    assert len(set(run_ranks(plan.mesh, lambda comm: used(comm, one), timeout=20, first_use_blocks=True))) == 1
+
+
+def test_what_the_product_leaves_out_is_refused() -> None:
+    one = compiled(("pipedream", "tied gpt", 1, "zero 0"))
+    with pytest.raises(ConfigError, match=r'"pipedream" updates each stage for itself, but \S+ is used by stages 0 and 1'):
+        one.programs(one.general, 1)
 
 
 @pytest.mark.parametrize(
