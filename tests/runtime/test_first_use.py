@@ -18,7 +18,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT, Llama
-from shardwise.parallel.data import data_parallel
+from shardwise.parallel.data import batch_axes, data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
 from shardwise.parallel.tensor import tensor_parallel
@@ -78,7 +78,8 @@ CHOSEN = set(covering(list(cases())))
 def used(comm: Communicator, one: Compiled) -> float:
     """A step, a window of steps where they overlap, an evaluation, and the state."""
     engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
-    index, parts = comm.mesh.index(comm.rank, "dp"), comm.mesh.axis_size("dp")
+    axes = batch_axes(one.plan)
+    index, parts = comm.mesh.index(comm.rank, axes), comm.mesh.axis_size(axes)
     size = ROWS // one.plan.microbatches
     rows = [
         r

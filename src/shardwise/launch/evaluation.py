@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.backend import Backend
 from shardwise.data.loader import Batch
 from shardwise.train.trainer import Trainer
 
@@ -20,14 +21,15 @@ def evaluate(trainer: Trainer, batches: Iterable[Batch], *, perplexity: bool) ->
     end: on a GPU the batches run without waiting.
     """
     start = time.perf_counter()
-    total = torch.zeros((), dtype=torch.float64, device=trainer.comm.device)
+    device = trainer.comm.device
+    total = torch.zeros((), dtype=Backend.of(device).widest_float, device=device)
     weight = torch.zeros_like(total)
     rows = 0
     for batch in batches:
         result = trainer.evaluate(batch)
         counted = result.weight > 0  # a batch without targets has no mean
-        total += torch.where(counted, result.loss.double() * result.weight.double(), 0.0)
-        weight += result.weight.double()
+        total += torch.where(counted, result.loss.to(total.dtype) * result.weight.to(total.dtype), 0.0)
+        weight += result.weight.to(total.dtype)
         rows += batch.rows
     loss = float(total / weight) if rows else math.nan
     found: dict[str, Any] = {"validation_loss": loss if math.isfinite(loss) else None, "rows": rows}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.layout import shard_range
 from shardwise.ops import collectives
 from shardwise.ops.collectives import Env, Groups
@@ -78,10 +79,11 @@ def _count(
     """The targets of all ranks together, or the sum of their weights."""
     if counted and env.targets is not None:
         return env.targets.clamp(min=1)
+    widest = Backend.of(logits.device).widest_float
     if target.is_floating_point():
-        count = logits.new_full((), logits.numel() // logits.shape[1], dtype=torch.float64)
+        count = logits.new_full((), logits.numel() // logits.shape[1], dtype=widest)
     elif weight is None:
-        count = (target != ignore_index).sum().double()
+        count = (target != ignore_index).sum().to(widest)
     else:
         valid = target != ignore_index
         count = (weight[target.where(valid, 0)] * valid).sum()

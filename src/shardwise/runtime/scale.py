@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.scale import ScaleChoice
 
@@ -28,13 +29,13 @@ class LossScale:
     def update(self, bad: Tensor) -> None:
         """Take note of a step; ``bad`` (0-d, any dtype) is not 0 where its gradients were not finite.
 
-        The scales are bit for bit those of :class:`torch.amp.GradScaler`: products are rounded once, from fp64, and growth beyond what
-        fp32 can hold is left out.
+        The scales are bit for bit those of :class:`torch.amp.GradScaler`: products are rounded once, from fp64 where the device has it, and
+        growth beyond what fp32 can hold is left out.
         """
         bad = bad != 0
         good = self.good + 1
         due = good >= self.choice.interval
-        wide = self.scale.double()
+        wide = self.scale.to(Backend.of(self.scale.device).widest_float)
         lower, higher = (wide * self.choice.backoff).float(), (wide * self.choice.growth).float()
         grown = torch.where(due & torch.isfinite(higher), higher, self.scale)
         self.scale.copy_(torch.where(bad, lower, grown))
