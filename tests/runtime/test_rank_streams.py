@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -103,7 +104,7 @@ def test_memory_that_the_allocator_may_give_away_is_found(operation: Callable[[T
 
 def test_what_ranks_share_past_the_communicator_is_found() -> None:
     """A race of a program's own: one rank reads a tensor that another has made, in time for the host, and without an event."""
-    streams, shared = Streams(), list[Tensor]()
+    streams, shared, added = Streams(), list[Tensor](), threading.Event()
 
     def rank(comm: ThreadCommunicator) -> None:
         if comm.rank == 0:
@@ -111,9 +112,10 @@ def test_what_ranks_share_past_the_communicator_is_found() -> None:
         comm.barrier()  # of the hosts; its event tells of what came before
         if comm.rank == 0:
             shared[0].add_(1)
+            added.set()
         else:
-            while shared[0][0] < 2:
-                pass
+            assert added.wait(10)  # a host that polls the value could read it before its write is noted
+            shared[0].mul(2)
 
     run_in_streams(streams, Mesh.of(dp=2), rank)
     assert any("reads what is not known to be written" in one for one in streams.found)
