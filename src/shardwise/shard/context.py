@@ -133,6 +133,13 @@ class ShardingContext:
             raise Uncapturable("a dim is sharded behind rows of the batch that are whole")
         return place._replace(pre=int(place.pre.subs(self.symbol, self.example)))
 
+    def agree(self, form: OpSharding, operands: Sequence[Mapping[str, Placement]]) -> bool:
+        """Whether the pieces of an op's ``operands`` go together on every rank; the states of each are by group of axes, and fit."""
+        if form.agree is None:
+            return True
+        shapes = [self.shape(operand) for operand, _ in form.operands]
+        return form.agree(list(map(self.layout_of, shapes, operands)), self.tensor.axes)
+
     def fits(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
         """Whether a tensor can be in these states together."""
         try:

@@ -98,7 +98,7 @@ class OpSharding:
     ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them together.  ``added``
     are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
     shards of an operand lead to, or None where the op does not take them; ``spread`` is another way, with more operands whole, where
-    groups of axes would not go together so: ``agree`` tells from the layouts of the operands.  ``fresh`` is where the result may be made sharded, although no operand is.
+    groups of axes would not go together so: ``agree`` tells from the layouts of the operands, and from the sizes of the axes.  ``fresh`` is where the result may be made sharded, although no operand is.
     ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those behind rows.
     ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
     same one.  ``exchanges`` says what an op communicates by itself.
@@ -111,7 +111,7 @@ class OpSharding:
     added: frozenset[int] = frozenset()
     moves: ShardRule | None = None
     spread: ShardRule | None = None
-    agree: Callable[[Sequence[Any]], bool] | None = None
+    agree: Callable[[Sequence[Any], Mapping[str, int]], bool] | None = None
     fresh: Shard | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None

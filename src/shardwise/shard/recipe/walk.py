@@ -204,7 +204,7 @@ class TensorWalk(BatchWalk):
             for shape, states in zip((*shapes, *self.context.shapes(form.node)), (*operands, *results), strict=True)
         ):
             return False
-        return form.agree is None or form.agree([self.context.layout_of(*one) for one in zip(shapes, operands, strict=True)])
+        return self.context.agree(form, operands)
 
     def sharded(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
         """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""

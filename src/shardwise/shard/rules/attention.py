@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -68,16 +68,16 @@ def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
     def spread(position: int, place: Shard) -> Strategy | None:
         return Strategy((place, "R", "R", *masks), (place,)) if position == 0 and place.dim == dim else None
 
-    def agree(layouts: Sequence[Layout]) -> bool:
+    def agree(layouts: Sequence[Layout], axes: Mapping[str, int]) -> bool:
         each = queries // keys
-        return all(a == b or (c * each <= a and b <= d * each) for (a, b), (c, d) in _spans(context, layouts, dim))
+        return all(a == b or (c * each <= a and b <= d * each) for (a, b), (c, d) in _spans(axes, layouts, dim))
 
     form.moves, form.spread, form.agree = moves, spread, agree
 
 
-def _spans(context: ShardingContext, layouts: Sequence[Layout], dim: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Of each rank, of the axes of tensor parallelism, the (start, stop) of its heads of queries and of keys."""
-    mesh, found = Mesh.spanned(context.tensor.axes), []
+def _spans(axes: Mapping[str, int], layouts: Sequence[Layout], dim: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Each rank's (start, stop) of its heads of queries and of keys, over the ``axes`` of tensor parallelism."""
+    mesh, found = Mesh.spanned(axes), []
     for rank in range(mesh.size):
         own = [layout.intervals(mesh, rank)[dim] for layout in layouts[:2]]
         queries, keys = ((one[0][0], one[-1][1]) if one else (0, 0) for one in own)
@@ -93,7 +93,7 @@ def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
         return solved
     layouts = [emitter.layout(value) for value in solved.values[:2]]
     each = emitter.context.shape(q)[dim] // emitter.context.shape(k)[dim]
-    spans = _spans(emitter.context, layouts, dim)
+    spans = _spans(emitter.context.tensor.axes, layouts, dim)
     if all((a, b) == (c * each, d * each) or (a < b and d - c == 1) for (a, b), (c, d) in spans):
         return solved
     where = [(f[0].size, f[0].axes, math.prod(one.size for one in f[1:])) for f in (layout.dims[dim] for layout in layouts)]

@@ -184,21 +184,18 @@ class Candidates(Chosen):
             yield form.whole("R")
         for i, places in enumerate(candidates):
             for place in places:
-                found = form.shards(i, place)
-                if found is not None and self.fits(form, found):
-                    yield found
+                for way in (form.shards, form.spread):
+                    found = None if way is None else way(i, place)
+                    if found is not None and self.fits(form, found):
+                        yield found
+                        break
         every = form.linear == "add"
         for i in range(len(form.operands)):
             if form.keeps([i]) and not (every and i):
                 yield form.on_partial([i])
 
     def fits(self, form: OpSharding, strategy: Strategy) -> bool:
-        rows = self.rows.strategies[form.node]
-        sides = [
-            *((self.context.shape(o), strategy.operands[i], rows.operands[i]) for i, (o, _) in enumerate(form.operands)),
-            *((shape, strategy.results[i], rows.results[i]) for i, shape in enumerate(self.context.shapes(form.node))),
-        ]
-        return all(self.prices.beside(shape, [("", own)], other) for shape, own, other in sides)
+        return self.prices.together(form, self.rows.strategies[form.node], {self.axis: strategy})
 
 
 def learned(context: ShardingContext) -> set[fx.Node]:

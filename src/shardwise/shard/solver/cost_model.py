@@ -152,6 +152,16 @@ class CostModel:
                     return False
         return True
 
+    def together(self, form: OpSharding, rows: Strategy, strategies: Mapping[str, Strategy]) -> bool:
+        """Whether an op's strategies over axes go together, and beside what it does with the rows."""
+        shapes = [*(self.context.shape(o) for o, _ in form.operands), *self.context.shapes(form.node)]
+        every = [[*s.operands, *s.results] for s in strategies.values()]
+        sides = zip(shapes, zip(*every, strict=True), (*rows.operands, *rows.results), strict=True)
+        if not all(self.beside(shape, list(zip(strategies, states, strict=True)), other) for shape, states, other in sides):
+            return False
+        groups = {ROWS: rows, **strategies}
+        return self.where.agree(form, [{g: s.operands[i] for g, s in groups.items()} for i in range(len(form.operands))])
+
     def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
         """The moves from states to others; None where what is between does not fit."""
         found = path(_Priced(self, value), states, goals)

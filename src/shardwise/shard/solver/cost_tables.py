@@ -18,7 +18,7 @@ from torch import fx
 from shardwise.graph.schema import is_tensor
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import OpSharding, Placement, Strategy
+from shardwise.shard.op_spec import OpSharding, Strategy
 from shardwise.shard.redistribute import Placements, Step
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import Chosen
@@ -183,19 +183,10 @@ class Solver:
 
     def together(self, node: fx.Node, form: OpSharding | None, choice: Choice) -> bool:
         """Whether what is chosen on the axes fits."""
-        rows = self.choices[self.prices.axes[0]].rows
+        rows, axes = self.choices[self.prices.axes[0]].rows, self.prices.axes
         if form is None:
-            return self.fits(self.context.shape(node), choice, rows.states[node][0])
-        return all(
-            self.fits(self.context.shape(o), [s.operands[i] for s in choice], rows.strategies[node].operands[i])
-            for i, (o, _) in enumerate(form.operands)
-        ) and all(
-            self.fits(shape, [s.results[i] for s in choice], rows.strategies[node].results[i])
-            for i, shape in enumerate(self.context.shapes(node))
-        )
-
-    def fits(self, shape: Sequence[int], states: Sequence[Placement], rows: Placement) -> bool:
-        return self.prices.beside(shape, list(zip(self.prices.axes, states, strict=True)), rows)
+            return self.prices.beside(self.context.shape(node), list(zip(axes, choice, strict=True)), rows.states[node][0])
+        return self.prices.together(form, rows.strategies[node], dict(zip(axes, choice, strict=True)))
 
     def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:
         """What a parameter costs where it rests."""
