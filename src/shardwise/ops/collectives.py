@@ -351,23 +351,19 @@ def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: 
     return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
 
 
-# ---- heads that groups of queries share -----------------------------------------------------------------------------------
-
-Span = tuple[int, Groups, int]
-"""(size, axes, post): so many pieces of ``post`` heads each, sharded over axes."""
-
-
-def _heads(env: Env, span: Span) -> tuple[int, int]:
-    size, axes, post = span
-    start, stop = shard_range(size, *env.group(axes))
-    return start * post, stop * post
+def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
+    """This rank's rows, by their number in the whole: 1-d int64."""
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, axes in factors:
+        own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
+        rows = (rows[:, None] * size + own).flatten()
+    return rows
 
 
-def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Span, keys: Span) -> Tensor:
-    """Of keys or values, whose heads ``each`` so many queries share, the head of each of this rank's queries."""
-    first, _ = _heads(env, keys)
-    used = torch.arange(*_heads(env, queries), device=x.device) // each - first
-    return x.index_select(dim, used)
+def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys: Factors) -> Tensor:
+    """Of keys or values, each head shared by ``each`` queries: the head of each of this rank's queries."""
+    local, _ = _found(env, own_rows(env, queries, x.device) // each, keys)
+    return x.index_select(dim, local)
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------------

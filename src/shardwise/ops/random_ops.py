@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.layout import shard_range
 from shardwise.ops import keyed_random as keyed
-from shardwise.ops.collectives import Env, Factors, Groups, row_start
+from shardwise.ops.collectives import Env, Factors, Groups, own_rows, row_start
 
 ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
 
@@ -24,16 +23,11 @@ Grid = Sequence[Factors] | None
 """For each dim the factors of what a sample has of it."""
 
 
-def _columns(env: Env, grid: Grid, batch: tuple[int, int] | None, device: Any) -> Tensor | None:
+def _columns(env: Env, grid: Grid, device: Any) -> Tensor | None:
     """The indices in a sample's whole tensor of what this rank has of it, 1-d; None where that is all."""
     if grid is None:
         return None
-    found = torch.zeros((), dtype=torch.int64, device=device)
-    for factors in grid:
-        for size, axes in factors:
-            own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
-            found = found[..., None] * size + own
-    return found.reshape(-1)
+    return own_rows(env, [factor for factors in grid for factor in factors], device)
 
 
 def dropout(
@@ -41,7 +35,7 @@ def dropout(
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Dropout with a keyed mask; ``spread`` are the axes over which ``x`` has a part of the rows each; ``shape`` is the mask's, if not x's."""
-    columns = _columns(env, grid, batch, x.device)
+    columns = _columns(env, grid, x.device)
     return keyed.keyed_dropout(
         x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
     )
@@ -72,7 +66,7 @@ def alpha_dropout(
         row,
         x.device,
         env.kind,
-        _columns(env, grid, batch, x.device),
+        _columns(env, grid, x.device),
     )
     scale = 1 / math.sqrt((ALPHA * ALPHA * p + 1) * (1 - p))
     kept = keep.to(x.dtype)
@@ -118,7 +112,7 @@ def random_of(
 ) -> Tensor:  # fmt: skip
     """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
     key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
-    columns = _columns(env, grid, batch, device or "cpu")
+    columns = _columns(env, grid, device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
     dtype = dtype or torch.get_default_dtype()
@@ -137,5 +131,5 @@ def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, 
         batch,
         _row_start(env, spread),
         env.kind,
-        _columns(env, grid, batch, p.device),
+        _columns(env, grid, p.device),
     )

@@ -69,20 +69,19 @@ def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
         return Strategy((place, "R", "R", *masks), (place,)) if position == 0 and place.dim == dim else None
 
     def agree(layouts: Sequence[Layout], axes: Mapping[str, int]) -> bool:
-        each = queries // keys
-        return all(a == b or (c * each <= a and b <= d * each) for (a, b), (c, d) in _spans(axes, layouts, dim))
+        return all(set(used) <= set(held) for used, held in _heads(axes, layouts, dim, queries // keys))
 
     form.moves, form.spread, form.agree = moves, spread, agree
 
 
-def _spans(axes: Mapping[str, int], layouts: Sequence[Layout], dim: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Each rank's (start, stop) of its heads of queries and of keys, over the ``axes`` of tensor parallelism."""
-    mesh, found = Mesh.spanned(axes), []
-    for rank in range(mesh.size):
-        own = [layout.intervals(mesh, rank)[dim] for layout in layouts[:2]]
-        queries, keys = ((one[0][0], one[-1][1]) if one else (0, 0) for one in own)
-        found.append((queries, keys))
-    return found
+def _heads(axes: Mapping[str, int], layouts: Sequence[Layout], dim: int, each: int) -> list[tuple[list[int], list[int]]]:
+    """By rank over the ``axes`` of tensor parallelism: the head of keys that each of its queries uses, and the heads of keys that it has."""
+    mesh = Mesh.spanned(axes)
+    queries, keys = (
+        [[i for start, stop in layout.intervals(mesh, rank)[dim] for i in range(start, stop)] for rank in range(mesh.size)]
+        for layout in layouts[:2]
+    )
+    return [([query // each for query in own], held) for own, held in zip(queries, keys, strict=True)]
 
 
 def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
@@ -93,14 +92,14 @@ def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
         return solved
     layouts = [emitter.layout(value) for value in solved.values[:2]]
     each = emitter.context.shape(q)[dim] // emitter.context.shape(k)[dim]
-    spans = _spans(emitter.context.tensor.axes, layouts, dim)
-    if all((a, b) == (c * each, d * each) or (a < b and d - c == 1) for (a, b), (c, d) in spans):
+    heads = _heads(emitter.context.tensor.axes, layouts, dim, each)
+    if all(used == [key for key in held for _ in range(each)] or (used and len(held) == 1) for used, held in heads):
         return solved
-    where = [(f[0].size, f[0].axes, math.prod(one.size for one in f[1:])) for f in (layout.dims[dim] for layout in layouts)]
+    factors = [tuple((f.size, f.axes) for f in layout.dims[dim]) for layout in layouts]
     values = list(solved.values)
     for i in (1, 2):
         values[i] = emitter.emit(
-            node.args[i], (emitter.env, values[i], dim, each, *where), {}, values[i].meta["layout"], collectives.heads_used
+            node.args[i], (emitter.env, values[i], dim, each, *factors), {}, values[i].meta["layout"], collectives.heads_used
         )
     return solved._replace(values=values)
 
