@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +15,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.backend import Backend
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.launch.evaluation import evaluate
+from shardwise.lower.compiled import Compiled
+from shardwise.models import GPT
 from shardwise.ops.collectives import Env
 from shardwise.ops.cross_entropy import cross_entropy
+from shardwise.ops.keyed_random import keyed_bernoulli, keyed_normal
+from shardwise.parallel.data import data_parallel
 from shardwise.runtime.scale import LossScale
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
+from shardwise.verify.verify import run_steps
 
 CPU = torch.device("cpu")
 
@@ -59,6 +69,34 @@ def test_a_loss_scale(narrow: Narrow) -> None:
         scale.update(torch.ones(()))
         scale.update(torch.ones(()))
     assert float(scale.scale) == 512.0
+
+
+def test_draws(narrow: Narrow) -> None:
+    """The same 0 and 1 as on other devices, and the same normal values to rounding."""
+    chance = torch.cat(
+        [torch.linspace(-0.1, 1.1, 9991), torch.tensor([0.0, 1.0, math.nan, 2.0**-33, 1 - 2.0**-24, math.inf, -math.inf])]
+    )
+    exact = keyed_normal(1, 2, 3, (9998,), dtype=torch.float64), keyed_bernoulli(chance.double(), 1, 2, 3)
+    with narrow:
+        ours = keyed_normal(1, 2, 3, (9998,)), keyed_bernoulli(chance, 1, 2, 3)
+    assert (ours[0] - exact[0]).abs().max() < 1e-6 and torch.equal(ours[1].double(), exact[1])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_steps(narrow: Narrow, precision: Any) -> None:
+    """Nothing of a step of training is float64, and what a rank computes is what it computes elsewhere."""
+    torch.manual_seed(0)
+    module = GPT(vocabulary=32, width=16, layers=2, heads=2, context=4, dropout=0.1)
+    batches = [{"input_ids": torch.randint(0, 32, (8, 4)), "labels": torch.randint(0, 32, (8, 4))} for _ in range(2)]
+    compiled = Compiled(module, data_parallel(Plan(precision=precision, microbatches=2), 2, 2), batches[0])
+
+    def rank(comm: ThreadCommunicator, within: Any) -> list[float]:
+        with within:  # of this thread alone
+            return [one.loss for one in run_steps(compiled, comm, batches, OptimizerChoice("adamw", lr=1e-2), 1.0, 0)]
+
+    elsewhere = run_ranks(compiled.plan.mesh, lambda comm: rank(comm, nullcontext()), timeout=60)
+    ours = run_ranks(compiled.plan.mesh, lambda comm: rank(comm, Narrow()), timeout=60)
+    assert ours == elsewhere and all(math.isfinite(loss) for losses in ours for loss in losses)
 
 
 @pytest.mark.parametrize("probabilities", [False, True])

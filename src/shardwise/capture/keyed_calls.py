@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shardwise.backend import Backend
 from shardwise.capture.intercept import Proceed
 from shardwise.core.errors import ShardwiseError
 from shardwise.graph.torch_private import TorchDispatchMode, schema
@@ -176,7 +177,8 @@ class KeyedRandom:
         return keyed.keyed_bernoulli(input if p is None else torch.full_like(input, p), seed, step, ordinal, batch, start)
 
     def _bernoulli_(self, name: str, input: Tensor, p: Tensor | float = 0.5) -> Tensor:
-        chance = torch.as_tensor(p, dtype=torch.float64, device=input.device).expand(input.shape)
+        wide = Backend.of(input.device).widest_float
+        chance = torch.as_tensor(p, dtype=wide, device=input.device).expand(input.shape)
         seed, step, ordinal, batch, start = self._key(name, input.shape)
         return input.copy_(keyed.keyed_bernoulli(chance, seed, step, ordinal, batch, start))
 
