@@ -82,6 +82,12 @@ def turns(rank: int, ranks: int, *, make: StepMaker, task: Task, settle: int, st
     return Turn(make(rank, ranks), task.place, settle, steps)
 
 
-def compiled(rank: int, ranks: int, *, task: Task) -> Step:
+def compiler(tiny: bool) -> str:
+    """The backend of ``torch.compile``; at tiny size one that generates no code, which is quick."""
+    return "aot_eager" if tiny else "inductor"
+
+
+def compiled(rank: int, ranks: int, *, task: Task, tiny: bool = False) -> Step:
     """The ordinary loop around the model as ``torch.compile`` compiles it."""
-    return plain(rank, ranks, task=task, model=torch.compile(task.model()))  # type: ignore[arg-type]
+    model = torch.compile(task.model(), backend=compiler(tiny))
+    return plain(rank, ranks, task=task, model=model)  # type: ignore[arg-type]

@@ -34,11 +34,11 @@ MARGIN = 0.85  # of the free memory that a choice of rows may count on
 FOR_PROFILES = 100.0  # seconds that are kept for them
 
 
-def makers(task: Task) -> dict[str, StepMaker]:
+def makers(task: Task, tiny: bool) -> dict[str, StepMaker]:
     """What makes the step of each contender."""
     return {
         PLAIN: functools.partial(plain, task=task),
-        COMPILED: functools.partial(compiled, task=task),
+        COMPILED: functools.partial(compiled, task=task, tiny=tiny),
         FSDP2: functools.partial(fsdp2, task=task, reshard=False),
         OURS: functools.partial(ours, task=task),
     }
@@ -125,7 +125,7 @@ def race(part: Part, task: Task, facts: dict[str, Any]) -> list[dict[str, Any]]:
             1,
             environment=environment(task.device),
         )
-        for name, make in makers(task).items()
+        for name, make in makers(task, options.tiny).items()
     ]
     until = time.monotonic() + part.left - (5.0 if options.tiny else FOR_PROFILES)
     groups = [every] if facts["together"] else [[one] for one in every]
@@ -190,7 +190,7 @@ def _judge(part: Part, found: Sequence[dict[str, Any]], facts: dict[str, Any]) -
 
 def profiled(part: Part, name: str, task: Task) -> dict[str, Any]:
     """The profile of one contender, alone on the card."""
-    make = functools.partial(profiles.of_contender, make=makers(task)[name], task=task)
+    make = functools.partial(profiles.of_contender, make=makers(task, part.options.tiny)[name], task=task)
     one = Contender(name, make, 1, environment=environment(task.device))
     alternate([one], rounds=1, steps=1, warmup=0)
     found: dict[str, Any] = one.measured[0][-1]

@@ -107,7 +107,8 @@ def profile(step: Callable[[], Any], device: torch.device, *, warmup: int = 3, s
         step()
     stamps.now()
     plain_seconds = sum(stamps.seconds())
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if backend.type == "cuda" else [])]
+    of_device = getattr(ProfilerActivity, backend.type.upper(), ProfilerActivity.PrivateUse1)
+    kinds = {ProfilerActivity.CPU, of_device}
     with torch_profile(activities=kinds) as found:
         for _ in range(steps):
             step()

@@ -16,7 +16,7 @@ from torch import Tensor
 from shardwise.backend import Backend
 from task import divided
 
-from .contenders import task_for
+from .contenders import compiler, task_for
 from .fast import environment
 from .parts import Part, in_child
 from .profiles import profile
@@ -128,7 +128,7 @@ def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
     def whole(scores: Tensor) -> Tensor:
         return F.cross_entropy(scores.float(), target)
 
-    fused = torch.compile(whole)
+    fused = torch.compile(whole, backend=compiler(tiny))
 
     def both(loss: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         return lambda: torch.autograd.grad(loss(scores), scores)
@@ -238,4 +238,5 @@ def elements_fused(device: str, tiny: bool) -> dict[str, Any]:
 
         return run
 
-    return measure(place, {"one by one": both(elements), "compiled": both(torch.compile(elements))}, tiny)
+    fused = torch.compile(elements, backend=compiler(tiny))
+    return measure(place, {"one by one": both(elements), "compiled": both(fused)}, tiny)

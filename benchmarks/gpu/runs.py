@@ -96,8 +96,8 @@ def killed(
     }  # fmt: skip
 
 
-def apart(first: Sequence[tuple[int, float, float]], second: Sequence[tuple[int, float, float]]) -> float:
-    """The largest relative difference of losses and norms; inf where the steps are not the same ones."""
+def apart(first: Sequence[tuple[int, *tuple[float, ...]]], second: Sequence[tuple[int, *tuple[float, ...]]]) -> float:
+    """The largest relative difference of what there is by step, losses and norms; inf where the steps are not the same ones."""
     if not first or [one[0] for one in first] != [one[0] for one in second]:
         return float("inf")
     pairs = [(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one[1:], two[1:], strict=True)]

@@ -28,7 +28,7 @@ from .parts import MOST_RANKS, Options, Part, main
 
 CHECKED = 4  # steps whose losses are compared
 LIMIT = "ranks that never communicate"
-SAME_LOSSES = 1e-4  # relative, in fp32, of 50 steps on one rank and on several
+SAME_STEPS, SAME_LOSSES = 10, 1e-4  # so many losses in fp32 are this close (relative): later, rounding has grown to more
 
 
 def ranks_of(options: Options) -> int:
@@ -82,7 +82,8 @@ def pipeline(part: Part) -> None:
                 environment=hidden(options),
             )
             found[title] = one
-        apart = runs.apart(found["one rank"].curve(), found["pp = 2"].curve())
+        first = {title: [one[:2] for one in run.curve()[:SAME_STEPS]] for title, run in found.items()}
+        apart = runs.apart(first["one rank"], first["pp = 2"])
         speed = {
             title: statistics.median(step["tokens_per_second"] for step in one.metrics()[5:]) for title, one in found.items()
         }
