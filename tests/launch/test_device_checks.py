@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,6 @@ from shardwise.launch import devices, training
 from shardwise.launch.devices import (
     Card,
     cards_of,
-    check_apart,
     check_free,
     check_ranks,
     check_torch,
@@ -39,9 +39,12 @@ from shardwise.launch.devices import (
     room_to_start,
 )
 from shardwise.launch.ready import Surroundings
+from shardwise.runtime import connect as connecting
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.connect import connect
+from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.progress import Progress, record_path
-from shardwise.runtime.threads import run_ranks
+from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 GIB = 1 << 30
 
@@ -275,14 +278,41 @@ def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
         load_config(None, ["train.devices=4"], hardware=Hardware(cores=8, gpus=2))
 
 
-def test_ranks_that_a_launcher_gave_one_card() -> None:
-    card = Card("NVIDIA L4", 22 * GIB, 22 * GIB, "ab-1")
-    check_apart([card, Card("NVIDIA L4", 22 * GIB, 22 * GIB, "ab-2")])
-    check_apart([Card("MPS", 1, 1), Card("MPS", 1, 1)])  # nobody says which they are
-    with pytest.raises(
-        ConfigError, match=r"3 ranks have 1 cards, for ranks 0-2 have the same NVIDIA L4 \(ab-1\); legal: one rank a card"
-    ):
-        check_apart([card, card, card])
+@pytest.mark.parametrize(("uuids", "said"), [
+    (("GPU-1", "GPU-2", "GPU-3"), None), (("", "", ""), None),  # nobody says which they are
+    (("GPU-1", "GPU-1", "GPU-1"), "3 ranks have 1 cards, for ranks 0, 1, 2 have the same, GPU-1; legal: one rank a card"),
+    (("GPU-1", "", "GPU-1"), "3 ranks have 2 cards, for ranks 0, 2 have the same, GPU-1; legal: one rank a card"),
+])  # fmt: skip
+def test_ranks_that_a_launcher_gave_one_card(monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, ...], said: str | None) -> None:
+    """Any script's ranks are told so when they connect, all of them, and leave what they joined."""
+    local, closed = threading.local(), list[int]()
+    monkeypatch.setattr(Backend, "uuid", lambda self, device: uuids[local.rank])
+
+    class Joined(SimpleNamespace):
+        def close(self) -> None:
+            closed.append(self.rank)
+
+    def rank(comm: ThreadCommunicator) -> Any:
+        local.rank, hosts[comm.rank] = comm.rank, comm
+        return connect(comm.mesh, torch.device("cuda", 0))
+
+    def join(mesh: Mesh, device: torch.device, *rest: Any) -> Joined:
+        return Joined(mesh=mesh, rank=local.rank, device=device, host=hosts[local.rank])
+
+    hosts: dict[int, ThreadCommunicator] = {}
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(connecting, "check_possible", lambda *rest: None)
+    monkeypatch.setattr(DistributedCommunicator, "from_environment", join)
+
+    def ranks() -> list[Any]:
+        return run_ranks(Mesh.of(dp=3), rank, timeout=20)
+
+    if said is None:
+        assert [one.rank for one in ranks()] == [0, 1, 2] and not closed
+        return
+    with pytest.raises(ConfigError, match=said):
+        ranks()
+    assert 0 < len(closed) <= 3
 
 
 @pytest.mark.usefixtures("two_cards")

@@ -18,13 +18,12 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 from shardwise.estimate.devices import here
 from shardwise.report.tables import plural, size
-from shardwise.runtime.communicator import Communicator, host_sum
-from shardwise.runtime.connect import check_possible
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.connect import check_possible, tell
 
 if TYPE_CHECKING:
     from .forecast import Forecast
 
-TEXT = 1024  # bytes of what a rank tells the others of its device
 SHOWN = 3  # processes that are named
 NAME = 80  # characters of a device's name
 LITTLE = 0.05  # of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
@@ -141,25 +140,10 @@ class Card:
 
 
 def cards_of(comm: Communicator) -> list[Card]:
-    """Those of all ranks, which call this together; none where CPUs compute.  :class:`ConfigError` where two ranks have the same."""
+    """Those of all ranks, which call this together; none where CPUs compute."""
     if not Backend.of(comm.device).asynchronous:
         return []
-    cards = [Card(**json.loads(one)) for one in _tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")]
-    check_apart(cards)
-    return cards
-
-
-def check_apart(cards: Sequence[Card]) -> None:
-    """:class:`ConfigError` where ranks have one card in common, as when a launcher lets all of them see the same."""
-    uuids = {one.uuid for one in cards if one.uuid}
-    for uuid in sorted(uuids):
-        ranks = [rank for rank, one in enumerate(cards) if one.uuid == uuid]
-        if len(ranks) > 1:
-            raise ConfigError(
-                f"devices: {len(cards)} ranks have {len({one.uuid or rank for rank, one in enumerate(cards)})} cards, for "
-                f"{_ranks(ranks)} have the same {cards[ranks[0]].name} ({uuid}); legal: one rank a card, so fewer ranks, more cards for each "
-                'host or more hosts, or, in a script of your own, connect(backend="gloo"), by which ranks share a card'
-            )
+    return [Card(**json.loads(one)) for one in tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")]
 
 
 def mixed(cards: Sequence[Card]) -> str | None:
@@ -184,7 +168,7 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
         return
     mine = cards[comm.rank]
     held = occupied(mine.free, mine.total, mine.name, uuid=mine.uuid, own=family()) if comm.rank in short else ""
-    first = _tell(comm, held, "who holds the memory of the devices")[short[0]]
+    first = tell(comm, held, "who holds the memory of the devices")[short[0]]
     others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
     bounded = replace(
         found, config=replace(found.config, train=replace(found.config.train, memory_gib=None))
@@ -246,15 +230,6 @@ def family() -> set[int]:
         )
     except psutil.Error:
         return {os.getpid()}
-
-
-def _tell(comm: Communicator, text: str, what: str) -> list[str]:
-    """The short texts of all ranks, on all ranks."""
-    told = torch.zeros(comm.mesh.size, TEXT)
-    mine = text.encode()[:TEXT]
-    told[comm.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.float32)
-    host_sum(comm, told, what)
-    return [bytes(int(code) for code in row if code).decode(errors="ignore") for row in told.tolist()]
 
 
 def _ranks(ranks: Sequence[int]) -> str:

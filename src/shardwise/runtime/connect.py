@@ -18,6 +18,7 @@ from shardwise.runtime.shared import SharedMemoryCommunicator, available
 from shardwise.runtime.staged import StagedCommunicator
 
 AUTO, SHARED = "auto", "shared"
+TEXT = 1024  # bytes of what a rank tells the others
 
 
 def ranks_of_a_host(comm: Communicator) -> int:
@@ -25,6 +26,32 @@ def ranks_of_a_host(comm: Communicator) -> int:
     told = torch.zeros(comm.mesh.size, dtype=torch.float64)
     told[comm.rank] = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     return int(host_sum(comm, told, "the ranks of a host").min())
+
+
+def tell(comm: Communicator, text: str, what: str) -> list[str]:
+    """The texts of all ranks, on all ranks, which call this together; at most :data:`TEXT` bytes of each."""
+    told = torch.zeros(comm.mesh.size, TEXT)
+    mine = text.encode()[:TEXT]
+    told[comm.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.float32)
+    host_sum(comm, told, what)
+    return [bytes(int(code) for code in row if code).decode(errors="ignore") for row in told.tolist()]
+
+
+def check_apart(comm: Communicator) -> None:
+    """:class:`ConfigError`, on all ranks, where some have one card in common, as when a launcher lets all of them see the same.
+
+    Only NVIDIA's cards are told apart; of others the backend's library says so at their first communicator.
+    """
+    backend = Backend.of(comm.device)
+    cards = tell(comm, backend.uuid(comm.device), "the devices of all ranks")
+    for card in dict.fromkeys(filter(None, cards)):
+        ranks = [rank for rank, one in enumerate(cards) if one == card]
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"devices: {len(cards)} ranks have {len({one or rank for rank, one in enumerate(cards)})} cards, for ranks "
+                f"{', '.join(map(str, ranks))} have the same, {card}; legal: one rank a card, so fewer ranks, more cards for each host or more "
+                f'hosts, or, in a script of your own, connect(backend="{HOSTS}"), by which ranks share a card'
+            )
 
 
 class LoneCommunicator(BaseCommunicator):
@@ -90,7 +117,13 @@ def connect(
         return LoneCommunicator(mesh, 0, device, timeout, on_wait)
     chosen = _chosen(mesh, device, backend, met)
     if chosen not in (SHARED, HOSTS):
-        return DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)
+        found = DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)
+        try:
+            check_apart(found)
+        except ConfigError:
+            found.close()
+            raise
+        return found
     on_device.select(device)
     inner: BaseCommunicator
     if chosen == SHARED:

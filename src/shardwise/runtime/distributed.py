@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -78,6 +78,7 @@ class DistributedCommunicator(BaseCommunicator):
         self._store, self._owns_default = store, False
         self._process_groups: dict[Members, dist.ProcessGroup] = {}
         self._posted: dict[tuple[tuple[int, ...], str], int] = {}
+        self._orders: dict[tuple[int, ...], _Order] = {}
         self._patience, self._long = timedelta(seconds=timeout), timedelta(seconds=max(timeout, START_TIMEOUT))
         self._made = everyone is None
         self._everyone = dist.new_group(timeout=self._long, backend=HOSTS) if everyone is None else everyone
@@ -189,29 +190,29 @@ class DistributedCommunicator(BaseCommunicator):
         return self._start(call, lambda group: dist.all_reduce(x, group=group, async_op=True))
 
     def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        order = _places(call.group)
+        order = self._order(call.group)
         target = out if order is None else torch.empty_like(out)
 
         def post(group: dist.ProcessGroup) -> dist.Work | None:
             return _all_gather_into(as_bytes(target), as_bytes(x), group=group, async_op=True)
 
-        return self._start(call, post, None if order is None else lambda: _permute(out, target, order))
+        return self._start(call, post, None if order is None else lambda: _permute(out, target, order.places))
 
     def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        order = _places(call.group)
-        source = x if order is None else _permute(torch.empty_like(x), x, order.argsort())
+        order = self._order(call.group)
+        source = x if order is None else _permute(torch.empty_like(x), x, order.members)
         return self._start(call, lambda group: _reduce_scatter_into(out, source, group=group, async_op=True))
 
     def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        order = _places(call.group)
+        order = self._order(call.group)
         target, source = out, x
         if order is not None:
-            target, source = torch.empty_like(out), _permute(torch.empty_like(x), x, order.argsort())
+            target, source = torch.empty_like(out), _permute(torch.empty_like(x), x, order.members)
 
         def post(group: dist.ProcessGroup) -> dist.Work | None:
             return _all_to_all_into(as_bytes(target), as_bytes(source), group=group, async_op=True)
 
-        return self._start(call, post, None if order is None else lambda: _permute(out, target, order))
+        return self._start(call, post, None if order is None else lambda: _permute(out, target, order.places))
 
     def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
         source = call.group.ranks[root]
@@ -228,6 +229,15 @@ class DistributedCommunicator(BaseCommunicator):
             self.host._barrier(call)
         else:
             self._all_reduce(call, torch.zeros(1, dtype=torch.int32)).wait()
+
+    def _order(self, group: Group) -> _Order | None:
+        """None where it is the same; on the device, where no collective may wait for a copy from the host."""
+        if list(group.ranks) == sorted(group.ranks):
+            return None
+        if group.ranks not in self._orders:
+            members = torch.tensor(group.ranks).argsort()
+            self._orders[group.ranks] = _Order(members.argsort().to(self.device), members.to(self.device))
+        return self._orders[group.ranks]
 
     def _start(
         self,
@@ -326,15 +336,14 @@ class _WorkHandle:
             self._finish()
 
 
-def _places(group: Group) -> Tensor | None:
-    """Where each member stands in the process group, which torch orders by rank; None where the order is
-    the same."""
-    if list(group.ranks) == sorted(group.ranks):
-        return None
-    return torch.tensor(group.ranks).argsort().argsort()
+class _Order(NamedTuple):
+    """How a group's members stand in the process group, which torch orders by rank: the place of each member, and the member in each place."""
+
+    places: Tensor
+    members: Tensor
 
 
 def _permute(out: Tensor, x: Tensor, order: Tensor) -> Tensor:
     """Put part ``order[i]`` of ``x`` in part i of ``out``."""
-    out.view(order.numel(), -1).copy_(x.view(order.numel(), -1)[order.to(x.device)])
+    out.view(order.numel(), -1).copy_(x.view(order.numel(), -1)[order])
     return out
