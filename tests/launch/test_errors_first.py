@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from shardwise.backend import Backend
+from shardwise.cli import train as train_command
 from shardwise.config import Hardware, load_config
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
@@ -19,7 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.launch import training
 from shardwise.launch.local import RunFailed, launch_local, run_folder
 from shardwise.launch.monitor import read_errors
-from shardwise.launch.rank import record_error
+from shardwise.launch.rank import end_now, record_error
 from shardwise.launch.ready import Surroundings
 from shardwise.launch.watch import START_TIMEOUT
 from shardwise.lower.compiled import Compiled
@@ -243,7 +244,7 @@ def test_ranks_may_finish_a_checkpoint_after_an_error(tmp_path: Path) -> None:
     """The launcher waits longer than for those that are merely stuck."""
     script = f"""
 from pathlib import Path
-from shardwise.launch.rank import record_error
+from shardwise.launch.rank import end_now, record_error
 from shardwise.runtime.progress import LEAVING, Progress
 if rank == 1:
     progress = Progress.from_environment()
@@ -257,3 +258,27 @@ time.sleep(60)
     failure, seconds = launched(tmp_path, script)
     assert (tmp_path / "saved").exists() and failure.rank == 1 and "the cause" in str(failure)
     assert seconds < 40
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_somebody_else_started_tells_at_once_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
+) -> None:
+    """Under torchrun its error is printed where it happens; with work pending on a device the interpreter is not left to wait for that."""
+    at_exit: list[tuple[Any, ...]] = []
+
+    def fail(config: Any, side: Surroundings, timeout: float) -> bool:
+        assert side.failed is not None
+        side.failed(ConfigError("no such thing"))
+        assert "rank 2 ends: no such thing" in capsys.readouterr().out and not at_exit
+        raise ConfigError("no such thing")
+
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setattr(training, "train", fail)
+    monkeypatch.setattr(train_command, "stop_on", lambda *_, **__: lambda: False)
+    monkeypatch.setattr(Backend, "here", staticmethod(lambda: SimpleNamespace(asynchronous=asynchronous)))
+    monkeypatch.setattr(train_command.atexit, "register", lambda *what: at_exit.append(what))
+    made: Any = SimpleNamespace(train=SimpleNamespace(run_dir=str(tmp_path), hang_timeout=5.0))
+    with pytest.raises(ConfigError):
+        train_command._train_here(made, None)
+    assert at_exit == ([(end_now, 2)] if asynchronous else [])

@@ -34,15 +34,23 @@ def reported(json: bool) -> Iterator[None]:
     try:
         yield
     except ShardwiseError as error:
-        cause = getattr(error, "cause", "config" if isinstance(error, ConfigError) else "shardwise")
-        _print_error(error, cause, json)
-        raise typer.Exit(2 if cause == "config" else 1) from None
+        _print_error(error, _cause(error), json)
+        raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
         if json:
             _print_json_error("interrupted", "interrupted", None)
         else:
             print("interrupted", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+
+
+def _cause(error: Exception) -> str:
+    return str(getattr(error, "cause", "config" if isinstance(error, ConfigError) else "shardwise"))
+
+
+def exit_code(error: Exception) -> int:
+    """Of a command that ends with an error: 2 for wrong input, else 1."""
+    return 2 if _cause(error) == "config" else 1
 
 
 def _print_error(error: ShardwiseError, cause: str, json: bool) -> None:

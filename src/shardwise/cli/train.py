@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json as jsonlib
 import os
 import signal
@@ -23,7 +24,7 @@ from shardwise.launch.devices import check_ranks, check_torch
 from shardwise.launch.flight import STEM
 from shardwise.launch.folder import CHECKPOINTS, PLAN, FoundRun, prepare_folder, read_lines
 from shardwise.launch.local import clear_logs, launch_local, run_folder, under_torchrun
-from shardwise.launch.rank import stop_on
+from shardwise.launch.rank import end_now, message_of, stop_on
 from shardwise.launch.restarts import run_with_restarts
 from shardwise.launch.slurm import adopt
 from shardwise.launch.subject import check_plan
@@ -31,7 +32,7 @@ from shardwise.report.display import Display, show_result
 from shardwise.report.tables import make_console, print_json
 from shardwise.runtime.progress import Progress, record_path
 
-from .common import INTERRUPTED
+from .common import INTERRUPTED, exit_code
 
 LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
 STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", "schedule.json", PLAN)
@@ -138,7 +139,10 @@ def _train_local(config: Config, display: Display, quiet: bool) -> None:
 
 
 def _train_here(config: Config, display: Display | None) -> bool:
-    """As the one rank that this process is: SIGINT and SIGTERM ask all ranks to stop, a second one ends this one."""
+    """As the one rank that this process is: SIGINT and SIGTERM ask all ranks to stop, a second one ends this one.
+
+    An error is printed before anything waits for other ranks, and again at the end, when it may be too late for that.
+    """
     from shardwise.launch.ready import Surroundings
     from shardwise.launch.training import train
 
@@ -147,7 +151,16 @@ def _train_here(config: Config, display: Display | None) -> bool:
     asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say
-    side = Surroundings(progress, asked, warn, on_step)
-    done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
+    side = Surroundings(
+        progress, asked, warn, on_step, lambda error: warn(f"rank {os.environ['RANK']} ends: {message_of(error)}")
+    )
+    try:
+        done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
+    except Exception as error:
+        if (
+            Backend.here().asynchronous
+        ):  # an interpreter that ends leaves its process groups, and these wait for what is pending on a device
+            atexit.register(end_now, exit_code(error))
+        raise
     progress.finish()
     return not done

@@ -51,7 +51,7 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
         code = 130 if isinstance(stop, KeyboardInterrupt) else stop.code
         if code not in (None, 0):
             print(f"rank {rank} stops: {'exit code ' if isinstance(code, int) else ''}{code}", flush=True)
-            _end(code if isinstance(code, int) else 1)
+            end_now(code if isinstance(code, int) else 1)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to know
         _fail(run_dir, rank, error, progress)
     progress.finish()
@@ -69,7 +69,7 @@ def _fail(run_dir: Path, rank: int, error: BaseException, progress: Progress) ->
         traceback.print_exc()
     if record_error(run_dir, rank, progress, error).kind == "communication":
         time.sleep(FOLLOW_DELAY)
-    _end(1)
+    end_now(1)
 
 
 def record_error(run_dir: Path, rank: int, progress: Progress, error: BaseException) -> RankError:
@@ -83,7 +83,7 @@ def record_error(run_dir: Path, rank: int, progress: Progress, error: BaseExcept
     return found
 
 
-def _end(code: int) -> NoReturn:
+def end_now(code: int) -> NoReturn:
     """End at once: threads and communicators that wait for lost peers would keep the process."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
