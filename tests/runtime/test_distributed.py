@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import distributed_runs as runs
@@ -14,10 +16,12 @@ import torch.distributed as dist
 
 from processes import run_processes
 from shardwise.backend import Backend
+from shardwise.core.communicators import Members
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.runtime.connect import connect
+from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.threads import run_ranks
 
 
@@ -100,3 +104,23 @@ def test_the_backend_that_is_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch
     assert comm.device == torch.device("cuda", 0)
     assert made == [torch.device("cpu")]
     assert comm.host.device.type == "cpu"
+
+
+def test_groups_of_a_device_are_made_for_its_transport_and_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What communicates is taken up before what computes; gloo's have no such choice, and messages between CPUs need no group."""
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: asked.append({"ranks": ranks, **how}))
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    options = SimpleNamespace(Options=lambda is_high_priority_stream: {"urgent": is_high_priority_stream})
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", options, raising=False)
+    everyone: Any = object()
+    for device, made in {"cuda:1": ("nccl", {"urgent": True}), "xpu:1": ("xccl", None), "cpu": ("gloo", None)}.items():
+        comm = DistributedCommunicator(Mesh.of(dp=2), torch.device(device), everyone=everyone)
+        comm.rank = 2  # of no group: nobody answers here
+        comm._make(Members((1, 0), "reduce"))
+        assert asked.pop() == {"ranks": [0, 1], "timeout": timedelta(seconds=300), "backend": made[0], "pg_options": made[1]}
+        comm._make(Members((1, 0), "forward", pair=True))
+        assert len(asked) == (device != "cpu")
+        asked.clear()

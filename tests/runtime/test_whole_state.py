@@ -136,3 +136,25 @@ def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:
         write_as_they_come(tmp_path / "w", [*described, ("d", (3,), torch.float32)], values(), {})
     with pytest.raises(ShardwiseError, match="it was to be"):
         write_as_they_come(tmp_path / "w", [("a", (4,), torch.float32)], values(), {})
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_end_of_a_run_takes_no_more_than_its_steps(name: str) -> None:
+    """Also on the rank that is given the tensors, one after the other, as those are that go into a file."""
+    plan = PLANS[name]()
+    made = compiled(plan, layers=12, model=Llama)
+    comm = AloneCommunicator(plan.mesh, plan.mesh.size - 1, torch.device("cpu"))
+    parts, at = plan.mesh.axis_size(("dp_replicate", "dp")), plan.mesh.index(comm.rank, ("dp_replicate", "dp"))
+    rows = [i for a, b in rank_rows(12, plan.microbatches, parts, at) for i in range(a, b)]
+    given = {key: value.repeat(2, 1)[rows] for key, value in made.example.items()}
+    with StorageTracker("cpu") as tracker:
+        engine = Engine(made, comm, ADAM)
+        engine.step(given, 12)  # makes the states of the optimizer
+        tracker.mark()
+        engine.step(given, 12)
+        step, between = tracker.peak, tracker.current
+        assert step > between
+        tracker.mark()
+        for _, value in engine.whole.collect():
+            del value
+        assert between < tracker.peak <= step
