@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import TypeAlias
 
@@ -77,6 +77,7 @@ def joined(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+@cache
 def _parsed(name: str) -> tuple[str, str, int]:
     """(axis, "//" or "%" or "", m) of the name of a sub-axis or of an axis."""
     for sign in ("//", "%"):
@@ -142,21 +143,31 @@ class Mesh:
 
     def axis_size(self, names: Axes) -> int:
         """The number of ranks along ``names`` together; an absent axis counts as 1."""
-        return math.prod(_place(name, self._sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
+        found = self._along.get(names)
+        if found is None:
+            found = math.prod(_place(name, self._sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
+            self._along[names] = found
+        return found
+
+    @cached_property
+    def _along(self) -> dict[Axes, int]:
+        """What :meth:`axis_size` has found, which is asked for again and again."""
+        return {}
 
     @cached_property
     def _sizes(self) -> dict[str, int]:
         return dict(zip(self.names, self.shape, strict=True))
 
+    @cached_property
+    def _strides(self) -> dict[str, int]:
+        """How far apart neighbours on each axis are, in ranks."""
+        return {name: math.prod(self.shape[i + 1 :]) for i, name in enumerate(self.names)}
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate of ``rank`` on every axis."""
         if not 0 <= rank < self.size:
             raise ShardwiseError(f"rank {rank} is not in the mesh; legal: 0 to {self.size - 1}.")
-        found, stride = {}, self.size
-        for axis in self.axes:
-            stride //= axis.size
-            found[axis.name] = rank // stride % axis.size
-        return found
+        return {name: rank // stride % self._sizes[name] for name, stride in self._strides.items()}
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
         """The rank at ``coordinates``; an axis not named is at 0, an absent axis must be at 0."""
@@ -165,10 +176,7 @@ class Mesh:
             if not 0 <= value < size:
                 hint = "" if name in self.names else did_you_mean(name, self.names)
                 raise ShardwiseError(f'coordinate {value} on axis "{name}" is not legal; legal: 0 to {size - 1}.{hint}')
-        rank = 0
-        for axis in self.axes:
-            rank = rank * axis.size + coordinates.get(axis.name, 0)
-        return rank
+        return sum(coordinates.get(name, 0) * stride for name, stride in self._strides.items())
 
     def group(self, rank: int, names: Axes) -> tuple[int, ...]:
         """The ranks that differ from ``rank`` only on the axes ``names``, the first of them slowest."""
@@ -179,7 +187,7 @@ class Mesh:
             there = dict(here)
             for name, at in zip(wanted, place, strict=True):
                 there[axis_of(name)] = _moved(name, there[axis_of(name)], at)
-            found.append(self.rank(there))
+            found.append(sum(there[name] * stride for name, stride in self._strides.items()))
         return tuple(found)
 
     def index(self, rank: int, names: Axes) -> int:
