@@ -31,7 +31,6 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.alone import AloneCommunicator
-from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.progress import Progress
 from shardwise.train.trainer import Trainer
@@ -125,7 +124,7 @@ def train(one: zoo.Model, plan: Plan, device: torch.device, rank: int, compiled:
     folder = Path(tempfile.mkdtemp())
     with card.watched() as waits:
         waits.since = WARM
-        comm = (LoneCommunicator if plan.mesh.size == 1 else AloneCommunicator)(plan.mesh, rank, device)
+        comm = AloneCommunicator(plan.mesh, rank, device)
         trainer = Trainer(compiled, OptimizerChoice("adamw", lr=1e-3), plan, one.batch, clip_norm=1.0, comm=comm)
         metrics = MetricsWriter(io.StringIO(), trainer.engine.optimizer, 1, device)
         nothing: Any = None

@@ -25,7 +25,7 @@ from shardwise.launch.ready import Surroundings
 from shardwise.launch.watch import START_TIMEOUT
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
-from shardwise.runtime.connect import LoneCommunicator
+from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.progress import Progress, record_path
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.train.checkpoints import Checkpoints
@@ -34,7 +34,7 @@ from shardwise.train.trainer import Trainer
 GPU = torch.device("cuda", 0)
 
 
-class Pending(LoneCommunicator):
+class Pending(AloneCommunicator):
     """Of a device on which something is pending that never ends: to leave would wait for it."""
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ def test_collectives_of_devices_are_given_longer_than_any_host(
 def test_on_a_cpu_it_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[int] = []
 
-    class Closing(LoneCommunicator):
+    class Closing(AloneCommunicator):
         def close(self) -> None:
             closed.append(1)
 
@@ -159,7 +159,7 @@ def test_an_error_is_told_before_leaving_blocks(tmp_path: Path, monkeypatch: pyt
     """A rank that fails within its steps, and whose communicator does not let it go."""
     released, leaving = threading.Event(), threading.Event()
 
-    class Blocking(LoneCommunicator):
+    class Blocking(AloneCommunicator):
         def abort(self) -> None:
             leaving.set()
             released.wait(60)

@@ -26,8 +26,8 @@ from shardwise.launch.ready import Surroundings
 from shardwise.launch.results import MetricsWriter, save_weights
 from shardwise.launch.training import train
 from shardwise.models import Llama
+from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.batch import StepResult
-from shardwise.runtime.connect import LoneCommunicator
 from shardwise.runtime.progress import Progress, read_record, record_path
 from shardwise.runtime.whole_state import Described, WholeState
 from shardwise.train.trainer import NonFiniteError
@@ -155,7 +155,7 @@ def saved_by(state: dict[str, torch.Tensor], module: nn.Module, path: Path) -> N
         def collect(self, rank: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
             yield from state.items()
 
-    comm = LoneCommunicator(Mesh(()), 0, torch.device("cpu"))
+    comm = AloneCommunicator(Mesh(()), 0, torch.device("cpu"))
     save_weights(Known(comm, Plan(), OptimizerChoice(), None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
 
 

@@ -15,7 +15,7 @@ from shardwise.lower.compiled import Compiled
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import profile
 from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
-from shardwise.runtime.connect import LoneCommunicator
+from shardwise.runtime.alone import AloneCommunicator
 from shardwise.runtime.engine import Engine
 from shardwise.wide import WideProduct, multiplies_wide
 
@@ -147,7 +147,7 @@ def gradients_of(precision: str, product: WideProduct | None, monkeypatch: pytes
 
     with monkeypatch.context() as patch:
         patch.setattr(Backend, "wide_product", wide_product)
-        engine = Engine(compiled, LoneCommunicator(plan.mesh, 0, CPU), OptimizerChoice("sgd", lr=0.0))
+        engine = Engine(compiled, AloneCommunicator(plan.mesh, 0, CPU), OptimizerChoice("sgd", lr=0.0))
         kept: list[dict[str, Tensor]] = []
         engine.interpreter.keep_gradients = kept
         for _ in range(3):

@@ -28,13 +28,13 @@ from torch import Tensor
 from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout
+from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
 from shardwise.runtime.distributed import DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator
 from shardwise.runtime.staged import StagedCommunicator
 from shardwise.runtime.threads import ThreadCommunicator
 
-Case = Callable[[BaseCommunicator], None]
+Case = Callable[[Communicator], None]
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (1, 2, 3, 65, 1009, 4099)
@@ -48,18 +48,18 @@ def value(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:
     return ((torch.arange(numel) * (salt + 3) + rank * 5 + salt) % 17).to(dtype)
 
 
-def large(c: BaseCommunicator) -> int:
+def large(c: Communicator) -> int:
     """A number of fp32 elements that real backends cut into pieces (9 MB)."""
     return 50_021 if isinstance(c, ThreadCommunicator) else 2_300_003
 
 
-def axes_of(c: BaseCommunicator) -> list[tuple[str, ...]]:
+def axes_of(c: Communicator) -> list[tuple[str, ...]]:
     """Every axis, all together, and all in the other order, in which groups are not sorted by rank."""
     names = c.mesh.names
     return list(dict.fromkeys([*((name,) for name in names), names, names[::-1]]))
 
 
-def members(c: BaseCommunicator, axes: tuple[str, ...]) -> tuple[int, ...]:
+def members(c: Communicator, axes: tuple[str, ...]) -> tuple[int, ...]:
     return c.mesh.group(c.rank, axes)
 
 
@@ -74,7 +74,7 @@ def summed(ranks: tuple[int, ...], numel: int, dtype: torch.dtype, salt: int = 0
     return sum((value(rank, numel, dtype, salt) for rank in ranks[1:]), value(ranks[0], numel, dtype, salt))
 
 
-def all_reduce(c: BaseCommunicator) -> None:
+def all_reduce(c: Communicator) -> None:
     for axes in axes_of(c):
         for dtype in DTYPES:
             for numel in SIZES:
@@ -89,7 +89,7 @@ def all_reduce(c: BaseCommunicator) -> None:
                     same(out, x, (axes, dtype, numel))
 
 
-def all_reduce_large(c: BaseCommunicator) -> None:
+def all_reduce_large(c: Communicator) -> None:
     numel = large(c)
     for x in (c.allocate(numel, torch.float32), torch.empty(numel)):
         x.copy_(value(c.rank, numel, torch.float32))
@@ -100,7 +100,7 @@ def all_reduce_large(c: BaseCommunicator) -> None:
         same(out, x, "large, apart")
 
 
-def all_reduce_is_the_same_everywhere(c: BaseCommunicator) -> None:
+def all_reduce_is_the_same_everywhere(c: Communicator) -> None:
     """Bitwise, and close to the sum in fp64."""
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
         inputs = [torch.randn(10_007, generator=torch.Generator().manual_seed(rank)) for rank in range(c.mesh.size)]
@@ -114,7 +114,7 @@ def all_reduce_is_the_same_everywhere(c: BaseCommunicator) -> None:
         assert (x.double() - truth).abs().max().item() <= tolerance * truth.abs().max().item()
 
 
-def all_gather(c: BaseCommunicator) -> None:
+def all_gather(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         mine = ranks.index(c.rank)
@@ -134,7 +134,7 @@ def all_gather(c: BaseCommunicator) -> None:
                     same(out, expected, ("in place", axes, dtype, numel))
 
 
-def reduce_scatter(c: BaseCommunicator) -> None:
+def reduce_scatter(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         mine = ranks.index(c.rank)
@@ -152,7 +152,7 @@ def reduce_scatter(c: BaseCommunicator) -> None:
                 same(x[part], expected, ("in place", axes, dtype, numel))
 
 
-def complex_numbers(c: BaseCommunicator) -> None:
+def complex_numbers(c: Communicator) -> None:
     """Are summed as pairs of real ones."""
     n, ranks = c.mesh.size, members(c, c.mesh.names)
     for dtype in (torch.complex64, torch.complex128):
@@ -167,7 +167,7 @@ def complex_numbers(c: BaseCommunicator) -> None:
         same(x, expected, dtype)
 
 
-def progress(c: BaseCommunicator) -> None:
+def progress(c: Communicator) -> None:
     """A backend without a thread works in progress(); after that, wait() finds nothing left to do."""
     if not isinstance(c, SharedMemoryCommunicator):
         return
@@ -183,7 +183,7 @@ def progress(c: BaseCommunicator) -> None:
         same(x, expected, "progress")
 
 
-def all_to_all(c: BaseCommunicator) -> None:
+def all_to_all(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         mine = ranks.index(c.rank)
@@ -195,7 +195,7 @@ def all_to_all(c: BaseCommunicator) -> None:
                 same(out, torch.cat(sent), (axes, dtype, numel))
 
 
-def large_parts(c: BaseCommunicator) -> None:
+def large_parts(c: Communicator) -> None:
     """Operations whose parts are cut into pieces."""
     n, numel = c.mesh.size, large(c) // c.mesh.size
     x, out = value(c.rank, n * numel, torch.float32), torch.zeros(n * numel)
@@ -208,7 +208,7 @@ def large_parts(c: BaseCommunicator) -> None:
     same(out, torch.cat([value(rank, n * numel, torch.float32)[:numel] for rank in range(n)]), "all_gather")
 
 
-def broadcast(c: BaseCommunicator) -> None:
+def broadcast(c: Communicator) -> None:
     for axes in axes_of(c):
         ranks = members(c, axes)
         for root in range(len(ranks)):
@@ -218,7 +218,7 @@ def broadcast(c: BaseCommunicator) -> None:
                 same(x.float(), value(ranks[root], 333, torch.uint8).to(dtype).float(), (axes, root, dtype))
 
 
-def messages(c: BaseCommunicator) -> None:
+def messages(c: Communicator) -> None:
     """Around a ring, receives posted early; what one rank sends another arrives in the order of posting."""
     n = c.mesh.size
     if n == 1:
@@ -242,7 +242,7 @@ def messages(c: BaseCommunicator) -> None:
             same(out, value(before, numel, torch.int64, salt).to(dtype), (dtype, numel, salt))
 
 
-def a_receive_does_not_wait_for_what_the_sender_does_next(c: BaseCommunicator) -> None:
+def a_receive_does_not_wait_for_what_the_sender_does_next(c: Communicator) -> None:
     """It computes until it hears, by a file, that the other has received, and looks after its messages only then."""
     processes = os.environ.get("MASTER_PORT")  # one for each set of ranks
     told = Path(tempfile.gettempdir()) / f"shardwise-received-{processes or os.getpid()}"
@@ -267,7 +267,7 @@ def a_receive_does_not_wait_for_what_the_sender_does_next(c: BaseCommunicator) -
     assert in_time
 
 
-def messages_both_ways(c: BaseCommunicator) -> None:
+def messages_both_ways(c: Communicator) -> None:
     """Each pair of ranks exchanges, both of them waiting for their receive first."""
     for peer in range(c.mesh.size):
         if peer != c.rank:
@@ -279,7 +279,7 @@ def messages_both_ways(c: BaseCommunicator) -> None:
             same(out, value(peer, 501, torch.float32, c.rank), peer)
 
 
-def many_outstanding(c: BaseCommunicator) -> None:
+def many_outstanding(c: Communicator) -> None:
     """Lanes are independent: every rank posts and waits in an order of its own; a lane keeps its order."""
     axes = c.mesh.names
     choice = random.Random(c.rank)
@@ -298,7 +298,7 @@ def many_outstanding(c: BaseCommunicator) -> None:
         same(x, summed(members(c, axes), x.numel(), torch.float32, salt), salt)
 
 
-def a_long_queue(c: BaseCommunicator) -> None:
+def a_long_queue(c: Communicator) -> None:
     """One rank is far ahead of the others."""
     if c.rank != 0:
         time.sleep(0.05)
@@ -312,7 +312,7 @@ def a_long_queue(c: BaseCommunicator) -> None:
         same(x, summed(tuple(range(c.mesh.size)), x.numel(), torch.float32, salt), salt)
 
 
-def subgroups_side_by_side(c: BaseCommunicator) -> None:
+def subgroups_side_by_side(c: Communicator) -> None:
     """Pending operations on several groups of a mesh at once."""
     every = [(axes, lane) for axes in axes_of(c) for lane in ("compute", "reduce")]
     posted = []
@@ -325,7 +325,7 @@ def subgroups_side_by_side(c: BaseCommunicator) -> None:
         same(x, summed(members(c, axes), 777, torch.float64, i), (axes, i))
 
 
-def buffers(c: BaseCommunicator) -> None:
+def buffers(c: Communicator) -> None:
     """Zeroed, aligned, apart from each other; views of them work at any offset."""
     made = [c.allocate(numel, dtype) for dtype in DTYPES for numel in (1, 100, 70_001)]
     for x in made:
@@ -344,7 +344,7 @@ def buffers(c: BaseCommunicator) -> None:
     same(flat, expected, "only the view changes")
 
 
-def common_memory(c: BaseCommunicator) -> None:
+def common_memory(c: Communicator) -> None:
     """What one member writes in its part the others see after a gather, which copies nothing; apart for other groups."""
     for axes in axes_of(c):
         ranks = members(c, axes)
@@ -361,7 +361,7 @@ def common_memory(c: BaseCommunicator) -> None:
                 c.barrier(axes)  # the others have looked
 
 
-def gradients_and_shapes(c: BaseCommunicator) -> None:
+def gradients_and_shapes(c: Communicator) -> None:
     """Tensors that take part in autograd, have several dims or none."""
     x = torch.nn.Parameter(value(c.rank, 12, torch.float32).view(3, 4))
     c.all_reduce(x, c.mesh.names).wait()
@@ -373,7 +373,7 @@ def gradients_and_shapes(c: BaseCommunicator) -> None:
     assert scalar.item() == c.mesh.size * (c.mesh.size + 1) / 2
 
 
-def trivial_groups(c: BaseCommunicator) -> None:
+def trivial_groups(c: Communicator) -> None:
     """An absent axis has size 1; nothing to do is no communication, even on one rank alone."""
     if c.rank == 0:
         x, out = value(3, 8, torch.float32), torch.zeros(8)
@@ -386,7 +386,7 @@ def trivial_groups(c: BaseCommunicator) -> None:
         c.all_reduce(torch.zeros(0), c.mesh.names).wait()
 
 
-def barrier(c: BaseCommunicator) -> None:
+def barrier(c: Communicator) -> None:
     """Nobody leaves before the last has come; the clock is one for all processes of the machine."""
     for _ in range(3):
         time.sleep(0.02 * c.rank)
@@ -398,7 +398,7 @@ def barrier(c: BaseCommunicator) -> None:
         assert times[0::2].max() <= times[1::2].min()
 
 
-def waits_are_told(c: BaseCommunicator) -> None:
+def waits_are_told(c: Communicator) -> None:
     """`on_wait` hears what is waited for, and None when that ends."""
     told: list[str | None] = []
     c.on_wait = told.append
@@ -416,7 +416,7 @@ def waits_are_told(c: BaseCommunicator) -> None:
         assert len(told) % 2 == 0
 
 
-def bad_arguments(c: BaseCommunicator) -> None:
+def bad_arguments(c: Communicator) -> None:
     """Refused before anything is posted: the communicator still works after."""
     x = torch.ones(6)
     calls: list[tuple[str, Callable[[], object]]] = [
@@ -471,14 +471,14 @@ def parse_mesh(text: str) -> Mesh:
     return Mesh.of(**{name: int(size) for name, size in (word.split("=") for word in text.split(","))})
 
 
-def connect(backend: str, mesh: Mesh, timeout: float) -> BaseCommunicator:
+def connect(backend: str, mesh: Mesh, timeout: float) -> Communicator:
     if backend == "shared":
         return SharedMemoryCommunicator.from_environment(mesh, timeout)
     gloo = DistributedCommunicator.from_environment(mesh, torch.device("cpu"), timeout)
     return StagedCommunicator(gloo, torch.device("cpu")) if backend == "staged" else gloo
 
 
-def prepare(c: BaseCommunicator) -> None:
+def prepare(c: Communicator) -> None:
     """All that the cases use."""
     lanes = (*LANES, CONTROL)
     pairs = [Members((a, b), channel, True) for a, b in permutations(range(c.mesh.size), 2) for channel in CHANNELS]

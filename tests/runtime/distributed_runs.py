@@ -24,7 +24,7 @@ from shardwise.models import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.runtime.background import Background
-from shardwise.runtime.communicator import BaseCommunicator, CommunicationError
+from shardwise.runtime.communicator import CommunicationError, Communicator
 from shardwise.runtime.connect import connect
 from shardwise.runtime.engine import Engine
 
@@ -45,7 +45,7 @@ def compiled(plan: Plan) -> Compiled:
     return Compiled(GPT(vocabulary=32, width=16, layers=3, heads=2, context=4), plan, batch())
 
 
-def results(comm: BaseCommunicator, one: Compiled) -> dict[str, float]:
+def results(comm: Communicator, one: Compiled) -> dict[str, float]:
     """Losses, and the sum of all parameters after a step."""
     engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
     index, parts, many = comm.mesh.index(comm.rank, "dp"), comm.mesh.axis_size("dp"), one.plan.microbatches

@@ -20,7 +20,7 @@ from torch.distributed import TCPStore
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime import segments, shared
-from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout
+from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
 from shardwise.runtime.rendezvous import rendezvous
 from shardwise.runtime.threads import run_ranks
 
@@ -147,7 +147,7 @@ def test_threads_run_single_threaded_and_leave_the_setting() -> None:
 
 
 def test_the_first_failure_stops_all_at_once_and_is_raised() -> None:
-    def fail(c: BaseCommunicator) -> None:
+    def fail(c: Communicator) -> None:
         if c.rank == 2:
             raise ZeroDivisionError("the cause")
         c.barrier()
@@ -160,7 +160,7 @@ def test_the_first_failure_stops_all_at_once_and_is_raised() -> None:
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
-    def leave(c: BaseCommunicator) -> None:
+    def leave(c: Communicator) -> None:
         if c.rank != 1:
             c.barrier()
 
@@ -171,7 +171,7 @@ def test_a_rank_that_ends_early_is_named() -> None:
 
 
 def test_a_missing_thread_is_named_in_time() -> None:
-    def late(c: BaseCommunicator) -> None:
+    def late(c: Communicator) -> None:
         if c.rank == 1:
             time.sleep(1.0)
         c.all_reduce(torch.ones(3), "dp", what="gradients").wait()
@@ -182,7 +182,7 @@ def test_a_missing_thread_is_named_in_time() -> None:
 
 
 def test_ranks_that_disagree_are_told() -> None:
-    def disagree(c: BaseCommunicator) -> None:
+    def disagree(c: Communicator) -> None:
         c.all_reduce(torch.ones(3 + c.rank), "dp").wait()
 
     with pytest.raises(CommunicationError, match=r"all_reduce .* of 3 elements"):
@@ -192,7 +192,7 @@ def test_ranks_that_disagree_are_told() -> None:
 def test_a_missing_wait_shows() -> None:
     """Before wait() there is no result, whoever came first; a write to a pending tensor is an error."""
 
-    def read(c: BaseCommunicator) -> bool:
+    def read(c: Communicator) -> bool:
         x = torch.ones(3)
         handle = c.all_reduce(x, "dp")
         c.barrier()
@@ -202,7 +202,7 @@ def test_a_missing_wait_shows() -> None:
 
     assert run_ranks(Mesh.of(dp=2), read) == [True, True]
 
-    def write(c: BaseCommunicator, kind: str) -> None:
+    def write(c: Communicator, kind: str) -> None:
         x = torch.ones(3)
         handle = c.all_reduce(x, "dp") if kind == "out" else c.broadcast(x, "dp", root=c.rank * 0)
         x[1] = 5
@@ -214,7 +214,7 @@ def test_a_missing_wait_shows() -> None:
 
 
 def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
-    def both_send_first(c: BaseCommunicator) -> float:
+    def both_send_first(c: Communicator) -> float:
         x = torch.tensor([float(c.rank)])
         c.send(x, 1 - c.rank).wait()
         out = torch.zeros(1)
@@ -229,7 +229,7 @@ def test_only_rendezvous_finds_a_send_that_relies_on_buffering() -> None:
 def test_on_wait_of_threads_names_the_rank() -> None:
     heard: list[tuple[int, str | None]] = []
 
-    def wait(c: BaseCommunicator) -> None:
+    def wait(c: Communicator) -> None:
         time.sleep(0.1 * c.rank)
         c.barrier(what="the end")
 

@@ -22,7 +22,7 @@ from shardwise.parallel.data import batch_axes, data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.parallel.schedule import SCHEDULES
 from shardwise.parallel.tensor import tensor_parallel
-from shardwise.runtime.communicator import BaseCommunicator, CommunicationError, CommunicationTimeout, Communicator
+from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
@@ -137,7 +137,7 @@ def test_without_preparing_it_is_stuck(schedule: str, model: str, microbatches: 
     check(programs, one.plan.mesh, communicators(programs, one.plan.mesh))
     with pytest.raises(ProgramError, match=r"(?s)deadlock.*(SEND|RECEIVE).*starts its communicator, in which its host waits"):
         check(programs, one.plan.mesh, ())
-    monkeypatch.setattr(BaseCommunicator, "prepare", lambda self, wanted: None)
+    monkeypatch.setattr(Communicator, "prepare", lambda self, wanted: None)
     with pytest.raises(CommunicationTimeout):
         run_ranks(one.plan.mesh, lambda comm: used(comm, one), timeout=1.0, first_use_blocks=True)
     run_ranks(one.plan.mesh, lambda comm: used(comm, one), timeout=20)  # where it does not block nothing is needed
@@ -158,7 +158,7 @@ def test_what_is_derived_is_exactly_what_is_used(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(ThreadCommunicator, "_post", noted)
 
-    def step(comm: BaseCommunicator) -> None:
+    def step(comm: Communicator) -> None:
         engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
         rows = slice(4 * comm.mesh.index(comm.rank, "dp"), 4 * comm.mesh.index(comm.rank, "dp") + 4)
         engine.step({name: value[rows] for name, value in batch().items()}, ROWS)
@@ -189,7 +189,7 @@ def test_groups() -> None:
 
 
 def test_the_start_that_hangs_is_named() -> None:
-    def rank(comm: BaseCommunicator) -> None:
+    def rank(comm: Communicator) -> None:
         if comm.rank == 0:
             comm.send(torch.zeros(3), 1, channel=CHANNELS[1])
         else:
@@ -202,7 +202,7 @@ def test_the_start_that_hangs_is_named() -> None:
 
 
 def test_ranks_that_prepare_different_things_are_told() -> None:
-    def rank(comm: BaseCommunicator) -> None:
+    def rank(comm: Communicator) -> None:
         comm.prepare(groups(comm.mesh, "dp", f"lane {comm.rank}"))
 
     with pytest.raises(CommunicationError, match="prepare of 1 communicators"):

@@ -12,7 +12,7 @@ backends buffer small messages, so a program that relies on it hangs on the othe
 The first use of a communicator (of one group and lane, or of messages one way) may block the host until all its members have come to
 theirs.  So :meth:`Communicator.prepare` starts them beforehand, all ranks together; ``shardwise/core/communicators.py`` says which.
 
-Backends derive from :class:`BaseCommunicator`, which checks the arguments and resolves the group, so that a
+Backends derive from :class:`Communicator`, which checks the arguments and resolves the group, so that a
 backend sees only flat, contiguous tensors of the right sizes and groups of at least two ranks.
 """
 
@@ -113,97 +113,16 @@ class Completed:
         return None
 
 
-class Communicator(Protocol):
-    """One rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of the
-    group over ``axes``.
+class Communicator(ABC):
+    """One rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of the group over ``axes``.
 
     Axes that the mesh lacks count as of size 1; with n = 1 a collective is a local copy or nothing.
-    ``lane`` names the queue, ``what`` the operation in messages.
+    ``lane`` names the queue, ``what`` the operation in messages.  This class checks arguments, resolves groups and answers the trivial
+    cases; backends implement the underscored methods.
     """
 
-    mesh: Mesh
-    rank: int
-    device: torch.device
-    shares_memory: bool  # whether :meth:`common` gives memory to groups of more than one rank
-    first_use_blocks: bool  # whether all that is used must have been prepared
-
-    @property
-    def host(self) -> Communicator:
-        """A communicator of CPU tensors between the same ranks, for numbers that hosts have: it costs the devices nothing.
-
-        Over the whole mesh on lane :data:`CONTROL` it needs no preparing; by the thread that trains alone.
-        """
-
-    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
-        """Replace ``x`` by its sum over the group, or put that in ``out``.  Complex numbers are summed as pairs of real
-        ones; fp16 and bf16 are rounded as the backend does."""
-
-    def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements.
-
-        ``x`` may be its own part of ``out``.
-        """
-
-    def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n times as many
-        elements).
-
-        ``out`` may be that part of ``x``.
-        """
-
-    def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
-        """Send the i-th of n equal parts of ``x`` to member i and put the part from member i in the i-th
-        part of ``out``."""
-
-    def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
-        """Replace ``x`` by that of the member with index ``root`` in the group."""
-
-    def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "", channel: str = CHANNELS[0]) -> Handle:
-        """Send ``x`` to a rank of the mesh."""
-
-    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]) -> Handle:
-        """Fill ``x`` with what ``from_rank`` sends to this rank."""
-
-    def barrier(self, axes: Axes | None = None, what: str = "") -> None:
-        """Return when all members (of the whole mesh by default) have called it."""
-
-    def prepare(self, wanted: Iterable[Members]) -> None:
-        """Make and use once those of these communicators that are not there yet.
-
-        All ranks call it together with the same in the same order, also those that they are no members of; nothing may be under way.
-        """
-
-    def progress(self) -> None:
-        """Do a bounded bit of pending work without blocking; cheap when there is none.  For backends that
-        have no thread."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A zeroed flat buffer of ``numel`` elements, 64-byte aligned, on which collectives need no copies.
-
-        All ranks must call it with the same arguments in the same order.
-        """
-
-    def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """A zeroed flat buffer that is one piece of memory for the whole group, or None where ranks have no memory in common.
-
-        What one member writes the others see; an :meth:`all_gather` into it, of each member's own part, copies nothing and only waits
-        until all have posted it.  All members must call it with the same arguments in the same order.
-        """
-
-    def close(self) -> None:
-        """Release what the communicator holds.  May be called more than once; buffers from :meth:`allocate`
-        stay readable."""
-
-    def abort(self) -> None:
-        """Leave after an error, without waiting for anything that is pending on a device."""
-
-
-class BaseCommunicator(ABC):
-    """Checks arguments, resolves groups and answers the trivial cases; backends implement the underscored
-    methods."""
-
-    shares_memory = False
-    first_use_blocks = False
+    shares_memory = False  # whether :meth:`common` gives memory to groups of more than one rank
+    first_use_blocks = False  # whether all that is used must have been prepared
 
     def __init__(
         self,
@@ -220,10 +139,14 @@ class BaseCommunicator(ABC):
         self._prepared: set[Members] = set()
 
     @cached_property
-    def host(self) -> BaseCommunicator:
+    def host(self) -> Communicator:
+        """A communicator of CPU tensors between the same ranks, for numbers that hosts have: it costs the devices nothing.
+
+        Over the whole mesh on lane :data:`CONTROL` it needs no preparing; by the thread that trains alone.
+        """
         return self if self.device.type == "cpu" else self._host()
 
-    def _host(self) -> BaseCommunicator:
+    def _host(self) -> Communicator:
         """One like this for CPU tensors."""
         return type(self)(self.mesh, self.rank, torch.device("cpu"), self.timeout, self.on_wait)
 
@@ -238,6 +161,8 @@ class BaseCommunicator(ABC):
         return known
 
     def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
+        """Replace ``x`` by its sum over the group, or put that in ``out``.  Complex numbers are summed as pairs of real
+        ones; fp16 and bf16 are rounded as the backend does."""
         call = Call("all_reduce", self.group(axes), lane, what)
         x, out = _real(x), out if out is None else _real(out)
         self._check(call, x, out, out is None or out.numel() == x.numel(), reducing=True)
@@ -246,11 +171,20 @@ class BaseCommunicator(ABC):
         return self._all_reduce(call, _flat(x)) if out is None else self._all_reduce_into(call, _flat(out), _flat(x))
 
     def all_gather(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Concatenate the members' ``x`` in group order; ``out`` has n times as many elements.
+
+        ``x`` may be its own part of ``out``.
+        """
         call = Call("all_gather", self.group(axes), lane, what)
         self._check(call, x, out, out.numel() == call.group.size * x.numel())
         return self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._all_gather(call, _flat(out), _flat(x))
 
     def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n times as many
+        elements).
+
+        ``out`` may be that part of ``x``.
+        """
         call = Call("reduce_scatter", self.group(axes), lane, what)
         x, out = _real(x), _real(out)
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
@@ -259,11 +193,14 @@ class BaseCommunicator(ABC):
         )
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
+        """Send the i-th of n equal parts of ``x`` to member i and put the part from member i in the i-th
+        part of ``out``."""
         call = Call("all_to_all", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
         return self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._all_to_all(call, _flat(out), _flat(x))
 
     def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
+        """Replace ``x`` by that of the member with index ``root`` in the group."""
         call = Call("broadcast", self.group(axes), lane, what)
         self._check(call, x)
         if not 0 <= root < call.group.size:
@@ -273,22 +210,29 @@ class BaseCommunicator(ABC):
         return self._broadcast(call, _flat(x), root)
 
     def send(self, x: Tensor, to_rank: int, lane: str = "send", what: str = "", channel: str = CHANNELS[0]) -> Handle:
+        """Send ``x`` to a rank of the mesh."""
         call = self._pair("send", to_rank, lane, what, channel)
         self._check(call, x)
         return self._send(call, _flat(x), to_rank) if x.numel() else Completed()
 
     def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]) -> Handle:
+        """Fill ``x`` with what ``from_rank`` sends to this rank."""
         call = self._pair("receive", from_rank, lane, what, channel)
         self._check(call, x)
         return self._receive(call, _flat(x), from_rank) if x.numel() else Completed()
 
     def barrier(self, axes: Axes | None = None, what: str = "") -> None:
+        """Return when all members (of the whole mesh by default) have called it."""
         call = Call("barrier", self.group(self.mesh.names if axes is None else axes), CONTROL, what)
         if call.group.size > 1:
             Backend.of(self.device).synchronize(self.device)
             self._barrier(call)
 
     def prepare(self, wanted: Iterable[Members]) -> None:
+        """Make and use once those of these communicators that are not there yet.
+
+        All ranks call it together with the same in the same order, also those that they are no members of; nothing may be under way.
+        """
         new = [one for one in dict.fromkeys(wanted) if one not in self._prepared]
         if new:
             self._prepare(new)
@@ -304,16 +248,29 @@ class BaseCommunicator(ABC):
         return CommunicationError(reason, rank=self.rank, operation=str(call), what=call.what)
 
     def progress(self) -> None:
-        return None
+        """Do a bounded bit of pending work without blocking; cheap when there is none.  For backends that
+        have no thread."""
+        return
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A zeroed flat buffer of ``numel`` elements, 64-byte aligned, on which collectives need no copies.
+
+        All ranks must call it with the same arguments in the same order.
+        """
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
+        """A zeroed flat buffer that is one piece of memory for the whole group, or None where ranks have no memory in common.
+
+        What one member writes the others see; an :meth:`all_gather` into it, of each member's own part, copies nothing and only waits
+        until all have posted it.  All members must call it with the same arguments in the same order.
+        """
         return None
 
     def close(self) -> None:
-        return None
+        """Release what the communicator holds.  May be called more than once; buffers from :meth:`allocate`
+        stay readable."""
+        return
 
     def abort(self) -> None:
         """Leave after an error, which has to be told before anything waits: what is pending on a device may never end, and to leave its

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.runtime.communicator import BaseCommunicator, Call, Communicator, Handle, OnWait, host_sum
+from shardwise.runtime.alone import AloneCommunicator
+from shardwise.runtime.communicator import Communicator, OnWait, host_sum
 from shardwise.runtime.distributed import HOSTS, DistributedCommunicator
 from shardwise.runtime.shared import SharedMemoryCommunicator, available
 from shardwise.runtime.staged import StagedCommunicator
@@ -54,37 +53,6 @@ def check_apart(comm: Communicator) -> None:
             )
 
 
-class LoneCommunicator(BaseCommunicator):
-    """The communicator of a mesh of one rank: there is nobody to communicate with."""
-
-    def _refuse(self, call: Call, *tensors: Any) -> NoReturn:
-        raise ShardwiseError(f"{call}: a lone rank has no peers")
-
-    def _all_reduce(self, call: Call, x: Tensor) -> Handle:
-        self._refuse(call)
-
-    def _all_gather(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        self._refuse(call)
-
-    def _reduce_scatter(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        self._refuse(call)
-
-    def _all_to_all(self, call: Call, out: Tensor, x: Tensor) -> Handle:
-        self._refuse(call)
-
-    def _broadcast(self, call: Call, x: Tensor, root: int) -> Handle:
-        self._refuse(call)
-
-    def _send(self, call: Call, x: Tensor, to_rank: int) -> Handle:
-        self._refuse(call)
-
-    def _receive(self, call: Call, x: Tensor, from_rank: int) -> Handle:
-        self._refuse(call)
-
-    def _barrier(self, call: Call) -> None:
-        self._refuse(call)
-
-
 def connect(
     mesh: Mesh,
     device: torch.device | None = None,
@@ -92,7 +60,7 @@ def connect(
     backend: str = AUTO,
     timeout: float = 300.0,
     on_wait: OnWait | None = None,
-) -> BaseCommunicator:
+) -> Communicator:
     """Join the ranks of ``mesh``; under torchrun (or with its variables set) one process is one rank.
 
     ``backend`` is "auto", "shared" (memory that the ranks of one host share), "gloo", or what torch has between devices of that type,
@@ -114,7 +82,7 @@ def connect(
     on_device = Backend.of(device)
     if mesh.size == 1:
         on_device.select(device)
-        return LoneCommunicator(mesh, 0, device, timeout, on_wait)
+        return AloneCommunicator(mesh, 0, device, timeout, on_wait)
     chosen = _chosen(mesh, device, backend, met)
     if chosen not in (SHARED, HOSTS):
         found = DistributedCommunicator.from_environment(mesh, device, timeout, on_wait)
@@ -125,7 +93,7 @@ def connect(
             raise
         return found
     on_device.select(device)
-    inner: BaseCommunicator
+    inner: Communicator
     if chosen == SHARED:
         inner = SharedMemoryCommunicator.from_environment(mesh, timeout, on_wait)
     else:

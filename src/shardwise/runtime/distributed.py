@@ -20,10 +20,10 @@ from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
-    BaseCommunicator,
     Call,
     CommunicationError,
     CommunicationTimeout,
+    Communicator,
     Group,
     Handle,
     OnWait,
@@ -45,7 +45,7 @@ _reduce_scatter_into: Start = getattr(dist, "reduce_scatter_single", dist.reduce
 _all_to_all_into: Start = dist.all_to_all_single
 
 
-class DistributedCommunicator(BaseCommunicator):
+class DistributedCommunicator(Communicator):
     """One process per rank.  Each communicator (a group and lane, or the messages from one rank to another in one channel) is a process
     group of its own, so that they cannot block each other: NCCL does in order whatever is posted in one.
 

@@ -94,7 +94,6 @@ class _Run:
 
     def run(self) -> Iterator[StepResult]:
         owner, computing = self.owner, self.computing
-        advance = getattr(owner.comm, "progress", None)
         # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
         run_op = {
             Op.FORWARD: computing.forward, Op.RECOMPUTE: computing.forward, Op.BACKWARD: computing.backward, Op.BACKWARD_INPUT: computing.backward,
@@ -117,8 +116,8 @@ class _Run:
                 owner.recorder.run(position, one, run_op[one.op])
             if position not in self.handles:
                 self.free(one)
-            if advance is not None and self.handles:
-                advance()
+            if self.handles:
+                owner.comm.progress()
             if one.op is Op.REPORT:
                 skip = self.batches[one.version].skip if self.program.batches == 1 or self.repeated else skip
                 yield self.batches.end(one.version).result(self.alone)  # no name keeps its rows

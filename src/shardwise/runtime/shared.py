@@ -26,10 +26,10 @@ from shardwise.core.mesh import Axes, Mesh
 from shardwise.runtime.bell import Bell, Rope
 from shardwise.runtime.channel import ASLEEP, CLOSED, CONTROL_BYTES, Board, Channel, Operation, Source, Work
 from shardwise.runtime.communicator import (
-    BaseCommunicator,
     Call,
     CommunicationError,
     CommunicationTimeout,
+    Communicator,
     Handle,
     OnWait,
     as_bytes,
@@ -60,7 +60,7 @@ def available(mesh: Mesh, nbytes: int = 0) -> str | None:
     return None
 
 
-class SharedMemoryCommunicator(BaseCommunicator):
+class SharedMemoryCommunicator(Communicator):
     """One CPU process per rank, all on one host; each uses its communicator from one thread at a time.
 
     Sums are made in group order, those of more than two fp16 or bf16 values in fp32, so that all ranks get

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.core.communicators import Members
-from shardwise.runtime.communicator import BaseCommunicator, Call, Handle, OnWait
+from shardwise.runtime.communicator import Call, Communicator, Handle, OnWait
 
 
-class StagedCommunicator(BaseCommunicator):
+class StagedCommunicator(Communicator):
     """Tensors of ``device`` through ``inner``, a communicator of CPU tensors.
 
     To post an operation waits on the host until what it sends is computed and copied; its handle's ``wait()`` blocks the host too.
     """
 
-    def __init__(self, inner: BaseCommunicator, device: torch.device) -> None:
+    def __init__(self, inner: Communicator, device: torch.device) -> None:
         self._inner = inner
         super().__init__(inner.mesh, inner.rank, device, inner.timeout, inner.on_wait)
         self.first_use_blocks = inner.first_use_blocks
@@ -35,7 +35,7 @@ class StagedCommunicator(BaseCommunicator):
     def on_wait(self, heard: OnWait | None) -> None:
         self._inner.on_wait = heard
 
-    def _host(self) -> BaseCommunicator:
+    def _host(self) -> Communicator:
         return self._inner
 
     def _prepare(self, new: Sequence[Members]) -> None:

@@ -25,10 +25,10 @@ from shardwise.backend import Backend
 from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
-    BaseCommunicator,
     Call,
     CommunicationError,
     CommunicationTimeout,
+    Communicator,
     Handle,
     as_bytes,
     ordered_sum,
@@ -100,7 +100,7 @@ def run_ranks(
     return [results[rank] for rank in range(mesh.size)]
 
 
-class ThreadCommunicator(BaseCommunicator):
+class ThreadCommunicator(Communicator):
     """One rank of :func:`run_ranks`.  Sums are made in group order, fp16 and bf16 in fp32."""
 
     def __init__(
