@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import compress
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -26,7 +27,8 @@ from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
 from shardwise.units.selective_recompute import Tape, recallable
 from shardwise.units.trace import Trace, Unit
-from shardwise.units.weight_products import Multiplier, Operand, expose, find, watch
+from shardwise.units.unit_backward import Saved, UnitBackward
+from shardwise.units.weight_products import Operand, expose, find
 
 
 @dataclass(frozen=True)
@@ -278,7 +280,7 @@ def _owned(
     return tuple(next(left) if g else 0 for g in unit.input_grads)
 
 
-class _Work(Multiplier):
+class _Work(UnitBackward):
     """One unit's instructions on one way, as the interpreter does them."""
 
     def __init__(self, owner: _Profiler, unit: Unit, arguments: Sequence[Tensor]) -> None:
@@ -288,7 +290,8 @@ class _Work(Multiplier):
         self.run, self.tracker = UnitRun(owner.walk, {}), StorageTracker(META.type)
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
-        self.saved: tuple[list[Tensor], list[Operand]] | None = None
+        self.saved: list[Saved] = []
+        self.pending: dict[str, Tensor] = {}
         self.tape: Tape | None = None
         wide = torch.float64 if trace.precision == "fp64" else torch.float32
         self.loss = torch.empty((), dtype=wide, device=META)
@@ -301,7 +304,7 @@ class _Work(Multiplier):
         """w_m of the interpreter: a new scalar, or one of all microbatches'."""
         return torch.full((), 1.0, dtype=self.loss.dtype, device=META) if self.weights is None else self.weights[0]
 
-    def seed(self, name: str, value: Tensor, pending: Mapping[str, Tensor]) -> Tensor | None:
+    def seed(self, pending: Mapping[str, Tensor], name: str, value: Tensor) -> Tensor | None:
         if name == "loss":
             weight = self.weight()
             return (weight if self.scale is None else weight * self.scale).to(value.dtype)
@@ -327,9 +330,8 @@ class _Work(Multiplier):
             outputs = self.run.forward(graph, self.arguments)
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
-                good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
-                self.saved = (good, [*map(Operand._make, operands)])
-                del good
+                leaves = self.arguments[: len(unit.parameters)]
+                self.saved = [Saved.of(unit, outputs, [*map(Operand._make, operands)], leaves)]
             if what != "again":
                 self.publish(outputs)
         del outputs, operands
@@ -360,35 +362,15 @@ class _Work(Multiplier):
         With ``held`` it is BACKWARD_INPUT, which leaves products there.
         """
         self.run.walk.env.meanwhile = self.flush
-        add, behind = (self.multiply, self.behind) if held is None else (held.append, held.append)
         unit = self.unit
-        assert self.saved is not None
-        parameters = [p for p in self.arguments[: len(unit.parameters)] if p.requires_grad]
         inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
-        live = [x for x, g in zip(inputs, unit.input_grads, strict=True) if g]
+        live = {n: x for n, x, g in zip(unit.inputs, inputs, unit.input_grads, strict=True) if g}
+        self.pending = {n: old for n, old in zip(live, before, strict=True) if old is not None}
         start = self.tracker.mark()
         with self.run.meter, self.tracker:
-            outputs, operands = self.saved
-            self.saved = None
-            names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-            seeds = [
-                (value, seed)
-                for name, value in zip(names, outputs, strict=True)
-                if (seed := self.seed(name, value, pending)) is not None
-            ]
-            later = watch(unit.products, operands, add, behind)
-            wanted = [*parameters, *live, *(p.y for _, p in later)]
-            kept, given = zip(*seeds, strict=True)
-            del operands
-            grads = self.gradients(kept, wanted, given)
-            self.flush()
-            del outputs, kept, seeds
-            rest = grads[len(parameters) :]
-            for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
-                if dy is not None and operand.counts:
-                    add(operand.factors(name, dy))
-            both = zip(before, rest[: len(live)], strict=True)
-            found = [old if new is None else new if old is None else old + new for old, new in both]
+            self.run_backward(unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append)
+        found = [self.pending.get(n) for n in live]
+        self.pending = {}
         return self.tracker.peak - start, found
 
     def backward_weight(self, held: deque[Factors]) -> int:
@@ -402,7 +384,14 @@ class _Work(Multiplier):
     def multiply(self, factors: Factors) -> None:
         accumulate(self.goals[factors.weight], factors, False, self.kernels)
 
-    def gradients(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Nothing: it is added to a buffer that the program has."""
+
+    def pass_on(self, name: str, gradient: Tensor) -> None:
+        before = self.pending.get(name)
+        self.pending[name] = gradient if before is None else before + gradient
+
+    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
         try:
             return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         except (NotImplementedError, RuntimeError) as error:

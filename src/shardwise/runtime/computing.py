@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,23 +21,17 @@ from shardwise.runtime.gradients import Gradients
 from shardwise.runtime.rank_context import RankContext
 from shardwise.units.selective_recompute import Tape
 from shardwise.units.trace import Trace, Unit
-from shardwise.units.weight_products import Multiplier, Operand, watch
-
-
-class _Saved(NamedTuple):
-    """What a forward leaves for its backward: outputs with gradients, operands of products, and the parameters' leaves."""
-
-    outputs: list[Tensor]
-    operands: list[Operand]  # with references to gathered parameters
-    leaves: list[Tensor]
+from shardwise.units.unit_backward import Saved, UnitBackward
+from shardwise.units.weight_products import Operand
 
 
 @dataclass
-class Computing(Multiplier):
+class Computing(UnitBackward):
     """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending gradients and put-off
     products by unit and microbatch, and the ``updates`` of buffers, which are not written before the end.
 
-    ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program.
+    ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program, ``microbatch`` the one of the
+    backward under way.
     """
 
     owner: RankContext
@@ -46,12 +41,13 @@ class Computing(Multiplier):
     gradients: Gradients
     received: dict[Buffer, dict[str, Tensor]] = field(default_factory=dict)
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    saved: dict[tuple[int, int], _Saved] = field(default_factory=dict)
+    saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
     pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     deferred: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     position: int = -1
+    microbatch: int = -1
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -94,9 +90,8 @@ class Computing(Multiplier):
         own = len(unit.outputs) + len(unit.updates)
         outputs, operands = outputs[:own], outputs[own:]
         if keep:
-            good = [o for o, g in zip(outputs, unit.output_grads, strict=False) if g]
             kept = [one._replace(x=self.gathered.keep(one.x)) for one in map(Operand._make, operands)]
-            self.saved[unit.index, m] = _Saved(good, kept, arguments[: len(unit.parameters)])
+            self.saved[unit.index, m] = Saved.of(unit, outputs, kept, arguments[: len(unit.parameters)])
         if again:
             return
         if self.owner.inspect is not None:
@@ -122,55 +117,43 @@ class Computing(Multiplier):
     def backward(self, one: Instruction) -> None:
         """BACKWARD, or all of it but the weight gradients of products."""
         unit, m = self.traces[one.microbatch].units[one.unit], one.microbatch
-        self.gathered.version = one.version
+        self.gathered.version, self.microbatch = one.version, m
         self.gradients.begin(one)
         for buffer in one.reads:
             if buffer.kind == "received":
-                self.take_gradients(self.received[buffer], m)
-        add: Callable[[Factors], None] = self.multiply
-        behind: Callable[[Factors], None] = self.behind
+                for name, grad in self.received[buffer].items():
+                    self.pass_on(name, grad)
+        defer = None
         if one.op is not Op.BACKWARD:
-            add = behind = self.defer(self.deferred.setdefault((unit.index, m), deque()))
-        outputs, operands, leaves = self.saved.pop((unit.index, m))
-        names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-        seeds = [
-            (value, seed) for name, value in zip(names, outputs, strict=True) if (seed := self.seed(name, m, value)) is not None
-        ]
-        parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
-        live = [n for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g]
-        later = watch(unit.products, [p._replace(x=self.gathered.resolve(p.x)) for p in operands], add, behind)
-        wanted: list[Any] = [*parameters.values(), *(self.live[n, m] for n in live), *(p.y for _, p in later)]
-        kept, given = zip(*seeds, strict=True)
-        del operands  # each X ends when it has been multiplied
+            defer = self.defer(self.deferred.setdefault((unit.index, m), deque()))
+        live = {n: self.live[n, m] for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g}
+        self.run_backward(unit, partial(self.take, unit.index, m), live, self.seed, defer)
+
+    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
         # Else autograd would run what is on a device in a thread of its own, which Python's hooks would hand the interpreter's lock to.
         with torch.autograd.set_multithreading_enabled(False):
-            grads = torch.autograd.grad(kept, wanted, given, allow_unused=True)
-        self.flush()
-        del outputs, kept, seeds
+            grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if self.owner.inspect is not None:
             self.owner.inspect(self.position, "gradient", [g for g in grads if g is not None])
-        own, rest = grads[: len(parameters)], grads[len(parameters) :]
-        for name, grad in zip(parameters, own, strict=True):
-            if grad is not None:
-                self.gradients.add(name, grad)
-        for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
-            if dy is not None and operand.counts:
-                add(operand.factors(name, dy))
-        for name, grad in zip(live, rest[: len(live)], strict=True):
-            if grad is not None:
-                self.take_gradients({name: grad}, m)
+        return grads
 
-    def take_gradients(self, grads: Mapping[str, Tensor], m: int) -> None:
-        """Add to what waits for the units that made these live tensors."""
-        for name, grad in grads.items():
-            before = self.pending.get((name, m))
-            self.pending[name, m] = grad if before is None else before + grad
+    def take(self, unit: int, microbatch: int) -> Saved:
+        """What a forward has saved, with gathered parameters in place of the references to them."""
+        outputs, operands, leaves = self.saved.pop((unit, microbatch))
+        return Saved(outputs, [one._replace(x=self.gathered.resolve(one.x)) for one in operands], leaves)
 
-    def seed(self, name: str, microbatch: int, value: Tensor) -> Tensor | None:
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        self.gradients.add(name, gradient)
+
+    def pass_on(self, name: str, gradient: Tensor) -> None:
+        before = self.pending.get((name, self.microbatch))
+        self.pending[name, self.microbatch] = gradient if before is None else before + gradient
+
+    def seed(self, name: str, value: Tensor) -> Tensor | None:
         if name == "loss":
-            batch, m = self.batches.place(microbatch)
+            batch, m = self.batches.place(self.microbatch)
             return batch.seed(m, value)
-        return self.pending.pop((name, microbatch), None)
+        return self.pending.pop((name, self.microbatch), None)
 
     def backward_weight(self, one: Instruction) -> None:
         """The weight gradients that BACKWARD_INPUT has deferred."""

@@ -1,0 +1,72 @@
+"""The backward of a unit, on a rank as on the meta device: what is measured or predicted is what runs."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from shardwise.ops.weight_gradients import Factors
+from shardwise.units.trace import Unit
+from shardwise.units.weight_products import Multiplier, Operand, watch
+
+
+class Saved(NamedTuple):
+    """What a forward leaves for its backward: outputs with gradients, operands of products, and the parameters' leaves."""
+
+    outputs: list[Tensor]
+    operands: list[Operand]  # on a rank with references to gathered parameters
+    leaves: Sequence[Tensor]
+
+    @staticmethod
+    def of(unit: Unit, outputs: Sequence[Tensor], operands: Sequence[Operand], leaves: Sequence[Tensor]) -> Saved:
+        return Saved([o for o, g in zip(outputs, unit.output_grads, strict=False) if g], [*operands], leaves)
+
+
+class UnitBackward(Multiplier):
+    """Runs backwards; a subclass says where gradients come from, and where they go."""
+
+    @abstractmethod
+    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """The gradients of ``wanted``, as ``torch.autograd.grad`` gives them."""
+
+    @abstractmethod
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Take a parameter's gradient."""
+
+    @abstractmethod
+    def pass_on(self, name: str, gradient: Tensor) -> None:
+        """Take the gradient of a live tensor, which waits for the unit that made it."""
+
+    def run_backward(
+        self, unit: Unit, take: Callable[[], Saved], live: Mapping[str, Tensor], seed: Callable[[str, Tensor], Tensor | None],
+        defer: Callable[[Factors], None] | None = None,
+    ) -> None:  # fmt: skip
+        """BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the products, BACKWARD_INPUT.
+
+        ``live`` are the inputs that have a gradient.  What ``take`` gives is held by nobody else, so that each part ends when it is used.
+        """
+        add, behind = (self.multiply, self.behind) if defer is None else (defer, defer)
+        outputs, operands, leaves = take()
+        names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
+        seeds = [(value, own) for name, value in zip(names, outputs, strict=True) if (own := seed(name, value)) is not None]
+        parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
+        later = watch(unit.products, operands, add, behind)
+        wanted = [*parameters.values(), *live.values(), *(p.y for _, p in later)]
+        kept, given = zip(*seeds, strict=True)
+        del operands  # each X ends when it has been multiplied
+        grads = self.solve(kept, wanted, given)
+        self.flush()
+        del outputs, kept, seeds
+        own, rest = grads[: len(parameters)], grads[len(parameters) :]
+        for name, grad in zip(parameters, own, strict=True):
+            if grad is not None:
+                self.add_gradient(name, grad)
+        for (name, operand), dy in zip(later, rest[len(live) :], strict=True):
+            if dy is not None and operand.counts:
+                add(operand.factors(name, dy))
+        for name, grad in zip(live, rest[: len(live)], strict=True):
+            if grad is not None:
+                self.pass_on(name, grad)
