@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
+from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
 from shardwise.runtime.distributed import DistributedCommunicator

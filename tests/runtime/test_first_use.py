@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from covering import covering
 from shardwise.core.check import ProgramError, check
-from shardwise.core.communicators import CHANNELS, CONTROL, Members, communicators, groups
+from shardwise.core.communicators import CONTROL, Members, communicators, groups
 from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan

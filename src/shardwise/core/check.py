@@ -237,7 +237,7 @@ def _messages(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Ev
     """
     places = mesh.classes(_fixed(classes))
     numbers = {place: number for number, place in enumerate(places)}
-    channels: dict[tuple[int, str, int, bool], _Channel] = defaultdict(lambda: ([], []))
+    channels: dict[tuple[int, str, int, str], _Channel] = defaultdict(lambda: ([], []))
     for number, program in enumerate(classes):
         for position, instruction in enumerate(program.instructions):
             sends = instruction.op is Op.SEND
@@ -246,8 +246,8 @@ def _messages(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Ev
             axis, step = _peer(program, position, mesh)
             size = mesh.axis_size(axis)
             there = tuple((name, (at + step) % size if name == axis else at) for name, at in places[number])
-            kind = instruction.bucket >= 0
-            channel = (number, axis, step, kind) if sends else (numbers[there], axis, -step % size, kind)
+            ends = (number, axis, step) if sends else (numbers[there], axis, -step % size)
+            channel = (*ends, instruction.channel)
             channels[channel][0 if sends else 1].append((number, position))
     found: dict[object, list[Event]] = {}
     for key, (sent, received) in channels.items():

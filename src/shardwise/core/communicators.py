@@ -15,9 +15,6 @@ from shardwise.core.instruction import Instruction, Lane, Op
 from shardwise.core.mesh import Axes, Mesh
 from shardwise.core.program import Program
 
-CHANNELS = ("tensors", "gradients")
-"""Of messages: what units exchange, and what is exchanged once a batch."""
-
 CONTROL = "control"
 """The lane of what hosts tell each other: numbers of CPU tensors, and barriers."""
 
@@ -26,8 +23,8 @@ CONTROL = "control"
 class Members:
     """One communicator: the ranks that share it and what they use it for.
 
-    That of collectives has its ranks in ascending order and a lane.  That of a ``pair`` has the sender and the receiver, and its lane is
-    one of :data:`CHANNELS`: messages the other way have one of their own.
+    That of collectives has its ranks in ascending order and a lane.  That of a ``pair`` has the sender and the receiver, and
+    its lane is a channel: messages the other way have one of their own.
     """
 
     ranks: tuple[int, ...]
@@ -58,7 +55,7 @@ def pair_of(mesh: Mesh, rank: int, one: Instruction) -> Members:
     """The communicator of a SEND or RECEIVE of ``rank``."""
     assert one.peer is not None
     other = mesh.offset(rank, *one.peer, wrap=True)
-    return Members((rank, other) if one.op is Op.SEND else (other, rank), CHANNELS[one.bucket >= 0], True)
+    return Members((rank, other) if one.op is Op.SEND else (other, rank), one.channel, True)
 
 
 def communicators(programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -> tuple[Members, ...]:
@@ -75,7 +72,7 @@ def communicators(programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[
         used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
         for axes, lane in dict.fromkeys((one.axes, str(one.lane)) for one in used if one.axes):
             found |= dict.fromkeys(groups(mesh, axes, lane, ranks))
-        for one in {(one.op, one.peer, one.bucket >= 0): one for one in used if one.peer is not None}.values():
+        for one in {(one.op, one.peer, one.channel): one for one in used if one.peer is not None}.values():
             found |= dict.fromkeys(pair_of(mesh, rank, one) for rank in ranks)
     return _apart(sorted(found, key=lambda one: (one.pair, one.lane, one.ranks)))
 
@@ -84,7 +81,7 @@ def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -
     """The ranks in each of the :func:`communicators` that a rank which runs ``program`` is a member of."""
     used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
     axes = dict.fromkeys([*more, *((one.axes, str(one.lane)) for one in used if one.axes)])
-    pairs = {(one.op, one.peer, one.bucket >= 0) for one in used if one.peer is not None}
+    pairs = {(one.op, one.peer, one.channel) for one in used if one.peer is not None}
     groups = {(mesh.group(mesh.members(program.coordinates)[0], each), lane) for each, lane in axes if mesh.axis_size(each) > 1}
     return [len(ranks) for ranks, _ in groups] + [2] * len(pairs)
 

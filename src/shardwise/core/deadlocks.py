@@ -25,7 +25,7 @@ def describe(program: Program, position: int) -> str:
 
 def _in_turn(one: Instruction) -> tuple[object, ...]:
     """What a backend may run one after the other: all collectives of a lane, and messages with one peer in one channel."""
-    return one.lane, one.peer, one.peer is not None and one.bucket >= 0
+    return one.lane, one.peer, one.channel
 
 
 class DeadlockSimulation:

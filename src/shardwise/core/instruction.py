@@ -158,7 +158,10 @@ class Buffer:
         return text + (f"@v{self.version}" if self.version else "")
 
 
-Queue = tuple[Lane, tuple[str, ...], tuple[str, int] | None, bool]
+Queue = tuple[Lane, tuple[str, ...], tuple[str, int] | None, str]
+
+CHANNELS = ("tensors", "gradients")
+"""Of messages: what units exchange, and what is exchanged once a batch, the gradients of buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +194,16 @@ class Instruction:
     waits: tuple[int, ...] = ()  # the positions of earlier instructions, in other queues, that must be complete
 
     @property
-    def info(self) -> OpInfo:
-        return OP_INFO[self.op]
+    def channel(self) -> str:
+        """That of a message, else empty."""
+        return CHANNELS[self.bucket >= 0] if self.peer is not None else ""
 
     @property
     def queue(self) -> Queue:
-        """What it is done in the order of: its lane, and what communicates its communicator.  That of a collective has its axes; that of
-        messages the peer, and whether they are gradients of a bucket.  Different ones do not wait for each other."""
+        """What it is done in the order of: its lane, and what communicates its communicator.  That of a collective has its
+        axes; that of messages the peer and the channel.  Different ones do not wait for each other."""
         axes = self.axes if self.lane is not Lane.COMPUTE else ()
-        return self.lane, axes, self.peer, self.peer is not None and self.bucket >= 0
+        return self.lane, axes, self.peer, self.channel
 
     def __str__(self) -> str:
         words = [str(self.op)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.core.instruction import BufferKind, Instruction, Op
+from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
 from shardwise.core.program import Program
 
 
@@ -38,7 +38,7 @@ def unrepeatable(
     batch = [{at: k for k, span in mine.items() for at in span} for mine in spans]
     for number, mine in enumerate(batch):
         for at, k in mine.items():
-            if not classes[number].instructions[at].info.repeats:
+            if not OP_INFO[classes[number].instructions[at].op].repeats:
                 yield (number, at), f"lies between the update of batch {k} and its VALIDATE, where it would be run again"
     for number, program in enumerate(classes):
         for at, one in enumerate(program.instructions):

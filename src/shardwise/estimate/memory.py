@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -210,15 +209,10 @@ class ProgramSizes:
             case Op.BACKUP:
                 return {one.writes[0]: {"": self.account.changed.get(one.bucket, 0)}}
             case Op.RECEIVE if one.bucket < 0:
-                return {one.writes[0]: {name: self.local(one, name) for name in one.tensors}}
+                return {one.writes[0]: {name: self.traces[m].units[u].nbytes(name, self.envs[m]) for name in one.tensors}}
             case Op.RECEIVE if one.writes[0].kind == BufferKind.RECEIVED:
                 return {one.writes[0]: {"": self.account.final.get(one.bucket, 0)}}
         return {}
-
-    def local(self, one: Instruction, name: str) -> int:
-        """The bytes of a live tensor on this rank."""
-        shape, dtype = self.traces[one.microbatch].units[one.unit].local(name, self.envs[one.microbatch])
-        return math.prod(shape) * dtype.itemsize
 
     def forward(self, one: Instruction) -> Made:
         memory, unit, batch = self.unit(one), self.traces[one.microbatch].units[one.unit], one.microbatch // self.microbatches

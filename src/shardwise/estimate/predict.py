@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.instruction import Buffer, Category, Instruction, Op
+from shardwise.core.instruction import OP_INFO, Buffer, Category, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -58,8 +58,7 @@ class Prediction:
     @property
     def states(self) -> Mapping[Category, int]:
         """Model states from step to step on the device, with slots and the model's buffers."""
-        found = by_category(self.persistent)
-        return {category: found[category] for category in STATES}
+        return {category: n for category, n in by_category(self.persistent).items() if category in STATES}
 
     @property
     def host_bytes(self) -> int:
@@ -161,7 +160,7 @@ class _Subject:
 
 def describe(one: Instruction, trace: Trace) -> str:
     """An instruction in words: what, of which unit or bucket, in which microbatch."""
-    words = [one.info.does]
+    words = [OP_INFO[one.op].does]
     if one.unit >= 0:
         words.append(f"of {trace.units[one.unit].name}")
     if one.bucket >= 0:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.capture.casts import COMPUTE_DTYPE
-from shardwise.core.instruction import BufferKind, Instruction, Op
+from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -75,7 +74,7 @@ class _Subject:
         return tuple(t for t in found if t.axes and t.nbytes)
 
     def unknown(self, one: Instruction) -> tuple[str, ...]:
-        return self.unit(one).unknown if one.info.runs_unit else ()
+        return self.unit(one).unknown if OP_INFO[one.op].runs_unit else ()
 
     def _of(self, one: Instruction) -> Sequence[Traffic]:
         match one.op:
@@ -132,11 +131,9 @@ class _Subject:
         )
 
     def message(self, one: Instruction) -> list[Traffic]:
-        kind = "send" if one.op is Op.SEND else "receive"
         if one.bucket >= 0:
             sizes = [self.share(one.bucket).held.numel * self.traces[0].buckets[one.bucket].wide.itemsize]
         else:
             m = one.microbatch % len(self.traces)
-            found = (self.traces[m].units[one.unit].local(name, self.envs[m]) for name in one.tensors)
-            sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in found]
-        return [Traffic(kind, (PIPELINE,), n) for n in sizes]
+            sizes = [self.traces[m].units[one.unit].nbytes(name, self.envs[m]) for name in one.tensors]
+        return [Traffic(one.op.lower(), (PIPELINE,), n) for n in sizes]

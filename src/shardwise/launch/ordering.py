@@ -16,9 +16,9 @@ import torch
 
 from shardwise.backend import Backend
 from shardwise.config import Config, build_optimizer
-from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
+from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
-from shardwise.core.instruction import OP_INFO
+from shardwise.core.instruction import CHANNELS, OP_INFO
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Task, Timetable, read, written
 from shardwise.data.loader import Batch, Loader

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.stages import Edge, Message, StageSplit
 from shardwise.lower.validate import Validations
@@ -33,7 +33,7 @@ class _Places:
         for position, one in enumerate(self.draft.compute):
             if one.op is Op.FORWARD:
                 self.forward[one.unit, one.microbatch] = position
-            elif one.info.runs_unit:  # the backward is behind the forward that is run again
+            elif OP_INFO[one.op].runs_unit:  # the backward is behind the forward that is run again
                 self.backward[one.unit, one.microbatch] = position
             for buffer in one.reads:
                 self.read.setdefault(buffer, position)

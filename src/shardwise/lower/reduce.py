@@ -60,30 +60,23 @@ class Reductions:
     def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
         rule = placement(self.plan, bucket.parameters[0].name)
         each, once = reductions(self.plan, rule, bucket.summed)
-        depth, end = max(1, self.plan.prefetch), self.ends[number]
+        ways: list[_Way] = []
         if number and (free := self.ends[number - 1]) >= writers[0]:
             ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]
         elif rule.grad == "S":
-            narrow, scatters = self.narrow, bool(each)
-            ways = [
-                _Way(
-                    bucket,
-                    group,
-                    each,
-                    i == 0,
-                    False,
-                    i == 0 and scatters and not narrow,
-                    min(end, self.draft.behind(group[-1], depth)),
-                )
-                for i, group in enumerate(_groups(self.draft, writers, self.plan.reduced))
-            ]
+            for group in _groups(self.draft, writers, self.plan.reduced):
+                first = not ways
+                direct = first and bool(each) and not self.narrow
+                ways.append(_Way(bucket, group, each, first, False, direct, self._stop(group[-1], number)))
         elif self.narrow and once:
-            ways = [_Way(bucket, writers[-1:], once, True, True, False, min(end, self.draft.behind(writers[-1], depth)))]
+            ways = [_Way(bucket, writers[-1:], once, True, True, False, self._stop(writers[-1], number))]
             once = ()
-        else:
-            ways = []
         self.ways[number] += ways
         self.last[number].append((bucket, once))
+
+    def _stop(self, position: int, number: int) -> int:
+        """The position by which what is written at ``position`` has been summed, and is taken out of its slot."""
+        return min(self.ends[number], self.draft.behind(position, max(1, self.plan.prefetch)))
 
     def put(self, number: int) -> dict[int, int]:
         """Those of a batch into the draft, batches in order; returns the position after which each bucket's gradient is there."""

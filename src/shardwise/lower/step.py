@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
+from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.timetable import Task
@@ -267,7 +267,7 @@ class _Lowering:
             for buffer in (*one.reads, *one.writes):
                 if buffer.microbatch >= 0:
                     last[buffer] = position
-            if one.info.runs_unit:
+            if OP_INFO[one.op].runs_unit:
                 last[BufferKind.ACTIVATION.of(one.unit, one.microbatch)] = position
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))
@@ -293,24 +293,19 @@ class _Lowering:
         learning = [b for b in self.own if b.learns]
         norm, verdict = BufferKind.NORM.of(version=batch), BufferKind.VERDICT.of(version=batch)
         after = tuple(a for a in self.all_axes if a not in self.deciding(batch))
-        steps = [
-            Instruction(
-                Op.STEP,
-                bucket=b.index,
-                version=batch,
-                reads=(BufferKind.GRAD.of(b.index), verdict),
-                # The fused optimizer leaves the clipped gradient.
-                writes=(BufferKind.PARAM.of(b.index), BufferKind.STATE.of(b.index), BufferKind.GRAD.of(b.index)),
-            )
-            for b in learning
-        ]
         return [
             Instruction(Op.DECIDE, version=batch, reads=(norm,), writes=(verdict,)),
             *([self.sum_over(after, norm)] if after else []),
             *copies,
             *([self.backup(b, batch) for b in learning] if self.versions.validates(batch) else []),
-            *steps,
+            *(self.update(b, batch, verdict) for b in learning),
         ]
+
+    @staticmethod
+    def update(bucket: Bucket, batch: int, verdict: Buffer) -> Instruction:
+        """It writes the gradient too: the fused optimizer leaves the clipped one."""
+        param, state, grad = (kind.of(bucket.index) for kind in (BufferKind.PARAM, BufferKind.STATE, BufferKind.GRAD))
+        return Instruction(Op.STEP, bucket=bucket.index, version=batch, reads=(grad, verdict), writes=(param, state, grad))
 
     @staticmethod
     def backup(bucket: Bucket, batch: int) -> Instruction:
@@ -331,17 +326,13 @@ class _Lowering:
         """Of batches that are over on all stages when this one is updated here."""
         last, late = self.versions.batches - 1, self.versions.reported
         due = range(batch - late, last + 1) if batch == last else range(batch - late, batch - late + 1)
+        return [self.report(k) for k in due if k >= 0]
+
+    def report(self, batch: int) -> Instruction:
         kinds = (BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT) if self.training else (BufferKind.LOSS,)
-        return [
-            Instruction(
-                Op.REPORT,
-                version=k,
-                reads=tuple(kind.of(version=k) for kind in kinds),
-                frees=tuple(kind.of(version=k) for kind in (*kinds, BufferKind.WEIGHT, BufferKind.BATCH)),
-            )
-            for k in due
-            if k >= 0
-        ]
+        reads = tuple(kind.of(version=batch) for kind in kinds)
+        frees = (*reads, BufferKind.WEIGHT.of(version=batch), BufferKind.BATCH.of(version=batch))
+        return Instruction(Op.REPORT, version=batch, reads=reads, frees=frees)
 
     @staticmethod
     def sum_over(axes: tuple[str, ...], buffer: Buffer) -> Instruction:

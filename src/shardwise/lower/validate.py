@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.core.instruction import OP_INFO
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.stages import Message
 from shardwise.lower.versions import BACKWARD, Versions
@@ -54,12 +55,9 @@ class Validations:
     def crosses(self, one: Message, asked: int) -> bool:
         """Whether a message is sent before a validation, and asked for after that."""
         batch = self.versions.batch(one.microbatch) - 1
-        return (
-            batch >= 0
-            and self.versions.validates(batch)
-            and one.made < self.at[one.source][batch]
-            and asked >= self.at[one.to][batch]
-        )
+        if batch < 0 or not self.versions.validates(batch):
+            return False
+        return one.made < self.at[one.source][batch] and asked >= self.at[one.to][batch]
 
 
 def _latest(drafts: Sequence[ProgramDraft], messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[int]:
@@ -67,7 +65,7 @@ def _latest(drafts: Sequence[ProgramDraft], messages: Sequence[Message], spans: 
     first to last, or what hears of another's; at the latest the last."""
     found = []
     for draft, (begin, end) in zip(drafts, spans, strict=True):
-        backwards = (p for p in range(begin, end) if draft.compute[p].info.task in BACKWARD)
+        backwards = (p for p in range(begin, end) if OP_INFO[draft.compute[p].op].task in BACKWARD)
         found.append(draft.task_of(next(backwards, end)))
     moved = True
     while moved:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.core.instruction import BufferKind, Instruction, Op
+from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Task
 from shardwise.lower.draft import ProgramDraft
@@ -97,11 +97,11 @@ class Versions:
         last = len(draft.compute) - 1
         if self.batches == 1:
             return [last]
-        backward = any(one.info.task in BACKWARD for one in draft.compute)
+        backward = any(OP_INFO[one.op].task in BACKWARD for one in draft.compute)
         found = [0] * self.batches
         first: dict[int, int] = {}
         for position, one in enumerate(draft.compute):
-            if one.microbatch >= 0 and (one.info.task in BACKWARD or not backward):
+            if one.microbatch >= 0 and (OP_INFO[one.op].task in BACKWARD or not backward):
                 found[self.batch(one.microbatch)] = position
             if one.op is Op.FORWARD:
                 first.setdefault(one.version, draft.task_of(position))

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shardwise.core.instruction import BufferKind, Instruction, Op
+from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
@@ -100,7 +100,7 @@ def _what(one: Instruction) -> str:
     """What an instruction communicates."""
     if one.peer is not None and one.unit >= 0:
         return "activations" if (one.reads or one.writes)[0].kind == BufferKind.ACTIVATION else "their gradients"
-    return one.writes[0].kind if one.op is Op.REDUCE and one.bucket < 0 else one.info.carries
+    return one.writes[0].kind if one.op is Op.REDUCE and one.bucket < 0 else OP_INFO[one.op].carries
 
 
 def unit_table(plan: Plan, found: Sequence[Caused]) -> list[Any]:

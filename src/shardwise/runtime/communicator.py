@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from shardwise.backend import Backend
-from shardwise.core.communicators import CHANNELS, CONTROL, Members
+from shardwise.core.communicators import CONTROL, Members
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Axes, Mesh
 
 OnWait: TypeAlias = Callable[[str | None], None]

@@ -79,7 +79,8 @@ class Computing(UnitBackward):
         env = batch.env(number)
         env.ordinal, env.meanwhile = unit.ordinal, self.flush if env.tensor else None
         env.again = again = one.op is Op.RECOMPUTE
-        keep, record = self.saves(one, unit, BufferKind.SAVED), self.saves(one, unit, BufferKind.KEPT)
+        left = {buffer.kind for buffer in one.writes} if unit.differentiable else set()
+        keep, record = BufferKind.SAVED in left, BufferKind.KEPT in left
         env.tape = self.tapes.pop((unit.index, m), None)
         if record:
             env.tape = self.tapes[unit.index, m] = Tape()
@@ -104,9 +105,6 @@ class Computing(UnitBackward):
                 self.live[name, m] = detached.requires_grad_() if grad else detached
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
             self.updates[name] = self.gathered.own(value.detach(), update=True)
-
-    def saves(self, one: Instruction, unit: Unit, kind: BufferKind) -> bool:
-        return unit.differentiable and any(b.kind == kind for b in one.writes)
 
     @contextmanager
     def autograd(self, keep: bool) -> Iterator[None]:

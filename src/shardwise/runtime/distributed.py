@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from shardwise.backend import Backend
-from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
+from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
 from shardwise.runtime.communicator import (
     Call,

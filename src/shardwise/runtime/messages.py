@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.core.communicators import CHANNELS
 from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.collectives import Env, in_memory
 from shardwise.runtime.communicator import Communicator, Handle
@@ -86,9 +85,8 @@ class Messages:
         there = self.comm.mesh.offset(self.comm.rank, *one.peer, wrap=True)
         kind = (one.reads or one.writes)[0].kind
         where = f"bucket {one.bucket}" if one.bucket >= 0 else f"of microbatch {one.microbatch}"
-        channel = CHANNELS[one.bucket >= 0]
         handles = [
-            post(value, there, lane=str(one.lane), what=f"{kind} {name} {where}", channel=channel)
+            post(value, there, lane=str(one.lane), what=f"{kind} {name} {where}", channel=one.channel)
             for name, value in values.items()
         ]
         return _Several(handles, tuple(values.values()))

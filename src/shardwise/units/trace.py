@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -173,6 +174,11 @@ class Unit:
         """The shape of a live tensor on one rank for one microbatch, and its dtype."""
         meta = self.values[name].meta
         return local_shape(meta["val"], meta["layout"], env), meta["val"].dtype
+
+    def nbytes(self, name: str, env: Env) -> int:
+        """The bytes of a live tensor on one rank for one microbatch."""
+        shape, dtype = self.local(name, env)
+        return math.prod(shape) * dtype.itemsize
 
     @property
     def differentiable(self) -> bool:

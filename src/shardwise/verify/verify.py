@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction
 from shardwise.core.errors import ShardwiseError
+from shardwise.core.instruction import OP_INFO
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
@@ -220,7 +221,7 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
     for start, stop in windows(compiled.plan, batches):
         for program in compiled.programs(trace, microbatches, stop - start):
             for one in program.instructions:
-                if one.info.runs_unit:
+                if OP_INFO[one.op].runs_unit:
                     for name in trace.units[one.unit].parameters:
                         key, version = (name, start * microbatches + one.microbatch), start + one.version
                         if found.setdefault(key, version) != version:
