@@ -7,6 +7,7 @@ deadlock.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,6 +34,46 @@ class Op(StrEnum):
     REPORT = "REPORT"  # the loss and the norm of a batch are known
     SEND = "SEND"  # live tensors, or their gradients, to another stage
     RECEIVE = "RECEIVE"
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """What is true of every instruction of an op.
+
+    ``does`` says in words what it does.  ``task`` is the kind of task in a timetable that it is a part of: F, B, or I and
+    W where a backward is in two parts (a RECOMPUTE is a part of I there).  ``carries`` says what it communicates: inside of
+    its unit, of a bucket, or of a batch.  ``runs_unit`` says whether it runs the graph of its unit, which reads parameters
+    and may communicate, and ``repeats`` whether it may be run again where an update turns out to be wrong.
+    """
+
+    does: str
+    task: str = ""
+    carries: str = ""
+    runs_unit: bool = False
+    repeats: bool = False
+
+
+OP_INFO: Mapping[Op, OpInfo] = {
+    Op.COUNT: OpInfo("counting the targets", carries="targets", repeats=True),
+    Op.FORWARD: OpInfo("forward", task="F", carries="forward", runs_unit=True, repeats=True),
+    Op.RECOMPUTE: OpInfo("forward again", task="B", carries="recompute", runs_unit=True),
+    Op.BACKWARD: OpInfo("backward", task="B", carries="backward", runs_unit=True),
+    Op.BACKWARD_INPUT: OpInfo("backward to the inputs", task="I", carries="backward", runs_unit=True),
+    Op.BACKWARD_WEIGHT: OpInfo("backward to the weights", task="W"),
+    Op.GATHER: OpInfo("gathering the parameters", carries="parameters", repeats=True),
+    Op.ROUND: OpInfo("rounding the gradient"),
+    Op.REDUCE: OpInfo("summing", carries="gradients"),
+    Op.ADD: OpInfo("adding the summed gradient"),
+    Op.NORM: OpInfo("taking the norm of the gradient"),
+    Op.DECIDE: OpInfo("deciding on the step"),
+    Op.STASH: OpInfo("keeping parameters as they are"),
+    Op.BACKUP: OpInfo("keeping states as they are"),
+    Op.STEP: OpInfo("updating the parameters", repeats=True),
+    Op.VALIDATE: OpInfo("validating the step"),
+    Op.REPORT: OpInfo("REPORT"),
+    Op.SEND: OpInfo("sending", carries="tied gradients", repeats=True),
+    Op.RECEIVE: OpInfo("receiving", carries="tied gradients", repeats=True),
+}
 
 
 class Lane(StrEnum):
@@ -117,6 +158,10 @@ class Instruction:
     crosses: bool = False
     frees: tuple[Buffer, ...] = ()
     waits: tuple[int, ...] = ()
+
+    @property
+    def info(self) -> OpInfo:
+        return OP_INFO[self.op]
 
     @property
     def queue(self) -> Queue:

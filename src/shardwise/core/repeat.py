@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.program import Program
 
-REPEATABLE = (Op.STEP, Op.COUNT, Op.FORWARD, Op.GATHER, Op.SEND, Op.RECEIVE)
-
 
 def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
     """By batch that is validated: the positions that are run again if it was wrong, behind the decision and what it needs."""
@@ -40,7 +38,7 @@ def unrepeatable(
     batch = [{at: k for k, span in mine.items() for at in span} for mine in spans]
     for number, mine in enumerate(batch):
         for at, k in mine.items():
-            if classes[number].instructions[at].op not in REPEATABLE:
+            if not classes[number].instructions[at].info.repeats:
                 yield (number, at), f"lies between the update of batch {k} and its VALIDATE, where it would be run again"
     for number, program in enumerate(classes):
         for at, one in enumerate(program.instructions):

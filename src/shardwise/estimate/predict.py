@@ -26,13 +26,6 @@ from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.trace import Bucket, Trace
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
-DOES: Mapping[Op, str] = {
-    Op.COUNT: "counting the targets", Op.FORWARD: "forward", Op.RECOMPUTE: "forward again", Op.BACKWARD: "backward",
-    Op.BACKWARD_INPUT: "backward to the inputs", Op.BACKWARD_WEIGHT: "backward to the weights",
-    Op.GATHER: "gathering the parameters", Op.ROUND: "rounding the gradient", Op.REDUCE: "summing", Op.ADD: "adding the summed gradient",
-    Op.STASH: "keeping parameters as they are", Op.BACKUP: "keeping states as they are", Op.VALIDATE: "validating the step", Op.SEND: "sending", Op.RECEIVE: "receiving", Op.NORM: "taking the norm of the gradient", Op.DECIDE: "deciding on the step", Op.STEP: "updating the parameters",
-}  # fmt: skip
-"""Each instruction in words."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +160,7 @@ class _Subject:
 
 def describe(one: Instruction, trace: Trace) -> str:
     """An instruction in words: what, of which unit or bucket, in which microbatch."""
-    words = [DOES.get(one.op, str(one.op))]
+    words = [one.info.does]
     if one.unit >= 0:
         words.append(f"of {trace.units[one.unit].name}")
     if one.bucket >= 0:

@@ -23,7 +23,6 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.trace import Trace
 
-_UNITS = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT)
 _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
 
 
@@ -76,7 +75,7 @@ class _Subject:
         return tuple(t for t in found if t.axes and t.nbytes)
 
     def unknown(self, one: Instruction) -> tuple[str, ...]:
-        return self.unit(one).unknown if one.op in _UNITS else ()
+        return self.unit(one).unknown if one.info.runs_unit else ()
 
     def _of(self, one: Instruction) -> Sequence[Traffic]:
         match one.op:

@@ -18,6 +18,7 @@ from shardwise.backend import Backend
 from shardwise.config import Config, build_optimizer
 from shardwise.core.communicators import CHANNELS, CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import OP_INFO
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Task, Timetable, read, written
 from shardwise.data.loader import Batch, Loader
@@ -176,8 +177,9 @@ def _seconds(recorded: RankStep) -> dict[tuple[int, str], list[float]]:
     """By unit and kind those of each microbatch; here the recorder has taken units for stages."""
     spent: dict[tuple[int, str, int], float] = defaultdict(float)
     for one in recorded.events:
-        kind = {"FORWARD": "F", "BACKWARD_WEIGHT": "W"}.get(one.op, "I" if one.microbatch % 2 else "B")
-        if one.op in ("FORWARD", "RECOMPUTE", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"):
+        task = OP_INFO[one.op].task
+        kind = task if task in ("", "F", "W") else "I" if one.microbatch % 2 else "B"
+        if kind:
             spent[one.stage, kind, one.microbatch] += one.stop - one.start
     found: dict[tuple[int, str], list[float]] = defaultdict(list)
     for (unit, kind, _), seconds in spent.items():

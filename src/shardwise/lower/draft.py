@@ -42,9 +42,8 @@ class ProgramDraft:
     def _turns(self) -> list[tuple[int, int]]:
         """For each position (first, last) of its unit's turn: a recomputation and its backward are one."""
         turns: list[tuple[int, int]] = []
-        for position, one in enumerate(self.compute):
-            again = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE
-            joins = again and one.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+        for position in range(len(self.compute)):
+            joins = position > 0 and self.compute[position - 1].op is Op.RECOMPUTE
             turns.append((turns[-1][0] if joins else position, position))
             if joins:
                 turns[-2] = turns[-1]

@@ -15,7 +15,6 @@ from shardwise.lower.validate import Validations
 from shardwise.lower.versions import Versions
 from shardwise.parallel.pipeline import PIPELINE
 
-BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT)
 NEVER = sys.maxsize
 
 
@@ -62,7 +61,7 @@ class _Places:
         for position, one in enumerate(self.draft.compute):
             if one.op is Op.FORWARD:
                 self.forward[one.unit, one.microbatch] = position
-            elif one.op in BACKWARD:
+            elif one.info.runs_unit:  # the backward is behind the forward that is run again
                 self.backward[one.unit, one.microbatch] = position
             for buffer in one.reads:
                 self.read.setdefault(buffer, position)

@@ -276,7 +276,7 @@ class _Lowering:
             for buffer in (*one.reads, *one.writes):
                 if buffer.kind in PASSING:
                     last[buffer] = position
-            if one.op in (Op.BACKWARD, Op.BACKWARD_INPUT):
+            if one.info.runs_unit:
                 last[Buffer("activation", one.unit, one.microbatch)] = position
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from shardwise.core.instruction import Op
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.versions import BACKWARD, Versions
 
@@ -83,7 +82,7 @@ def _latest(drafts: Sequence[ProgramDraft], messages: Sequence[Message], spans: 
     first to last, or what hears of another's; at the latest the last."""
     found = []
     for draft, (begin, end) in zip(drafts, spans, strict=True):
-        backwards = (p for p in range(begin, end) if draft.compute[p].op in (*BACKWARD, Op.RECOMPUTE))
+        backwards = (p for p in range(begin, end) if draft.compute[p].info.task in BACKWARD)
         found.append(draft.task_of(next(backwards, end)))
     moved = True
     while moved:

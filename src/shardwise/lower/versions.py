@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.units.trace import Bucket
 
-BACKWARD = (Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
+BACKWARD = ("B", "I", "W")  # the tasks that are a backward, or a half of one
 
 
 def steady(plan: Plan) -> int:
@@ -97,11 +97,11 @@ class Versions:
         last = len(draft.compute) - 1
         if self.batches == 1:
             return [last]
-        backward = any(one.op in BACKWARD for one in draft.compute)
+        backward = any(one.info.task in BACKWARD for one in draft.compute)
         found = [0] * self.batches
         first: dict[int, int] = {}
         for position, one in enumerate(draft.compute):
-            if one.microbatch >= 0 and (one.op in BACKWARD or not backward):
+            if one.microbatch >= 0 and (one.info.task in BACKWARD or not backward):
                 found[self.batch(one.microbatch)] = position
             if one.op is Op.FORWARD:
                 first.setdefault(one.version, draft.task_of(position))

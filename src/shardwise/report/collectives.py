@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,12 +22,6 @@ from shardwise.units.trace import Trace, Unit
 from .tables import grid, size
 
 WAYS = ("forward", "again", "backward")
-OF_UNITS: Mapping[Op, str] = {
-    Op.FORWARD: "forward", Op.RECOMPUTE: "recompute", Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward",
-}  # fmt: skip
-OF_BUCKETS: Mapping[Op, str] = {
-    Op.GATHER: "parameters", Op.REDUCE: "gradients", Op.SEND: "tied gradients", Op.RECEIVE: "tied gradients",
-}  # fmt: skip
 PURPOSES = (
     "forward", "recompute", "backward", "activations", "their gradients", "parameters", "gradients", "tied gradients", "targets", "loss",
     "norm",
@@ -104,14 +98,9 @@ def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum
 
 def _what(one: Instruction) -> str:
     """What an instruction communicates."""
-    if one.op in OF_UNITS:
-        return OF_UNITS[one.op]
-    if one.bucket >= 0:
-        return OF_BUCKETS[one.op]
-    if one.op in (Op.SEND, Op.RECEIVE):
-        kind = (one.reads if one.op is Op.SEND else one.writes)[0].kind
-        return "activations" if kind == "activation" else "their gradients"
-    return "targets" if one.op is Op.COUNT else one.writes[0].kind
+    if one.peer is not None and one.unit >= 0:
+        return "activations" if (one.reads or one.writes)[0].kind == "activation" else "their gradients"
+    return one.writes[0].kind if one.op is Op.REDUCE and one.bucket < 0 else one.info.carries
 
 
 def unit_table(plan: Plan, found: Sequence[Caused]) -> list[Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shardwise.core.instruction import OP_INFO, Op
+
 
 @dataclass(frozen=True)
 class Look:
@@ -37,8 +39,10 @@ LOOKS = {
     "RECEIVE": Look("receive", ">", "#b5b5b5", "white on bright_black"),
 }
 
-OF_OP = {"FORWARD": "F", "BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-"""The kinds of instructions that are not called by their own word."""
+
+def kind_of(op: Op) -> str:
+    """The kind of the box of an instruction: of its task, or its own word."""
+    return str(op) if op is Op.RECOMPUTE else OP_INFO[op].task or str(op)
 
 
 def look(kind: str) -> Look:

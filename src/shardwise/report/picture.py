@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from shardwise.core.instruction import Instruction, Lane, Op
 from shardwise.core.program import Program
 
-from .kinds import OF_OP, ink, look
+from .kinds import ink, kind_of, look
 from .sheet import Line, Rectangle, Sheet, Words
 
-WEIGHT = {Op.FORWARD: 2, Op.BACKWARD: 4, Op.RECOMPUTE: 2}  # widths of boxes: a backward is two forwards
 UNIT, HEIGHT, GAP, LEFT = 17, 34, 22, 74
 
 
@@ -22,7 +21,7 @@ def place(program: Program) -> list[tuple[float, float]]:
         issued = spans[-1][0] if spans else 0.0
         ready = [spans[at][1] for at in one.waits]
         start = max([free.get(one.lane, 0.0), issued if one.lane is not Lane.COMPUTE else 0.0, *ready])
-        spans.append((start, start + WEIGHT.get(one.op, 2)))
+        spans.append((start, start + (4 if one.op is Op.BACKWARD else 2)))  # a backward is two forwards
         free[one.lane] = spans[-1][1]
     return spans
 
@@ -50,7 +49,7 @@ def _place(span: tuple[float, float], y: float) -> tuple[float, float, float]:
 
 
 def _colour(op: Op) -> str:
-    return look(OF_OP.get(str(op), str(op))).colour
+    return look(kind_of(op)).colour
 
 
 def _labels(one: Instruction, span: tuple[float, float], y: float) -> Iterable[Words]:

@@ -9,11 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import OP_INFO, Op
 from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, simulate
 from shardwise.runtime.recorder import TRACE, RankStep, trace_name
 
-from .kinds import OF_OP
+from .kinds import kind_of
 from .lines import parsed_line
 from .simulated import drawing
 from .timetable import COMPUTE, Drawing, TimeBox, mark_critical
@@ -97,7 +98,7 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
         updates[next(iter(tasks)).stage] += sum(
-            event.stop - event.start for event in one.events if event.op == "STEP" and event.lasting
+            event.stop - event.start for event in one.events if event.op is Op.STEP and event.lasting
         )
     return tuple(map(tuple, seconds)), Costs(medians["F"], medians["I"], medians["W"], medians["B"], step=updates)
 
@@ -108,12 +109,12 @@ def _tasks(one: RankStep) -> dict[Task, float]:
     Where a backward is in two parts, what has no second one is a part of the first.
     """
     found: dict[Task, float] = {}
-    halved = {(event.stage, event.microbatch) for event in one.events if OF_OP.get(event.op) == "W"}
+    halved = {(event.stage, event.microbatch) for event in one.events if event.op is Op.BACKWARD_WEIGHT}
     for event in one.events:
-        kind = "B" if event.op == "RECOMPUTE" else OF_OP.get(event.op)
+        kind = OP_INFO[event.op].task
         if kind == "B" and (event.stage, event.microbatch) in halved:
             kind = "I"
-        if kind is not None and event.microbatch >= 0 and event.lasting:
+        if kind and event.microbatch >= 0 and event.lasting:
             task = Task(kind, event.stage, event.microbatch)
             found[task] = found.get(task, 0.0) + event.stop - event.start
     return found
@@ -157,11 +158,12 @@ def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
         stop = free[event.lane] = max(start, begin + event.stop)
         flow = ""
         if event.peer >= 0 and event.lasting:
-            ends = (one.rank, event.peer) if event.op == "SEND" else (event.peer, one.rank)
+            ends = (one.rank, event.peer) if event.op is Op.SEND else (event.peer, one.rank)
             flow = f"{ends[0]} to {ends[1]}: {sent[ends]}"
             sent[ends] += 1
-        kind = OF_OP.get(event.op, event.op)
-        yield TimeBox(one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text)
+        yield TimeBox(
+            one.rank, start, stop, kind_of(event.op), event.stage, event.microbatch, event.lane, flow=flow, name=event.text
+        )
 
 
 def _merged(boxes: Sequence[TimeBox], gap: float) -> Iterator[TimeBox]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from shardwise.backend import Backend
-from shardwise.core.instruction import Instruction
+from shardwise.core.instruction import Instruction, Op
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.interpreter import Interpreter
 
@@ -31,7 +31,7 @@ class Event(NamedTuple):
     later.
     """
 
-    op: str
+    op: Op
     lane: str
     stage: int
     microbatch: int
@@ -68,7 +68,7 @@ class RankStep:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> RankStep:
         """What :meth:`to_dict` gave; KeyError, TypeError or ValueError where it is something else."""
-        return RankStep(**{**values, "events": tuple(Event(*event) for event in values["events"])})
+        return RankStep(**{**values, "events": tuple(Event(Op(op), *rest) for op, *rest in values["events"])})
 
 
 class Recorder:
@@ -122,7 +122,7 @@ class Recorder:
     def _event(self, one: Instruction, start: Any, stop: Any, lasting: bool) -> Event:
         peer = -1 if one.peer is None else self._comm.mesh.offset(self._comm.rank, *one.peer, wrap=True)
         times = self._since(start), self._since(stop)
-        return Event(str(one.op), str(one.lane), self._stage(one), one.microbatch, peer, *times, str(one), lasting)
+        return Event(one.op, str(one.lane), self._stage(one), one.microbatch, peer, *times, str(one), lasting)
 
     def _settle(self) -> None:
         self._backend.synchronize(self._comm.device)

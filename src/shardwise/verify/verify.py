@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import Op
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import LOW_PRECISIONS, Plan
 from shardwise.core.scale import ScaleChoice
@@ -221,7 +220,7 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
     for start, stop in windows(compiled.plan, batches):
         for program in compiled.programs(trace, microbatches, stop - start):
             for one in program.instructions:
-                if one.op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT):
+                if one.info.runs_unit:
                     for name in trace.units[one.unit].parameters:
                         key, version = (name, start * microbatches + one.microbatch), start + one.version
                         if found.setdefault(key, version) != version:
