@@ -79,9 +79,8 @@ def trace(
         if not opaque:
             raise
         if tensor is not None and tensor.axes:
-            raise ConfigError(
-                f"tp: the model could not be captured, so nothing inside it can be sharded: {error}; legal: tp = 1"
-            ) from error
+            wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
+            raise ConfigError.on("tp", wrong, "tp = 1") from error
         return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
