@@ -152,10 +152,9 @@ def _buckets(
     for name in own:  # the module's own order
         if name in users:
             if name in learning and own[name].is_complex():
-                raise ConfigError(
-                    f"model: parameter {name} is {own[name].dtype}, which no fused optimizer steps; legal: a real one with a last dim of 2, "
-                    "read through torch.view_as_complex"
-                )
+                wrong = f"parameter {name} is {own[name].dtype}, which no fused optimizer steps"
+                legal = "a real one with a last dim of 2, read through torch.view_as_complex"
+                raise ConfigError.on("model", wrong, legal)
             dtype = shadow_dtype(module, name, own[name], precision)
             one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name), summed.get(name, ()))
             key = (users[name], dtype, name in learning, one.axes, one.summed, group(name) if group is not None else None)
