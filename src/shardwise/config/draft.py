@@ -23,8 +23,8 @@ PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 class ConfigDraft:
     """Values under dotted keys (``"optimizer.lr"``).
 
-    ``problems`` are collected, each a key ("" where none is known) and a line, so that a user sees them all at once; a check on several keys
-    is made only if none of them is itself wrong.
+    ``problems`` are collected, so that a user sees them all at once: each is a key ("" where none is known) and a line.
+    A check on several keys is made only if none of them is itself wrong.
     """
 
     def __init__(self) -> None:

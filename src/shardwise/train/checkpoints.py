@@ -56,18 +56,19 @@ class Checkpoints:
     def _check_shared(self) -> None:
         """All ranks must see what rank 0 writes: no checkpoint could be completed otherwise."""
         rank, gather = self.trainer.comm.rank, self._background.gather
-        probe, refused = self.folder / f".seen-{uuid.uuid4().hex}", ""
+        probe = self.folder / f".seen-{uuid.uuid4().hex}"
+        refused: list[str] = []
         try:
             if rank == 0:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     probe.touch()
                 except OSError as error:
-                    refused = f"cannot be written: {error.strerror}"
+                    refused = [str(self.folder), f"cannot be written: {error.strerror}", "a folder to write to"]
             # The others wait for what rank 0 has to say, be it that it cannot go on.
             name, refused = json.loads(gather(json.dumps([probe.name, refused]).encode())[0])
             if refused:
-                raise ConfigError.on(str(self.folder), refused, "a folder to write to")
+                raise ConfigError.on(*refused)
             seen = gather(b"1" if (self.folder / name).exists() else b"0")
         finally:
             if rank == 0:
