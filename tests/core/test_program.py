@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.program import Program, class_of
 
 small = st.integers(-1, 5)
-buffers = st.builds(Buffer, st.sampled_from(["param", "grad", "x é"]), small, small, st.integers(0, 2))
+buffers = st.builds(Buffer, st.sampled_from(BufferKind), small, small, st.integers(0, 2))
 instructions = st.builds(
     Instruction,
     st.sampled_from(Op),
@@ -43,7 +43,12 @@ def test_json_round_trip(program: Program) -> None:
     back = Program.from_json(program.to_json())
     assert back == program
     assert all(type(i.op) is Op and type(i.lane) is Lane for i in back.instructions)
+    assert all(type(b.kind) is BufferKind for i in back.instructions for b in (*i.reads, *i.writes))
     assert hash(back) == hash(program)
+
+
+def test_every_op_has_its_facts() -> None:
+    assert list(OP_INFO) == list(Op)
 
 
 def test_json_leaves_defaults_out() -> None:
@@ -61,6 +66,7 @@ def test_json_leaves_defaults_out() -> None:
         '{"name": "a", "coordinates": {}, "instructions": [{"op": "JUMP"}]}',
         '{"name": "a", "coordinates": {}, "instructions": [{"op": "STEP", "buket": 1}]}',
         '{"name": "a", "coordinates": {}, "instructions": [{"op": "STEP", "lane": "fast"}]}',
+        '{"name": "a", "coordinates": {}, "instructions": [{"op": "STEP", "reads": [["heap", 0, 0, 0]]}]}',
     ],
 )
 def test_other_json_is_refused(text: str) -> None:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from shardwise import Values, record
 from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import Category
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
-from shardwise.estimate.timeline import Category, total
+from shardwise.estimate.timeline import total
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel

@@ -16,11 +16,11 @@ from torch import Tensor
 
 import zoo
 from covering import covering
-from shardwise.core.instruction import Buffer
+from shardwise.core.instruction import Buffer, Category
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import CHOICES, Plan
-from shardwise.estimate.timeline import Category, total
+from shardwise.estimate.timeline import total
 from shardwise.lower import messages
 from shardwise.lower.compiled import Compiled
 from shardwise.measure.unit_memory import profile

@@ -38,19 +38,13 @@ class Op(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """What is true of every instruction of an op.
+    """What is true of every instruction of an op."""
 
-    ``does`` says in words what it does.  ``task`` is the kind of task in a timetable that it is a part of: F, B, or I and
-    W where a backward is in two parts (a RECOMPUTE is a part of I there).  ``carries`` says what it communicates: inside of
-    its unit, of a bucket, or of a batch.  ``runs_unit`` says whether it runs the graph of its unit, which reads parameters
-    and may communicate, and ``repeats`` whether it may be run again where an update turns out to be wrong.
-    """
-
-    does: str
-    task: str = ""
-    carries: str = ""
-    runs_unit: bool = False
-    repeats: bool = False
+    does: str  # in words
+    task: str = ""  # the kind of task in a timetable that it is a part of: F, B, I or W (a RECOMPUTE may be a part of I)
+    carries: str = ""  # what it communicates: inside of its unit, of a bucket, or of a batch
+    runs_unit: bool = False  # it runs the graph of its unit, which reads parameters and may communicate
+    repeats: bool = False  # it may be run again where an update turns out to be wrong
 
 
 OP_INFO: Mapping[Op, OpInfo] = {
@@ -87,26 +81,73 @@ class Lane(StrEnum):
     HOST = "host"
 
 
+class Category(StrEnum):
+    """What memory is held for.  The first three are model states, the others residual states."""
+
+    PARAMETERS = "parameters"  # at rest and in slots, and the model's buffers
+    GRADIENTS = "gradients"  # and whole ones in slots
+    OPTIMIZER = "optimizer"  # its state, and the fp32 masters of parameters in lower precision
+    ACTIVATIONS = "activations"  # the batch, live tensors, saved and kept ones, and the gradients that wait for their unit
+    TEMPORARY = "temporary"  # what an instruction needs beyond what it leaves, and scalars of the step
+    RESERVE = "reserve"  # of the allocator: rounding and fragmentation
+
+
+class BufferKind(StrEnum):
+    """What a buffer holds."""
+
+    # Of a bucket, from step to step.
+    PARAM = "param"
+    GRAD = "grad"
+    STATE = "state"
+    BACKUP = "backup"  # what an update by this stage's norm alone has changed
+    # Memory of a pool, which buckets take in turn.
+    SLOT = "slot"  # whole parameters
+    UNREDUCED = "unreduced"  # whole gradients on their way to their shard
+    STASH = "stash"  # parameters as they were before an update
+    # Of a unit and microbatch.
+    ACTIVATION = "activation"  # its live outputs
+    SAVED = "saved"  # what autograd keeps inside of it
+    KEPT = "kept"  # what selective recomputation keeps
+    GRADIENT = "gradient"  # of its outputs
+    RECEIVED = "received"  # the same from another rank, whose coordinate on ``pp`` is the ``version``
+    DEFERRED = "deferred"  # what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT: inputs and output gradients of products
+    # Of a batch, whose number is the ``version``.
+    BATCH = "batch"  # this rank's rows
+    WEIGHT = "weight"  # of the microbatches
+    LOSS = "loss"
+    NORM = "norm"
+    VERDICT = "verdict"  # what follows from the norm
+    # What no instruction names.
+    BUFFER = "buffer"  # all of the model's
+    UPDATE = "update"  # new values of those that a unit writes
+    UNUSED = "unused"  # parameters that no unit reads
+    SCALAR = "scalar"  # flags, loss scale
+
+    def of(self, index: int = -1, microbatch: int = -1, version: int = 0) -> Buffer:
+        """The buffer of this kind that belongs to them."""
+        return Buffer(self, index, microbatch, version)
+
+
+CATEGORY: Mapping[BufferKind, Category] = {
+    **dict.fromkeys((BufferKind.PARAM, BufferKind.SLOT, BufferKind.STASH), Category.PARAMETERS),
+    **dict.fromkeys((BufferKind.BUFFER, BufferKind.UNUSED), Category.PARAMETERS),
+    **dict.fromkeys((BufferKind.GRAD, BufferKind.UNREDUCED), Category.GRADIENTS),
+    **dict.fromkeys((BufferKind.STATE, BufferKind.BACKUP), Category.OPTIMIZER),
+    **dict.fromkeys((BufferKind.ACTIVATION, BufferKind.SAVED, BufferKind.KEPT, BufferKind.DEFERRED), Category.ACTIVATIONS),
+    **dict.fromkeys((BufferKind.GRADIENT, BufferKind.RECEIVED, BufferKind.UPDATE, BufferKind.BATCH), Category.ACTIVATIONS),
+    **dict.fromkeys((BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT), Category.TEMPORARY),
+    **dict.fromkeys((BufferKind.WEIGHT, BufferKind.SCALAR), Category.TEMPORARY),
+}
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class Buffer:
     """A named piece of a rank's memory: the unit of conflict between instructions.
 
-    ``kind`` is one of
-
-    * ``param grad state``: of a bucket, from step to step;
-    * ``slot unreduced stash``: memory of a pool, for whole parameters, for whole gradients on their way to
-      their shard, and for parameters as they were before an update;
-    * ``activation saved kept gradient received deferred``: of a unit and microbatch: its live outputs, what
-      autograd keeps inside of it, what selective recomputation keeps, the gradients of its outputs, those that
-      come from another rank, whose coordinate on ``pp`` is the ``version``, and what a BACKWARD_INPUT leaves for
-      its BACKWARD_WEIGHT: inputs and output gradients of products;
-    * ``backup``: of a bucket, what an update by this stage's norm alone has changed;
-    * ``loss weight norm verdict``: of a batch, whose number is the ``version``; the verdict is what follows from the norm.
-
     ``index`` is the bucket, slot or unit, or -1; ``microbatch`` is -1 for what outlives a microbatch.
     """
 
-    kind: str
+    kind: BufferKind
     index: int = -1
     microbatch: int = -1
     version: int = 0
@@ -122,42 +163,32 @@ Queue = tuple[Lane, tuple[str, ...], tuple[str, int] | None, bool]
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One operation of one class of ranks.
-
-    ``unit`` is a unit (FORWARD, BACKWARD, …) and ``bucket`` a flat buffer of parameters (REDUCE, STEP).
-    ``axes`` are the mesh axes of the communicator that it uses, if any: a collective, also one inside a
-    unit (a synchronised BatchNorm). ``peer`` is (axis, offset) of the other side of a SEND or RECEIVE, and
-    ``tensors`` the names of what it carries.
-    ``version`` is that of the weights which a unit uses: the number of updates since the begin of the
-    program; of what is done for a batch (COUNT, NORM, DECIDE, BACKUP, STEP, VALIDATE, REPORT) the number of the batch; a STASH
-    keeps it.  A RECEIVE that ``crosses`` is of what its sender sends before a VALIDATE and this rank receives after that: if it
-    finds the update wrong, what has been sent is dropped, and comes once more.
-    ``first`` lists the buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so
-    overwrites; to all others it adds; what none has written when the gradient is first read is zero.  ``slot`` is where a GATHER puts whole parameters, or where a whole gradient is that a
-    ROUND, REDUCE or ADD handles; ``slots`` are the (bucket, slot) pairs of the whole gradients that a BACKWARD
-    or a part of one writes to slots.  A REDUCE that ``scatters`` leaves each rank its shard of the sum.  ``frees`` are the
-    buffers whose content ends with this instruction.  ``waits`` are the positions of earlier instructions of
-    the same program, on other lanes, that must be complete.
-    """
+    """One operation of one class of ranks."""
 
     op: Op
     unit: int = -1
-    bucket: int = -1
+    bucket: int = -1  # a flat buffer of parameters
     microbatch: int = -1
-    slot: int = -1
+    slot: int = -1  # where a GATHER puts whole parameters, or where the whole gradient is that a ROUND, REDUCE or ADD handles
+    # Of the weights that a unit uses, or that a STASH keeps: the number of updates since the begin of the program.  Of what is
+    # done for a batch (COUNT, NORM, DECIDE, BACKUP, STEP, VALIDATE, REPORT): the number of the batch.
     version: int = 0
-    peer: tuple[str, int] | None = None
-    tensors: tuple[str, ...] = ()
-    axes: tuple[str, ...] = ()
+    peer: tuple[str, int] | None = None  # (axis, offset) of the other side of a SEND or RECEIVE
+    tensors: tuple[str, ...] = ()  # the names of what a SEND or RECEIVE carries
+    axes: tuple[str, ...] = ()  # of the communicator of a collective, also of one inside a unit (a synchronised BatchNorm)
     lane: Lane = Lane.COMPUTE
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
+    # The buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so overwrites; to all others it
+    # adds.  What none has written when the gradient is first read is zero.
     first: tuple[int, ...] = ()
-    slots: tuple[tuple[int, int], ...] = ()
-    scatters: bool = False
+    slots: tuple[tuple[int, int], ...] = ()  # (bucket, slot) of the whole gradients that a BACKWARD or its part writes to slots
+    scatters: bool = False  # this REDUCE leaves each rank its shard of the sum
+    # The sender sends before a VALIDATE what this RECEIVE gets after its own: if that finds the update wrong, what has been sent
+    # is dropped, and comes once more.
     crosses: bool = False
-    frees: tuple[Buffer, ...] = ()
-    waits: tuple[int, ...] = ()
+    frees: tuple[Buffer, ...] = ()  # whose content ends with this instruction
+    waits: tuple[int, ...] = ()  # the positions of earlier instructions, in other queues, that must be complete
 
     @property
     def info(self) -> OpInfo:

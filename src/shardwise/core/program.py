@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import Any
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.mesh import Coordinates, Mesh
 
 BUFFERS = ("reads", "writes", "frees")
@@ -100,7 +100,7 @@ def _from_dict(data: dict[str, Any]) -> Instruction:
         values["slots"] = tuple(map(tuple, values["slots"]))
     for key in BUFFERS:
         if key in values:
-            values[key] = tuple(Buffer(*buffer) for buffer in values[key])
+            values[key] = tuple(Buffer(BufferKind(kind), *rest) for kind, *rest in values[key])
     values["op"] = Op(values["op"])
     if "lane" in values:
         values["lane"] = Lane(values["lane"])

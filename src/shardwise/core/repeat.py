@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.core.instruction import Instruction, Op
+from shardwise.core.instruction import BufferKind, Instruction, Op
 from shardwise.core.program import Program
 
 
@@ -24,7 +24,7 @@ def repeated(instructions: Sequence[Instruction]) -> dict[int, range]:
 
 def of_norm(one: Instruction) -> bool:
     """Whether it sums the norms of ranks."""
-    return one.op is Op.REDUCE and any(buffer.kind == "norm" for buffer in one.reads)
+    return one.op is Op.REDUCE and any(buffer.kind == BufferKind.NORM for buffer in one.reads)
 
 
 def unrepeatable(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise.capture.casts import COMPUTE_DTYPE
-from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
@@ -53,10 +53,10 @@ def accounts(
     own = trace.buckets if buckets is None else buckets
     _buckets(there, here, own, plan, choice, rank, device, common, trace.opaque is not None)
     _pools(there, trace, plan, choice, program, rank, common)
-    here.hold(Buffer("unused"), trace.beside.unused)
-    there.hold(Buffer("buffer"), trace.beside.buffers)
-    there.hold(Buffer("batch"), trace.beside.row * sum(rows_of(plan, rows, rank)))
-    there.hold(Buffer("scalar"), _scalars(plan))
+    here.hold(BufferKind.UNUSED.of(), trace.beside.unused)
+    there.hold(BufferKind.BUFFER.of(), trace.beside.buffers)
+    there.hold(BufferKind.BATCH.of(), trace.beside.row * sum(rows_of(plan, rows, rank)))
+    there.hold(BufferKind.SCALAR.of(), _scalars(plan))
     return there, here
 
 
@@ -81,9 +81,9 @@ def _buckets(
         each = bucket_widths(choice, bucket)
         both = bucket_states(share, each, learns=bucket.learns, offload=offload, common=common)
         for account, states in zip((there, here), both, strict=True):
-            account.hold(Buffer("param", bucket.index), states.parameters)
-            account.hold(Buffer("grad", bucket.index), states.gradients)
-            account.hold(Buffer("state", bucket.index), states.optimizer)
+            account.hold(BufferKind.PARAM.of(bucket.index), states.parameters)
+            account.hold(BufferKind.GRAD.of(bucket.index), states.gradients)
+            account.hold(BufferKind.STATE.of(bucket.index), states.optimizer)
         taker, where = (here, HOST) if offload else (there, device)
         peak = max((step_peak(choice, one, each, bucket.wide.itemsize, where) for one in share.updates), default=0)
         # torch rounds on the host what it copies to a GPU in another dtype.
@@ -105,11 +105,11 @@ def _pools(
         for b in held
     }
     for k, held in enumerate(() if common else program.slots):
-        account.hold(Buffer("slot", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
+        account.hold(BufferKind.SLOT.of(k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
     for k, held in enumerate(program.stashes):
-        account.hold(Buffer("stash", k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
+        account.hold(BufferKind.STASH.of(k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
     for k, held in enumerate(program.unreduced):
-        account.hold(Buffer("unreduced", k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held))
+        account.hold(BufferKind.UNREDUCED.of(k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held))
 
 
 def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
@@ -127,6 +127,12 @@ def _scalars(plan: Plan) -> int:
 def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
     """Of a bucket's elements."""
     return widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
+
+
+def norms_of(trace: Trace) -> int:
+    """The number of a rank's norms: one of each bucket, and in a model that was not captured whether each parameter was reached."""
+    learning = [b for b in trace.buckets if b.learns]
+    return len(learning) + (0 if trace.opaque is None else sum(len(b.parameters) for b in learning))
 
 
 @dataclass
@@ -157,10 +163,8 @@ class ProgramSizes:
         self.producers = [{n: u.index for u in t.units for n in u.outputs} for t in self.traces]
         trace = self.traces[0]
         self.scalar = 8 if trace.precision == "fp64" else 4
-        learning = [b for b in trace.buckets if b.learns]
-        flags = 0 if trace.opaque is None else sum(len(b.parameters) for b in learning)
-        self.norms = self.scalar * (len(learning) + flags)  # of one rank
-        self.batch = self.persistent.get(Buffer("batch"), 0) + 3 * self.scalar  # its rows, loss, norm and the wish to stop
+        self.norms = self.scalar * norms_of(trace)  # of one rank
+        self.batch = self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar  # rows, loss, norm and the wish to stop
         self.begins: dict[Instruction, int] = {}  # the first of each batch but the first, whose fields are there before
         for one in self.program:
             batch = one.version if one.op is Op.COUNT else one.microbatch // self.microbatches
@@ -179,13 +183,13 @@ class ProgramSizes:
         memory = self.unit(one)
         if (one.unit, one.microbatch) in self.recomputed:
             return memory.again
-        saves = one.op is not Op.FORWARD or any(b.kind == "saved" for b in one.writes)
+        saves = one.op is not Op.FORWARD or any(b.kind == BufferKind.SAVED for b in one.writes)
         return memory.none if saves else Way(memory.alone)
 
     def made(self, one: Instruction) -> Made:
         """What the instruction leaves, by buffer and part."""
-        found = self._made(one)
-        return {**found, Buffer("batch", version=self.begins[one]): {"": self.batch}} if one in self.begins else found
+        batch = {BufferKind.BATCH.of(version=self.begins[one]): {"": self.batch}} if one in self.begins else {}
+        return {**self._made(one), **batch}
 
     def _made(self, one: Instruction) -> Made:
         u, m = one.unit, one.microbatch
@@ -195,18 +199,19 @@ class ProgramSizes:
             case Op.FORWARD:
                 return self.forward(one)
             case Op.RECOMPUTE:
-                return {Buffer("saved", u, m): {"": self.way(one).saved}}
+                return {BufferKind.SAVED.of(u, m): {"": self.way(one).saved}}
             case Op.BACKWARD:
                 return self.gradients(one, self.unit(one).gradients)
             case Op.BACKWARD_INPUT:
-                return {**self.gradients(one, self.unit(one).passed), Buffer("deferred", u, m): {"": self.way(one).deferred}}
+                deferred = {BufferKind.DEFERRED.of(u, m): {"": self.way(one).deferred}}
+                return {**self.gradients(one, self.unit(one).passed), **deferred}
             case Op.NORM:
                 return {b: {"norms": self.norms * self.parts} for b in one.writes}
             case Op.BACKUP:
                 return {one.writes[0]: {"": self.account.changed.get(one.bucket, 0)}}
             case Op.RECEIVE if one.bucket < 0:
                 return {one.writes[0]: {name: self.local(one, name) for name in one.tensors}}
-            case Op.RECEIVE if one.writes[0].kind == "received":
+            case Op.RECEIVE if one.writes[0].kind == BufferKind.RECEIVED:
                 return {one.writes[0]: {"": self.account.final.get(one.bucket, 0)}}
         return {}
 
@@ -216,13 +221,13 @@ class ProgramSizes:
         return math.prod(shape) * dtype.itemsize
 
     def forward(self, one: Instruction) -> Made:
-        memory, unit = self.unit(one), self.traces[one.microbatch].units[one.unit]
-        made: dict[Buffer, Mapping[str, int]] = {Buffer("activation", one.unit, one.microbatch): {"": memory.outputs}}
-        made |= {b: {"": self.way(one).kept} for b in one.writes if b.kind in ("saved", "kept")}
+        memory, unit, batch = self.unit(one), self.traces[one.microbatch].units[one.unit], one.microbatch // self.microbatches
+        made: dict[Buffer, Mapping[str, int]] = {BufferKind.ACTIVATION.of(one.unit, one.microbatch): {"": memory.outputs}}
+        made |= {b: {"": self.way(one).kept} for b in one.writes if b.kind in (BufferKind.SAVED, BufferKind.KEPT)}
         if memory.updates:
-            made[Buffer("update", one.unit)] = {"": memory.updates}
+            made[BufferKind.UPDATE.of(one.unit)] = {"": memory.updates}
         if "loss" in unit.outputs and self.traces[0].targets is not None:
-            made[Buffer("weight", version=one.microbatch // self.microbatches)] = {"shares": self.scalar * self.microbatches}
+            made[BufferKind.WEIGHT.of(version=batch)] = {"shares": self.scalar * self.microbatches}
         return made
 
     def gradients(self, one: Instruction, sizes: Sequence[int]) -> Made:
@@ -230,7 +235,7 @@ class ProgramSizes:
         made: dict[Buffer, dict[str, int]] = {}
         for name, size in zip(self.traces[m].units[one.unit].inputs, sizes, strict=False):
             if size:
-                made.setdefault(Buffer("gradient", self.producers[m][name], m), {})[name] = size
+                made.setdefault(BufferKind.GRADIENT.of(self.producers[m][name], m), {})[name] = size
         return made
 
     def peak(self, one: Instruction) -> int:

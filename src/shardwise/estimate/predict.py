@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.instruction import Buffer, Category, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
 from shardwise.estimate.states import Share, bucket_states
-from shardwise.estimate.timeline import CATEGORY, Category, Timeline, timeline
+from shardwise.estimate.timeline import Timeline, by_category, timeline
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
@@ -58,7 +58,8 @@ class Prediction:
     @property
     def states(self) -> Mapping[Category, int]:
         """Model states from step to step on the device, with slots and the model's buffers."""
-        return _by_category(self.persistent, STATES)
+        found = by_category(self.persistent)
+        return {category: found[category] for category in STATES}
 
     @property
     def host_bytes(self) -> int:
@@ -149,7 +150,7 @@ class _Subject:
             len(self.sizes),
         )
         found = timeline(program.instructions, walked)
-        host = {} if here is there else _by_category(here.persistent)
+        host: dict[Category, int] = {} if here is there else by_category(here.persistent)
         if host:
             kept = sum(here.changed.values()) if plan.post_validates and program.batches > 1 else 0
             host[Category.TEMPORARY] = max(here.steps.values(), default=0) + kept
@@ -208,12 +209,4 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     for pipe in range(cut.ranks):
         ranks = plan.mesh.members((*last, *(((PIPELINE, pipe),) if cut.ranks > 1 else ())))
         found.append(max((r for r in ranks if max(each[r]) == most), key=needs))
-    return found
-
-
-def _by_category(sizes: Mapping[Buffer, int], categories: tuple[Category, ...] = tuple(Category)) -> dict[Category, int]:
-    found = dict.fromkeys(categories, 0)
-    for buffer, n in sizes.items():
-        if CATEGORY[buffer.kind] in found:
-            found[CATEGORY[buffer.kind]] += n
     return found

@@ -9,35 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Protocol
 
-from shardwise.core.instruction import Buffer, Instruction, Lane
+from shardwise.core.instruction import CATEGORY, Buffer, Category, Instruction, Lane
 
 Made = Mapping[Buffer, Mapping[str, int]]
 """Bytes by buffer and part: a part that is made again takes the place of the one that was there."""
-
-
-class Category(StrEnum):
-    """What memory is held for.  The first three are model states, the others residual states."""
-
-    PARAMETERS = "parameters"  # at rest and in slots, and the model's buffers
-    GRADIENTS = "gradients"  # and whole ones in slots
-    OPTIMIZER = "optimizer"  # its state, and the fp32 masters of parameters in lower precision
-    ACTIVATIONS = "activations"  # the batch, live tensors, saved and kept ones, and the gradients that wait for their unit
-    TEMPORARY = "temporary"  # what an instruction needs beyond what it leaves, and scalars of the step
-    RESERVE = "reserve"  # of the allocator: rounding and fragmentation
-
-
-CATEGORY: Mapping[str, Category] = {
-    "param": Category.PARAMETERS, "slot": Category.PARAMETERS, "stash": Category.PARAMETERS, "grad": Category.GRADIENTS, "unreduced": Category.GRADIENTS,
-    "state": Category.OPTIMIZER, "activation": Category.ACTIVATIONS, "saved": Category.ACTIVATIONS, "kept": Category.ACTIVATIONS,
-    "gradient": Category.ACTIVATIONS, "received": Category.ACTIVATIONS, "deferred": Category.ACTIVATIONS, "update": Category.ACTIVATIONS, "batch": Category.ACTIVATIONS,
-    "buffer": Category.PARAMETERS, "unused": Category.PARAMETERS, "loss": Category.TEMPORARY, "weight": Category.TEMPORARY,
-    "norm": Category.TEMPORARY, "verdict": Category.TEMPORARY, "backup": Category.OPTIMIZER, "scalar": Category.TEMPORARY,
-}  # fmt: skip
-"""By kind of buffer: those of a program, and ``batch`` (this rank's rows of the step), ``buffer`` (all of the model's), ``unused``
-(parameters that no unit reads) and ``scalar`` (flags, loss scale), which no instruction names."""
 
 
 class BufferSizes(Protocol):
@@ -90,12 +67,18 @@ def total(sizes: Mapping[Category, int]) -> int:
     return sum(sizes.values())
 
 
+def by_category(sizes: Mapping[Buffer, int]) -> Counter[Category]:
+    """The bytes of buffers, by category."""
+    found = Counter(dict.fromkeys(Category, 0))
+    for buffer, nbytes in sizes.items():
+        found[CATEGORY[buffer.kind]] += nbytes
+    return found
+
+
 def timeline(instructions: Sequence[Instruction], sizes: BufferSizes) -> Timeline:
     """Walk a program.  At the peak of an instruction, what it leaves counts under its category, the rest as temporary."""
     alive: dict[Buffer, dict[str, int]] = {b: {"": n} for b, n in sizes.persistent.items()}
-    now = Counter(dict.fromkeys(Category, 0))
-    for buffer, size in sizes.persistent.items():
-        now[CATEGORY[buffer.kind]] += size
+    now = by_category(sizes.persistent)
     moments = []
     posted: dict[int, Instruction] = {}  # what frees something once it is done, which is known when somebody has waited for it
 

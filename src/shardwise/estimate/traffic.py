@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shardwise.capture.casts import COMPUTE_DTYPE
-from shardwise.core.instruction import Instruction, Op
+from shardwise.core.instruction import BufferKind, Instruction, Op
 from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
-from shardwise.estimate.memory import COUNTER
+from shardwise.estimate.memory import COUNTER, norms_of
 from shardwise.estimate.states import Share
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
@@ -93,7 +93,12 @@ class _Subject:
             case Op.REDUCE if one.bucket >= 0:
                 return [self.reduced(one)]
             case Op.REDUCE:
-                return [Traffic("all_reduce", one.axes, self.scalar * (self.norms() if one.writes[0].kind == "norm" else 2))]
+                number = 2
+                if one.writes[0].kind == BufferKind.NORM:
+                    number = norms_of(self.traces[0]) * self.plan.mesh.axis_size(
+                        (*batch_axes(self.plan), *tensor_axes(self.plan))
+                    )
+                return [Traffic("all_reduce", one.axes, self.scalar * number)]
             case Op.SEND | Op.RECEIVE:
                 return self.message(one)
         return []
@@ -125,12 +130,6 @@ class _Subject:
         return Traffic(
             "reduce_scatter" if one.scatters else "all_reduce", (SHARDS,) if one.scatters else one.axes, numel * dtype.itemsize
         )
-
-    def norms(self) -> int:
-        """Of the ranks of a stage, by bucket; of a model that was not captured also whether each parameter was reached."""
-        learning = [b for b in self.traces[0].buckets if b.learns]
-        flags = 0 if self.traces[0].opaque is None else sum(len(b.parameters) for b in learning)
-        return (len(learning) + flags) * self.plan.mesh.axis_size((*batch_axes(self.plan), *tensor_axes(self.plan)))
 
     def message(self, one: Instruction) -> list[Traffic]:
         kind = "send" if one.op is Op.SEND else "receive"

@@ -22,7 +22,7 @@ from shardwise.estimate.fit import Fit, FitChoices, nearest
 from shardwise.estimate.memory import goals
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
-from shardwise.estimate.timeline import CATEGORY, Category
+from shardwise.estimate.timeline import by_category
 from shardwise.lower.compiled import Compiled, solves, traced_for
 from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
@@ -371,13 +371,11 @@ def gib_at_least(nbytes: int) -> str:
 def account(prediction: Prediction) -> Account:
     """A prediction as it is shown, stored and drawn."""
     moments = prediction.timeline.moments
-    between = dict.fromkeys((c.value for c in Category), 0)
-    for buffer, n in prediction.persistent.items():
-        between[CATEGORY[buffer.kind].value] += n
     return Account(
         prediction.rank, tuple(str(one) for one in prediction.timeline.instructions),
-        tuple({c.value: n for c, n in moment.peak.items()} for moment in moments), between, prediction.timeline.at,
-        prediction.at, prediction.host_bytes,
+        tuple({c.value: n for c, n in moment.peak.items()} for moment in moments),
+        {c.value: n for c, n in by_category(prediction.persistent).items()}, prediction.timeline.at, prediction.at,
+        prediction.host_bytes,
     )  # fmt: skip
 
 

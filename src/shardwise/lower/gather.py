@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.slots import SlotSpan, assign
@@ -22,7 +22,7 @@ def gather(draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Seq
     spans: list[SlotSpan] = []
     uses: list[list[int]] = []
     for bucket in buckets:
-        rule, param = placement(plan, bucket.parameters[0].name), Buffer("param", bucket.index)
+        rule, param = placement(plan, bucket.parameters[0].name), BufferKind.PARAM.of(bucket.index)
         readers = draft.readers(param)
         if not readers or rule.state == "R" or (rule.rest == "R" and not bucket.learns):
             continue
@@ -37,16 +37,16 @@ def gather(draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Seq
                 uses.append(group)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
-        place = Buffer("slot", slot)
+        place = BufferKind.SLOT.of(slot)
         draft.before[span.start].append(_gather(plan, buckets[span.bucket], slot, place))
         for position in used:
-            draft.rename(position, Buffer("param", span.bucket), place)
+            draft.rename(position, BufferKind.PARAM.of(span.bucket), place)
         draft.edit(used[-1], add_frees=(place,))
     return pool
 
 
 def _gather(plan: Plan, bucket: Bucket, slot: int, into: Buffer) -> Instruction:
-    param = Buffer("param", bucket.index)
+    param = BufferKind.PARAM.of(bucket.index)
     return Instruction(
         Op.GATHER, bucket=bucket.index, slot=slot, axes=shard_axes(plan), lane=Lane.GATHER, reads=(param,), writes=(into,)
     )

@@ -8,42 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.lower.draft import ProgramDraft
-from shardwise.lower.stages import StageSplit
+from shardwise.lower.stages import Edge, Message, StageSplit
 from shardwise.lower.validate import Validations
 from shardwise.lower.versions import Versions
 from shardwise.parallel.pipeline import PIPELINE
 
 NEVER = sys.maxsize
-
-
-@dataclass(frozen=True)
-class _Edge:
-    """Live ``tensors`` of ``unit``, or their gradients, which ``source`` sends to ``to`` in every microbatch."""
-
-    source: int
-    to: int
-    unit: int
-    tensors: tuple[str, ...]
-    gradient: bool
-
-
-@dataclass(frozen=True)
-class _Message(_Edge):
-    """An edge in one microbatch: from after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing."""
-
-    microbatch: int
-    made: int
-    needed: int
-
-    @property
-    def sent(self) -> Buffer:
-        return Buffer("gradient" if self.gradient else "activation", self.unit, self.microbatch)
-
-    @property
-    def received(self) -> Buffer:
-        return Buffer("received", self.unit, self.microbatch, self.source) if self.gradient else self.sent
 
 
 @dataclass
@@ -81,8 +53,8 @@ def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions
     """
     places = [_Places(draft) for draft in drafts]
     edges = _edges(cut)
-    sent: list[list[_Message]] = [[] for _ in places]
-    received: list[dict[int, list[_Message]]] = [{} for _ in places]  # by source
+    sent: list[list[Message]] = [[] for _ in places]
+    received: list[dict[int, list[Message]]] = [{} for _ in places]  # by source
     found = [one for m in range(versions.microbatches * versions.batches) for one in _in_microbatch(edges, places, m)]
     validations = Validations.of(drafts, found, versions)
     for one in sorted(found, key=lambda one: (one.made, one.to)):
@@ -95,25 +67,25 @@ def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions
     return validations.at
 
 
-def _edges(cut: StageSplit) -> list[_Edge]:
+def _edges(cut: StageSplit) -> list[Edge]:
     """Those of activations, then those of gradients."""
     pairs = [(unit, rank) for unit in range(len(cut.units)) for rank in cut.readers(unit)]
-    forward = [_Edge(cut.rank(unit), reader, unit, cut.crossing(unit, reader), False) for unit, reader in pairs]
-    backward = [_Edge(reader, cut.rank(unit), unit, cut.crossing(unit, reader, gradients=True), True) for unit, reader in pairs]
+    forward = [Edge(cut.rank(unit), reader, unit, cut.crossing(unit, reader), False) for unit, reader in pairs]
+    backward = [Edge(reader, cut.rank(unit), unit, cut.crossing(unit, reader, gradients=True), True) for unit, reader in pairs]
     return [*forward, *(edge for edge in backward if edge.tensors)]
 
 
-def _in_microbatch(edges: Sequence[_Edge], places: Sequence[_Places], m: int) -> Iterator[_Message]:
+def _in_microbatch(edges: Sequence[Edge], places: Sequence[_Places], m: int) -> Iterator[Message]:
     """What travels in a microbatch; in evaluation no gradients do."""
     for edge in edges:
         source, to, key = places[edge.source], places[edge.to], (edge.unit, m)
         if not edge.gradient:
-            yield _Message(**vars(edge), microbatch=m, made=source.forward[key], needed=to.read[Buffer("activation", *key)])
+            yield Message(**vars(edge), microbatch=m, made=source.forward[key], needed=to.read[BufferKind.ACTIVATION.of(*key)])
         elif key in to.backward:
-            yield _Message(**vars(edge), microbatch=m, made=source.written[Buffer("gradient", *key)], needed=to.backward[key])
+            yield Message(**vars(edge), microbatch=m, made=source.written[BufferKind.GRADIENT.of(*key)], needed=to.backward[key])
 
 
-def _send(here: _Places, mine: Sequence[_Message], answers: Mapping[int, Sequence[_Message]]) -> None:
+def _send(here: _Places, mine: Sequence[Message], answers: Mapping[int, Sequence[Message]]) -> None:
     last = {one.sent: one for one in mine}
     arrived = {to: _Arrived(answers.get(to, ())) for to in {one.to for one in mine}}
     known: dict[Buffer, int] = {}  # when all who were sent it are known to have it
@@ -137,16 +109,16 @@ class _Arrived:
     """When a rank can tell that another has what it was sent: it reads something that the other sent after having used that.  To wait
     for the SEND there, so that what was sent ends, waits for nothing more."""
 
-    def __init__(self, answers: Sequence[_Message]) -> None:
+    def __init__(self, answers: Sequence[Message]) -> None:
         self.made = [one.made for one in answers]
         self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][::-1]  # the first from here on
 
-    def known(self, one: _Message) -> int:
+    def known(self, one: Message) -> int:
         """The position of computing; beyond the last where it does not."""
         return self.needed[bisect_left(self.made, one.needed)]
 
 
-def _receive(here: _Places, mine: Sequence[_Message], validations: Validations) -> None:
+def _receive(here: _Places, mine: Sequence[Message], validations: Validations) -> None:
     """Those of one source, in the order in which it sends them."""
     at = len(here.draft.compute)
     posts: list[int] = []

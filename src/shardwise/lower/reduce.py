@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.slots import SlotSpan, assign
@@ -49,7 +49,7 @@ class Reductions:
         self.ways: list[list[_Way]] = [[] for _ in ends]
         self.last: list[list[tuple[Bucket, tuple[Reduction, ...]]]] = [[] for _ in ends]
         for bucket in buckets:
-            writers = draft.writers(Buffer("grad", bucket.index)) if bucket.learns else []
+            writers = draft.writers(BufferKind.GRAD.of(bucket.index)) if bucket.learns else []
             for number in range(len(ends)):
                 mine = tuple(i for i in writers if batch(draft.compute[i].microbatch) == number)
                 if mine:
@@ -93,7 +93,7 @@ class Reductions:
             _through_slot(draft, way, slot)
         found: dict[int, int] = {}
         for bucket, once in self.last[number]:
-            grad = Buffer("grad", bucket.index)
+            grad = BufferKind.GRAD.of(bucket.index)
             mine = [i for i in draft.writers(grad) if self.batch(draft.compute[i].microbatch) == number]
             stop = self.ends[number]
             added = [i for i, held in draft.after.items() if i <= stop and any(grad in one.writes for one in held)]
@@ -112,7 +112,7 @@ def _groups(draft: ProgramDraft, writers: Iterable[int], reduced: str) -> list[t
 
 
 def _through_slot(draft: ProgramDraft, way: _Way, slot: int) -> None:
-    index, place, grad = way.bucket.index, Buffer("unreduced", slot), Buffer("grad", way.bucket.index)
+    index, place, grad = way.bucket.index, BufferKind.UNREDUCED.of(slot), BufferKind.GRAD.of(way.bucket.index)
     end = way.writers[-1]
     if way.through:
         draft.after[end].append(Instruction(Op.ROUND, bucket=index, slot=slot, reads=(grad,), writes=(place,)))

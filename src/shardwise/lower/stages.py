@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardwise.backend import Kind
 from shardwise.core.errors import ConfigError
+from shardwise.core.instruction import Buffer, BufferKind
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Rates, rates
 from shardwise.core.timetable import Timetable, first, read
@@ -21,6 +22,35 @@ Weights = Mapping[int, float]
 """What each unit takes, by its index."""
 EVERYWHERE = -1
 """The stage of what follows from batch fields alone: each rank computes it for itself."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """Live ``tensors`` of ``unit``, or their gradients, which ``source`` sends to ``to`` in every microbatch."""
+
+    source: int
+    to: int
+    unit: int
+    tensors: tuple[str, ...]
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Message(Edge):
+    """An edge in one microbatch: from after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing."""
+
+    microbatch: int
+    made: int
+    needed: int
+
+    @property
+    def sent(self) -> Buffer:
+        kind = BufferKind.GRADIENT if self.gradient else BufferKind.ACTIVATION
+        return kind.of(self.unit, self.microbatch)
+
+    @property
+    def received(self) -> Buffer:
+        return BufferKind.RECEIVED.of(self.unit, self.microbatch, self.source) if self.gradient else self.sent
 
 
 @dataclass(frozen=True)

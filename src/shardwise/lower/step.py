@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from shardwise.core.errors import ConfigError, ShardwiseError
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.timetable import Task
@@ -23,14 +23,6 @@ from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.trace import Bucket, Trace
-
-PASSING = ("activation", "kept", "saved", "gradient", "received", "deferred")
-"""Kinds of buffers that live within a batch."""
-
-
-def of_batch(kind: str, batch: int) -> Buffer:
-    """The loss, the norm or the weights of a batch."""
-    return Buffer(kind, version=batch)
 
 
 def lower(
@@ -125,9 +117,9 @@ class _Lowering:
         slots = gather(draft, self.plan, self.buckets, ends)
         copies, stashes = stash(draft, own, ends)
         for batch, end in enumerate(ends):
-            loss = [self.sum_over(self.all_axes, of_batch("loss", batch))] if self.all_axes else []
+            loss = [self.sum_over(self.all_axes, BufferKind.LOSS.of(version=batch))] if self.all_axes else []
             if self.cut.ranks == 1:  # over the pipeline all ranks have to join in
-                draft.after[draft.last([of_batch("loss", batch)])] += loss
+                draft.after[draft.last([BufferKind.LOSS.of(version=batch)])] += loss
                 loss = []
             complete = reductions.put(batch)
             for bucket, (first, *_) in shared(self.cut, self.rank, own):
@@ -182,7 +174,7 @@ class _Lowering:
         found = []
         for one in several:
             batch = self.versions.batch(one.microbatch)
-            new = tuple(b.index for b in one.writes if b.kind == "grad" and (b.index, batch) not in self._written)
+            new = tuple(b.index for b in one.writes if b.kind == BufferKind.GRAD and (b.index, batch) not in self._written)
             self._written |= {(index, batch) for index in new}
             found.append(replace(one, first=new))
         return found
@@ -197,15 +189,15 @@ class _Lowering:
         """``saves``: for a backward without a second forward."""
         saves = self.plan.recompute == "none" if saves is None else saves
         unit = self.trace.units[u]
-        reads = [Buffer("param", b.index) for b in self.used[u]]
-        reads += [Buffer("activation", p, m) for p in self.producers(u)]
+        reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
+        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]
         if "loss" in unit.outputs and self.trace.targets is not None:
-            reads.append(of_batch("weight", self.versions.batch(m)))
-        writes = [Buffer("activation", u, m)]
+            reads.append(BufferKind.WEIGHT.of(version=self.versions.batch(m)))
+        writes = [BufferKind.ACTIVATION.of(u, m)]
         if self.training and unit.differentiable:
-            writes += [Buffer("saved", u, m)] if saves else self.kept(u, m)
+            writes += [BufferKind.SAVED.of(u, m)] if saves else self.kept(u, m)
         if "loss" in unit.outputs:
-            writes.append(of_batch("loss", self.versions.batch(m)))
+            writes.append(BufferKind.LOSS.of(version=self.versions.batch(m)))
         axes, version = self.stage_axes if unit.collectives else (), self.version(u, m)
         return Instruction(Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
 
@@ -217,24 +209,24 @@ class _Lowering:
 
     def recompute(self, u: int, m: int) -> Instruction:
         again = self.forward(u, m)
-        return replace(again, op=Op.RECOMPUTE, reads=(*again.reads, *self.kept(u, m)), writes=(Buffer("saved", u, m),))
+        return replace(again, op=Op.RECOMPUTE, reads=(*again.reads, *self.kept(u, m)), writes=(BufferKind.SAVED.of(u, m),))
 
     def kept(self, u: int, m: int) -> list[Buffer]:
         """What FORWARD leaves for RECOMPUTE inside a unit."""
-        return [Buffer("kept", u, m)] if self.plan.recompute == "selective" else []
+        return [BufferKind.KEPT.of(u, m)] if self.plan.recompute == "selective" else []
 
     def backward(self, u: int, m: int, whole: bool) -> Instruction:
         """BACKWARD, or what of it does not wait for BACKWARD_WEIGHT, if there is anything that does."""
         unit = self.trace.units[u]
         whole = whole or not unit.products
-        reads = [Buffer("saved", u, m), *(Buffer("param", b.index) for b in self.used[u])]
-        reads += [Buffer("activation", p, m) for p in self.producers(u)]  # autograd keeps inputs
-        reads += [of_batch("weight", self.versions.batch(m))] if "loss" in unit.outputs else []
-        reads += [Buffer("gradient", u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
+        reads = [BufferKind.SAVED.of(u, m), *(BufferKind.PARAM.of(b.index) for b in self.used[u])]
+        reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]  # autograd keeps inputs
+        reads += [BufferKind.WEIGHT.of(version=self.versions.batch(m))] if "loss" in unit.outputs else []
+        reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = self.grads(u, unit.parameters if whole else unit.inside)
-        grads = dict(zip(unit.inputs, unit.input_grads, strict=True))
-        writes += [Buffer("gradient", p, m) for p in self.producers(u) if any(grads.get(n) for n in self.trace.units[p].outputs)]
-        writes += [] if whole else [Buffer("deferred", u, m)]
+        passed = {name for name, grad in zip(unit.inputs, unit.input_grads, strict=True) if grad}
+        writes += [BufferKind.GRADIENT.of(p, m) for p in self.producers(u) if passed.intersection(self.trace.units[p].outputs)]
+        writes += [] if whole else [BufferKind.DEFERRED.of(u, m)]
         op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
         version = self.version(u, m)
         return Instruction(op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
@@ -245,14 +237,14 @@ class _Lowering:
         if not unit.products:
             return []
         held = [p for p in (*self.producers(u), u) if set(self.trace.units[p].outputs) & set(unit.held)]
-        reads = (Buffer("deferred", u, m), *(Buffer("activation", p, m) for p in held))
+        reads = (BufferKind.DEFERRED.of(u, m), *(BufferKind.ACTIVATION.of(p, m) for p in held))
         writes = tuple(self.grads(u, unit.products))
         return [Instruction(Op.BACKWARD_WEIGHT, unit=u, microbatch=m, reads=reads, writes=writes)]
 
     def grads(self, u: int, names: Sequence[str]) -> list[Buffer]:
         """The gradient buffers of those of a unit's parameters that learn."""
         wanted = set(names)
-        return [Buffer("grad", b.index) for b in self.used[u] if b.learns and any(p.name in wanted for p in b.parameters)]
+        return [BufferKind.GRAD.of(b.index) for b in self.used[u] if b.learns and any(p.name in wanted for p in b.parameters)]
 
     def producers(self, u: int) -> tuple[int, ...]:
         """The units whose live tensors unit ``u`` reads."""
@@ -265,8 +257,8 @@ class _Lowering:
         targets = self.trace.targets
         if targets is None:
             return []
-        reads = tuple(Buffer("param", b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters))
-        writes = (of_batch("weight", batch),)
+        reads = tuple(BufferKind.PARAM.of(b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters))
+        writes = (BufferKind.WEIGHT.of(version=batch),)
         return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]
 
     def free_activations(self, draft: ProgramDraft) -> None:
@@ -274,10 +266,10 @@ class _Lowering:
         last: dict[Buffer, int] = {}
         for position, one in enumerate(draft.compute):
             for buffer in (*one.reads, *one.writes):
-                if buffer.kind in PASSING:
+                if buffer.microbatch >= 0:
                     last[buffer] = position
             if one.info.runs_unit:
-                last[Buffer("activation", one.unit, one.microbatch)] = position
+                last[BufferKind.ACTIVATION.of(one.unit, one.microbatch)] = position
         for buffer, position in last.items():
             draft.edit(position, add_frees=(buffer,))
 
@@ -285,8 +277,8 @@ class _Lowering:
         """The norm over all gradients of which this rank is the first to have them."""
         held = {b.index: ranks for b, ranks in shared(self.cut, self.rank, self.own)}
         counted = [b for b in self.own if b.learns and held.get(b.index, (self.rank,))[0] == self.rank]
-        norm, axes = of_batch("norm", batch), self.deciding(batch)
-        reads = tuple(Buffer("grad", b.index) for b in counted)
+        norm, axes = BufferKind.NORM.of(version=batch), self.deciding(batch)
+        reads = tuple(BufferKind.GRAD.of(b.index) for b in counted)
         taken = Instruction(Op.NORM, version=batch, reads=reads, writes=(norm,))
         return [taken, *([self.sum_over(axes, norm)] if axes else [])]
 
@@ -299,16 +291,17 @@ class _Lowering:
 
         Where stages do not wait for each other, each decides by its own norm, and all hear of the whole later.
         """
-        learning, norm, verdict = [b for b in self.own if b.learns], of_batch("norm", batch), of_batch("verdict", batch)
+        learning = [b for b in self.own if b.learns]
+        norm, verdict = BufferKind.NORM.of(version=batch), BufferKind.VERDICT.of(version=batch)
         after = tuple(a for a in self.all_axes if a not in self.deciding(batch))
         steps = [
             Instruction(
                 Op.STEP,
                 bucket=b.index,
                 version=batch,
-                reads=(Buffer("grad", b.index), verdict),
+                reads=(BufferKind.GRAD.of(b.index), verdict),
                 # The fused optimizer leaves the clipped gradient.
-                writes=(Buffer("param", b.index), Buffer("state", b.index), Buffer("grad", b.index)),
+                writes=(BufferKind.PARAM.of(b.index), BufferKind.STATE.of(b.index), BufferKind.GRAD.of(b.index)),
             )
             for b in learning
         ]
@@ -323,27 +316,29 @@ class _Lowering:
     @staticmethod
     def backup(bucket: Bucket, batch: int) -> Instruction:
         """A copy of what STEP changes."""
-        reads, writes = (Buffer("param", bucket.index), Buffer("state", bucket.index)), (Buffer("backup", bucket.index),)
+        reads = BufferKind.PARAM.of(bucket.index), BufferKind.STATE.of(bucket.index)
+        writes = (BufferKind.BACKUP.of(bucket.index),)
         return Instruction(Op.BACKUP, bucket=bucket.index, version=batch, reads=reads, writes=writes)
 
     def validate(self, batch: int) -> Instruction:
         """Reads gradients too: the update may have to be made again."""
         learning = [b.index for b in self.own if b.learns]
-        backups = tuple(Buffer("backup", index) for index in learning)
-        reads = (of_batch("norm", batch), *backups, *(Buffer("grad", index) for index in learning))
-        return Instruction(Op.VALIDATE, version=batch, reads=reads, writes=(of_batch("verdict", batch),), frees=backups)
+        backups = tuple(BufferKind.BACKUP.of(index) for index in learning)
+        norm, verdict = BufferKind.NORM.of(version=batch), BufferKind.VERDICT.of(version=batch)
+        reads = (norm, *backups, *(BufferKind.GRAD.of(index) for index in learning))
+        return Instruction(Op.VALIDATE, version=batch, reads=reads, writes=(verdict,), frees=backups)
 
     def reports(self, batch: int) -> list[Instruction]:
         """Of batches that are over on all stages when this one is updated here."""
         last, late = self.versions.batches - 1, self.versions.reported
         due = range(batch - late, last + 1) if batch == last else range(batch - late, batch - late + 1)
-        kinds = ("loss", "norm", "verdict") if self.training else ("loss",)
+        kinds = (BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT) if self.training else (BufferKind.LOSS,)
         return [
             Instruction(
                 Op.REPORT,
                 version=k,
-                reads=tuple(of_batch(kind, k) for kind in kinds),
-                frees=tuple(of_batch(kind, k) for kind in (*kinds, "weight", "batch")),
+                reads=tuple(kind.of(version=k) for kind in kinds),
+                frees=tuple(kind.of(version=k) for kind in (*kinds, BufferKind.WEIGHT, BufferKind.BATCH)),
             )
             for k in due
             if k >= 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardwise.core.errors import ConfigError
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.lower.stages import StageSplit
 from shardwise.parallel.pipeline import PIPELINE
@@ -36,17 +36,17 @@ def shared(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[
 
 def part(bucket: Bucket, rank: int, first: int) -> Instruction:
     """What ``rank`` sends to the first of a bucket's holders as soon as its gradient is complete."""
-    return _message(Op.SEND, bucket, first - rank, reads=(Buffer("grad", bucket.index),))
+    return _message(Op.SEND, bucket, first - rank, reads=(BufferKind.GRAD.of(bucket.index),))
 
 
 def tied(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[Instruction]:
     """What ``rank`` does at the end about those of its buckets that other ranks of the pipeline have too."""
     for bucket, (first, *others) in shared(cut, rank, own):
-        grad = Buffer("grad", bucket.index)
+        grad = BufferKind.GRAD.of(bucket.index)
         if rank != first:
             yield _message(Op.RECEIVE, bucket, first - rank, writes=(grad,))
             continue
-        inbox = [Buffer("received", bucket.index, version=other) for other in others]
+        inbox = [BufferKind.RECEIVED.of(bucket.index, version=other) for other in others]
         for other, place in zip(others, inbox, strict=True):
             yield _message(Op.RECEIVE, bucket, other - rank, writes=(place,))
         for place in inbox:

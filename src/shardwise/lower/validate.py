@@ -10,25 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from shardwise.lower.draft import ProgramDraft
+from shardwise.lower.stages import Message
 from shardwise.lower.versions import BACKWARD, Versions
-
-
-class Message(Protocol):
-    """From after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing."""
-
-    @property
-    def source(self) -> int: ...
-    @property
-    def to(self) -> int: ...
-    @property
-    def microbatch(self) -> int: ...
-    @property
-    def made(self) -> int: ...
-    @property
-    def needed(self) -> int: ...
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.instruction import BufferKind, Instruction, Op
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Task
 from shardwise.lower.draft import ProgramDraft
@@ -117,7 +117,7 @@ def stash(
     spans: list[SlotSpan] = []
     uses: list[tuple[int, list[int]]] = []
     for bucket in buckets:
-        readers = draft.readers(Buffer("param", bucket.index))
+        readers = draft.readers(BufferKind.PARAM.of(bucket.index))
         for version, end in enumerate(ends if bucket.learns else ()):
             late = [i for i in readers if i > end and draft.compute[i].version == version]
             if late:
@@ -126,7 +126,7 @@ def stash(
     slots, pool = assign(spans)
     found: list[list[Instruction]] = [[] for _ in ends]
     for span, (version, late), slot in zip(spans, uses, slots, strict=True):
-        param, place = Buffer("param", span.bucket), Buffer("stash", slot)
+        param, place = BufferKind.PARAM.of(span.bucket), BufferKind.STASH.of(slot)
         copy = Instruction(Op.STASH, bucket=span.bucket, slot=slot, version=version, reads=(param,), writes=(place,))
         found[version].append(copy)
         for position in late:

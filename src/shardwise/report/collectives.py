@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from shardwise.core.instruction import Instruction, Op
+from shardwise.core.instruction import BufferKind, Instruction, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.pins import starred
 from shardwise.core.plan import Plan
@@ -99,7 +99,7 @@ def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum
 def _what(one: Instruction) -> str:
     """What an instruction communicates."""
     if one.peer is not None and one.unit >= 0:
-        return "activations" if (one.reads or one.writes)[0].kind == "activation" else "their gradients"
+        return "activations" if (one.reads or one.writes)[0].kind == BufferKind.ACTIVATION else "their gradients"
     return one.writes[0].kind if one.op is Op.REDUCE and one.bucket < 0 else one.info.carries
 
 

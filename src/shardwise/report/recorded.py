@@ -161,9 +161,8 @@ def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
             ends = (one.rank, event.peer) if event.op is Op.SEND else (event.peer, one.rank)
             flow = f"{ends[0]} to {ends[1]}: {sent[ends]}"
             sent[ends] += 1
-        yield TimeBox(
-            one.rank, start, stop, kind_of(event.op), event.stage, event.microbatch, event.lane, flow=flow, name=event.text
-        )
+        kind = kind_of(event.op)
+        yield TimeBox(one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text)
 
 
 def _merged(boxes: Sequence[TimeBox], gap: float) -> Iterator[TimeBox]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.ops.collectives import Env
 from shardwise.ops.weight_gradients import Factors
 from shardwise.runtime.batch import BatchStates
@@ -79,7 +79,7 @@ class Computing(UnitBackward):
         env = batch.env(number)
         env.ordinal, env.meanwhile = unit.ordinal, self.flush if env.tensor else None
         env.again = again = one.op is Op.RECOMPUTE
-        keep, record = self.saves(one, unit, "saved"), self.saves(one, unit, "kept")
+        keep, record = self.saves(one, unit, BufferKind.SAVED), self.saves(one, unit, BufferKind.KEPT)
         env.tape = self.tapes.pop((unit.index, m), None)
         if record:
             env.tape = self.tapes[unit.index, m] = Tape()
@@ -105,7 +105,7 @@ class Computing(UnitBackward):
         for name, value in zip(unit.updates, outputs[len(unit.outputs) :], strict=True):
             self.updates[name] = self.gathered.own(value.detach(), update=True)
 
-    def saves(self, one: Instruction, unit: Unit, kind: str) -> bool:
+    def saves(self, one: Instruction, unit: Unit, kind: BufferKind) -> bool:
         return unit.differentiable and any(b.kind == kind for b in one.writes)
 
     @contextmanager
@@ -120,7 +120,7 @@ class Computing(UnitBackward):
         self.gathered.version, self.microbatch = one.version, m
         self.gradients.begin(one)
         for buffer in one.reads:
-            if buffer.kind == "received":
+            if buffer.kind == BufferKind.RECEIVED:
                 for name, grad in self.received[buffer].items():
                     self.pass_on(name, grad)
         defer = None

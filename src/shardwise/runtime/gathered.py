@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.backend import Backend
 from shardwise.core.errors import ShardwiseError
-from shardwise.core.instruction import Buffer, Instruction, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
 from shardwise.runtime.communicator import Communicator, Completed, Handle
@@ -106,7 +106,7 @@ class Gathered:
 
     def free(self, buffer: Buffer) -> None:
         """The bucket in a slot is no longer needed."""
-        if buffer.kind == "stash":
+        if buffer.kind == BufferKind.STASH:
             flat, _ = self._old.pop(self._stash.pop(buffer.index))
             if self._strict:
                 flat.fill_(float("nan"))

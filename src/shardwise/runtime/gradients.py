@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardwise.core.instruction import Buffer, Instruction
+from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.weight_gradients import Factors, accumulate
 from shardwise.parallel.data import SHARDS
 from shardwise.runtime.buffers import RankMemory
@@ -34,7 +34,7 @@ class Gradients:
         """Before a backward: the buckets of ``one.first`` are written anew, those of ``one.slots`` in their slots."""
         buckets = self._memory.buckets
         for buffer in one.writes:
-            if buffer.kind == "grad":
+            if buffer.kind == BufferKind.GRAD:
                 self._direct(buffer.index)
         for index, slot in one.slots:
             flat, goals = self._memory.unreduced.views(slot, buckets[index])
@@ -105,7 +105,7 @@ class Gradients:
         own = x[memory.shard.start : memory.shard.stop] if x.numel() == memory.layout.numel else x
         if not one.scatters:
             return comm.all_reduce(own if memory.rule.state == "S" else x, one.axes, lane=lane, what=what)
-        out = memory.grad if Buffer("grad", one.bucket) in one.writes and one.slot >= 0 else own
+        out = memory.grad if BufferKind.GRAD.of(one.bucket) in one.writes and one.slot >= 0 else own
         return comm.reduce_scatter(out, x, SHARDS, lane=lane, what=what)
 
     def take(self, one: Instruction) -> None:

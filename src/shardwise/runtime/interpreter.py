@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from shardwise.core.instruction import Instruction, Op
+from shardwise.core.instruction import BufferKind, Instruction, Op
 from shardwise.core.program import Program
 from shardwise.core.repeat import of_norm, repeated
 from shardwise.runtime.batch import BatchStates, StepInput, StepResult
@@ -146,13 +146,13 @@ class _Run:
     def free(self, one: Instruction) -> None:
         """What ends with a completed instruction."""
         for buffer in one.frees:
-            if buffer.kind in ("slot", "stash"):
+            if buffer.kind in (BufferKind.SLOT, BufferKind.STASH):
                 self.gathered.free(buffer)
-            elif buffer.kind == "unreduced":
+            elif buffer.kind == BufferKind.UNREDUCED:
                 self.gradients.free(buffer)
-            elif buffer.kind == "activation":
+            elif buffer.kind == BufferKind.ACTIVATION:
                 self.computing.free(buffer)
-            elif buffer.kind == "received":
+            elif buffer.kind == BufferKind.RECEIVED:
                 self.messages.free(buffer)
 
     # ---- messages, reductions, the update ------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class _Run:
             self.handles[self.computing.position] = (one, self.gradients.reduce(one))
             return
         batch = self.batches[one.version]
-        x = batch.norms if one.writes[0].kind == "norm" else batch.shared
+        x = batch.norms if one.writes[0].kind == BufferKind.NORM else batch.shared
         assert x is not None
         self.sum_over(one, x, one.writes[0].kind)
 

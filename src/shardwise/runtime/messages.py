@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.communicators import CHANNELS
-from shardwise.core.instruction import Buffer, Instruction
+from shardwise.core.instruction import Buffer, BufferKind, Instruction
 from shardwise.ops.collectives import Env, in_memory
 from shardwise.runtime.communicator import Communicator, Handle
 from shardwise.runtime.gradients import Gradients
@@ -52,7 +52,7 @@ class Messages:
         m, kind = one.microbatch, one.reads[0].kind
         if one.bucket >= 0:
             values = {"gradient": self.gradients.final(one.bucket)}
-        elif kind == "activation":
+        elif kind == BufferKind.ACTIVATION:
             values = {name: self.live[name, m] for name in one.tensors}
         else:
             grads = {name: self.pending.pop((name, m), None) for name in one.tensors}
@@ -65,12 +65,12 @@ class Messages:
         place = one.writes[0]
         if one.bucket >= 0:
             goal = self.gradients.final(one.bucket)
-            values = {"gradient": goal if place.kind == "grad" else torch.empty_like(goal)}
+            values = {"gradient": goal if place.kind == BufferKind.GRAD else torch.empty_like(goal)}
         else:
             values = {name: self._empty(one, name, env) for name in one.tensors}
-        if place.kind == "received":
+        if place.kind == BufferKind.RECEIVED:
             self.received[place] = values
-        elif place.kind == "activation":
+        elif place.kind == BufferKind.ACTIVATION:
             unit = self.traces[one.microbatch].units[one.unit]
             grads = dict(zip(unit.outputs, unit.output_grads, strict=True))
             for name, value in values.items():
