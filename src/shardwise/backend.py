@@ -341,9 +341,8 @@ class Backend:
         for name, value in _REPEATABLE.get(self.type, {}).items():
             found = environment.setdefault(name, value)
             if found not in _LEGAL.get(name, (found,)):
-                raise ConfigError(
-                    f"train.deterministic: {name}={found} in the environment lets cuBLAS choose; legal: {' or '.join(_LEGAL[name])}, or not to set it"
-                )
+                wrong = f"{name}={found} in the environment lets cuBLAS choose"
+                raise ConfigError.on("train.deterministic", wrong, f"{' or '.join(_LEGAL[name])}, or not to set it")
 
     @contextmanager
     def repeatable(self) -> Iterator[None]:

@@ -34,7 +34,7 @@ def reported(json: bool) -> Iterator[None]:
     try:
         yield
     except ShardwiseError as error:
-        _print_error(error, _cause(error), json)
+        _print_error(error, json)
         raise typer.Exit(exit_code(error)) from None
     except KeyboardInterrupt:
         if json:
@@ -44,21 +44,17 @@ def reported(json: bool) -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _cause(error: Exception) -> str:
-    return str(getattr(error, "cause", "config" if isinstance(error, ConfigError) else "shardwise"))
-
-
 def exit_code(error: Exception) -> int:
     """Of a command that ends with an error: 2 for wrong input, else 1."""
-    return 2 if _cause(error) == "config" else 1
+    return 2 if isinstance(error, ShardwiseError) and error.cause == "config" else 1
 
 
-def _print_error(error: ShardwiseError, cause: str, json: bool) -> None:
+def _print_error(error: ShardwiseError, json: bool) -> None:
     if json:
-        _print_json_error(str(error), cause, getattr(error, "rank", None))
+        _print_json_error(str(error), error.cause, getattr(error, "rank", None))
         return
     print(f"error: {error}", file=sys.stderr)
-    for line in getattr(error, "details", ()) if cause != "config" else ():
+    for line in getattr(error, "details", ()) if error.cause != "config" else ():
         print(line, file=sys.stderr)
 
 

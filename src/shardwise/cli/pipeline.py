@@ -122,10 +122,9 @@ def _check_recorded(folder: Path, schedule: str, ranks: int, microbatches: int, 
     legal = check_schedule(schedule, ranks, microbatches, len(costs.forward) // ranks)
     if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
         both = ("I and W", "B") if legal.splits else ("B", "I and W")
-        raise ConfigError(
-            f"--schedule {schedule}: needs the times of {both[0]}, and {folder} has recorded {both[1]}; legal: another schedule, or a "
-            f"run of parallel.schedule = {schedule}"
-        )
+        wrong = f"needs the times of {both[0]}, and {folder} has recorded {both[1]}"
+        others = f"another schedule, or a run of parallel.schedule = {schedule}"
+        raise ConfigError.on(f"--schedule {schedule}", wrong, others)
 
 
 def run_draw(

@@ -151,15 +151,13 @@ def _train_here(config: Config, display: Display | None) -> bool:
     asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say
-    side = Surroundings(
-        progress, asked, warn, on_step, lambda error: warn(f"rank {os.environ['RANK']} ends: {message_of(error)}")
-    )
+    rank = os.environ["RANK"]
+    side = Surroundings(progress, asked, warn, on_step, lambda error: warn(f"rank {rank} ends: {message_of(error)}"))
     try:
         done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
     except Exception as error:
-        if (
-            Backend.here().asynchronous
-        ):  # an interpreter that ends leaves its process groups, and these wait for what is pending on a device
+        # An interpreter that ends leaves its process groups, and these wait for what is pending on a device.
+        if Backend.here().asynchronous:
             atexit.register(end_now, exit_code(error))
         raise
     progress.finish()

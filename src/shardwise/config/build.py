@@ -138,10 +138,8 @@ def _text_shape(config: Config) -> TextShape | None:
 def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
     dataset = call("data.factory", reference, arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(
-            f"data.factory = {shown(reference)}: it returned {_kind(dataset)}; legal: a map-style dataset "
-            "(len(dataset) and dataset[index]) of dicts of tensors"
-        )
+        legal = "a map-style dataset (len(dataset) and dataset[index]) of dicts of tensors"
+        raise ConfigError.on(f"data.factory = {shown(reference)}", f"it returned {_kind(dataset)}", legal)
     return dataset
 
 
@@ -204,11 +202,10 @@ def _factory_constructor(model: ModelConfig, aligned: bool, documents: bool) -> 
             raise ConfigError(f"model.factory = {shown(reference)}: it returned {_kind(made)}; legal: an nn.Module")
         if aligned and any(base.__name__ == "PreTrainedModel" for base in type(made).__mro__):
             # It would learn to predict the token after the next one, and nobody would notice.
-            raise ConfigError(
-                f"model.factory = {shown(reference)}: {type(made).__name__} is a transformers model, which "
-                "shifts labels itself, but those of data.source are shifted already; legal: "
-                "model.transformers with [model.config], a data.factory, or a model.loss of yours"
-            )
+            why = "which shifts labels itself, but those of data.source are shifted already"
+            wrong = f"{type(made).__name__} is a transformers model, {why}"
+            legal = "model.transformers with [model.config], a data.factory, or a model.loss of yours"
+            raise ConfigError.on(f"model.factory = {shown(reference)}", wrong, legal)
         if documents and "documents" not in inspect.signature(made.forward).parameters:
             raise ConfigError(
                 f'data.attention = "document": the forward of {type(made).__name__}, from model.factory = {shown(reference)}, has no '

@@ -47,11 +47,10 @@ class Config:
         try:
             yield
         except ConfigError as error:
-            name, legal, wrong = reworded(error)
-            if name not in {f.name for f in fields(self.parallel)} or not legal:
+            if error.field not in {f.name for f in fields(self.parallel)}:
                 raise
-            key = f"parallel.{name}"
-            raise ConfigError(problem(key, getattr(self.parallel, name), self.origins.get(key), legal, wrong)) from error
+            key, value = f"parallel.{error.field}", getattr(self.parallel, error.field)
+            raise ConfigError(problem(key, value, self.origins.get(key), *reworded(error))) from error
 
 
 def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None) -> Config:
@@ -68,7 +67,7 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *
         draft.add_override(override, "command line", Path.cwd())
     complete(draft, hardware or Hardware.here())
     if draft.problems:
-        raise ConfigError("\n".join(draft.problems))
+        raise ConfigError("\n".join(line for _, line in draft.problems))
     return Config(**{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins)
 
 

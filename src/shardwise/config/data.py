@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from shardwise.core.errors import ConfigError
@@ -76,9 +75,9 @@ def _tokenizer(draft: ConfigDraft) -> int | None:
     try:
         opened = open_tokenizer(draft[name], draft[end])
     except ConfigError as error:
-        message = " ".join(re.sub(r"^data\.\w+( = \S+)?: ", "", str(error)).split())
-        key = end if str(error).startswith(end) and draft.given(end) else name
-        draft.refuse(key, rules("data")[key.partition(".")[2]].legal, message)
+        key = name if error.field == name or not draft.given(end) else end
+        message = f"{error.wrong}; legal: {error.legal}{error.hint}"
+        draft.refuse(key, rules("data")[key.partition(".")[2]].legal, " ".join(message.split()))
         return None
     draft.default(end, opened.end_token)
     return opened.vocabulary

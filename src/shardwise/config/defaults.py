@@ -289,8 +289,7 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
         try:
             each = len(homes(read(texts, pp, each, microbatches))) // pp
         except ConfigError as error:
-            what, _, legal = str(error).removeprefix("timetable").lstrip(":, ").partition("; legal: ")
-            draft.refuse("parallel.timetable", legal.rstrip("."), what[0].upper() + what[1:])
+            draft.refuse_field(error)
             return
     elif pp == 1:
         draft.refuse("parallel.schedule", "another, or parallel.pp of at least 2", "A rank by itself waits for nobody")

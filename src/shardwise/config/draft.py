@@ -23,12 +23,12 @@ PATHS = ("data.tokenizer", "data.cache_dir", "model.weights")
 class ConfigDraft:
     """Values under dotted keys (``"optimizer.lr"``).
 
-    ``problems`` are collected, one line each, so that a user sees them all at once; a check on several keys
-    is made only if none of them is itself wrong.
+    ``problems`` are collected, so that a user sees them all at once: each is a key ("" where none is known) and a line.
+    A check on several keys is made only if none of them is itself wrong.
     """
 
     def __init__(self) -> None:
-        self.problems: list[str] = []
+        self.problems: list[tuple[str, str]] = []
         self.notices: list[str] = []
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
@@ -43,7 +43,7 @@ class ConfigDraft:
             if section not in SECTIONS:
                 self._unknown(section, origin, "section", SECTIONS)
             elif not isinstance(keys, dict):
-                self.problems.append(f"{section} = {shown(keys)} ({origin}): legal: a section, [{section}]")
+                self.problems.append(("", f"{section} = {shown(keys)} ({origin}): legal: a section, [{section}]"))
                 self._bad.update(f"{section}.{name}" for name in rules(section))
             else:
                 for name, value in keys.items():
@@ -54,7 +54,7 @@ class ConfigDraft:
         dotted, equals, value = override.partition("=")
         section, *path = (part.strip() for part in dotted.split("."))
         if not equals or not path or not all(path):
-            self.problems.append(f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100")
+            self.problems.append(("", f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100"))
         elif section not in SECTIONS:
             self._unknown(section, origin, "section", SECTIONS)
         else:
@@ -96,13 +96,13 @@ class ConfigDraft:
         """A later value takes the place of an earlier one, its problem included."""
         self._values.pop(key, None)
         self._bad.discard(key)
-        self.problems = [problem for problem in self.problems if not problem.startswith(f"{key} = ")]
+        self.problems = [(about, line) for about, line in self.problems if about != key]
 
     def _unknown(self, word: str, origin: str, what: str, legal: Iterable[str], prefix: str = "") -> None:
         words = tuple(legal)
         name = word if word.isidentifier() else shown(word)
         hint = did_you_mean(word, words)
-        self.problems.append(f"{prefix}{name} ({origin}): unknown {what}; legal: {', '.join(words)}.{hint}")
+        self.problems.append(("", f"{prefix}{name} ({origin}): unknown {what}; legal: {', '.join(words)}.{hint}"))
 
     # checking
 
@@ -131,12 +131,12 @@ class ConfigDraft:
         """Note that the value of ``key`` is wrong and what would be legal."""
         self._bad.add(key)
         value = self._raw[key] if key in self._origins else self[key]
-        self.problems.append(problem(key, value, self._origins.get(key), legal, hint))
+        self.problems.append((key, problem(key, value, self._origins.get(key), legal, hint)))
 
     def refuse_field(self, error: ConfigError, hint: str = "") -> None:
         """Note an error of a plan's field, as one of the key that it comes from; ``hint`` instead of what the error says is wrong."""
-        name, legal, wrong = reworded(error)
-        self.refuse(f"parallel.{name}", legal, hint or wrong)
+        legal, wrong = reworded(error)
+        self.refuse(f"parallel.{error.field}", legal, hint or wrong)
 
     @property
     def origins(self) -> Mapping[str, str]:
@@ -153,12 +153,11 @@ def problem(key: str, value: Any, origin: str | None, legal: str, hint: str = ""
     return f"{key} = {shown(value)} ({origin or 'default'}): legal: {legal}" + (f". {hint}" if hint else "")
 
 
-def reworded(error: ConfigError) -> tuple[str, str, str]:
-    """The field of a plan that an error is about, what is legal, and what is wrong: of ``field: wrong; legal: this. Did you mean that?``."""
-    name, _, rest = str(error).partition(": ")
-    wrong, _, legal = rest.rpartition("; legal: ")
-    legal, mean, near = legal.partition(" Did you mean ")
-    return name, legal.rstrip("."), wrong[:1].upper() + wrong[1:].rstrip(".") + (f".{mean}{near}" if mean else "")
+def reworded(error: ConfigError) -> tuple[str, str]:
+    """What is legal for the field of an error, and what is wrong with it, as the sentence that follows."""
+    wrong = f"{error.part}: {error.wrong}" if error.part else error.wrong
+    wrong = wrong[:1].upper() + wrong[1:].rstrip(".")
+    return error.legal.rstrip("."), f"{wrong}.{error.hint}" if error.hint else wrong
 
 
 def _merged(before: Any, value: Any) -> Any:

@@ -113,17 +113,15 @@ def _model_class(name: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            f'model.transformers = "{name}": transformers cannot be imported ({error}); legal: install it '
-            "(pip install transformers), or choose model.name or model.factory"
-        ) from error
+        wrong = f"transformers cannot be imported ({error})"
+        legal = "install it (pip install transformers), or choose model.name or model.factory"
+        raise ConfigError.on(f'model.transformers = "{name}"', wrong, legal) from error
     with blame("model.transformers", name):
         found = getattr(transformers, name, None)
     base = transformers.PreTrainedModel
     if not (isinstance(found, type) and issubclass(found, base)) or getattr(found, "config_class", None) is None:
         models = [word for word in dir(transformers) if "For" in word or word.endswith(("Model", "HeadModel"))]
-        raise ConfigError(
-            f'model.transformers = "{name}": not a model class of transformers {transformers.__version__}; '
-            f'legal: such as "LlamaForCausalLM".{did_you_mean(name, models)}'
-        )
+        wrong = f"not a model class of transformers {transformers.__version__}"
+        near = did_you_mean(name, models)
+        raise ConfigError.on(f'model.transformers = "{name}"', wrong, 'such as "LlamaForCausalLM".', near)
     return found

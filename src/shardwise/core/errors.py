@@ -6,17 +6,37 @@ import difflib
 import os
 import traceback
 from collections.abc import Iterable
+from typing import Any
 
 _PACKAGES = f"{os.sep}site-packages{os.sep}"
 _LIBRARIES = (os.path.dirname(os.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
 
 
 class ShardwiseError(Exception):
-    """Base class of every error that shardwise raises on purpose."""
+    """Base class of every error that shardwise raises on purpose; ``cause`` is its kind, for programs."""
+
+    cause = "shardwise"
 
 
 class ConfigError(ShardwiseError):
-    """The user's input is wrong; the message names the key, the value and what is legal."""
+    """The user's input is wrong; the message names the key, the value and what is legal.
+
+    An error that :meth:`on` makes has the parts of its message as attributes; those of any other are empty.
+    """
+
+    cause = "config"
+    field = part = wrong = legal = hint = ""
+
+    @staticmethod
+    def on(field: str, wrong: str, legal: str, hint: str = "", *, part: str = "") -> ConfigError:
+        """The error ``field: wrong; legal: legal``, with ``hint`` at its end; of a ``part`` it reads ``field, part: wrong``."""
+        error = ConfigError(f"{field}{part and ', '}{part}: {wrong}; legal: {legal}{hint}")
+        vars(error).update(field=field, part=part, wrong=wrong, legal=legal, hint=hint)
+        return error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickles leave ``__init__`` aside: the arguments of a subclass are not in its message."""
+        return ConfigError.__new__, (type(self), str(self)), vars(self)
 
 
 def did_you_mean(word: object, legal: Iterable[object]) -> str:
@@ -25,25 +45,29 @@ def did_you_mean(word: object, legal: Iterable[object]) -> str:
     return f' Did you mean "{close[0]}"?' if close else ""
 
 
+def check_value(field: str, value: object, holds: bool, legal: str) -> None:
+    """Raise :class:`ConfigError` on ``value`` unless what was asked of it ``holds``."""
+    if not holds:
+        raise ConfigError.on(field, f"{value!r} is not legal", f"{legal}.")
+
+
 def check_choice(field: str, value: object, legal: Iterable[str]) -> None:
     """Raise :class:`ConfigError` unless ``value`` is one of the ``legal`` words."""
     choices = tuple(legal)
-    if isinstance(value, str) and value in choices:
-        return
-    listed = ", ".join(f'"{choice}"' for choice in choices)
-    raise ConfigError(f"{field}: {value!r} is not legal; legal: {listed}.{did_you_mean(value, choices)}")
+    if not isinstance(value, str) or value not in choices:
+        listed = ", ".join(f'"{choice}"' for choice in choices)
+        raise ConfigError.on(field, f"{value!r} is not legal", f"{listed}.", did_you_mean(value, choices))
 
 
 def check_count(field: str, value: object, least: int = 1) -> None:
     """Raise :class:`ConfigError` unless ``value`` is an integer (not a bool) of at least ``least``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigError(f"{field}: {value!r} is not legal; legal: an integer of at least {least}.")
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    check_value(field, value, is_count, f"an integer of at least {least}")
 
 
 def check_text(field: str, value: object) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a non-empty string."""
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{field}: {value!r} is not legal; legal: a non-empty string.")
+    check_value(field, value, isinstance(value, str) and bool(value), "a non-empty string")
 
 
 def check_keys(where: str, keys: Iterable[str], legal: Iterable[str]) -> None:
@@ -51,7 +75,7 @@ def check_keys(where: str, keys: Iterable[str], legal: Iterable[str]) -> None:
     known = tuple(legal)
     for key in keys:
         if key not in known:
-            raise ConfigError(f'{where}: unknown key "{key}"; legal: {", ".join(known)}.{did_you_mean(key, known)}')
+            raise ConfigError.on(where, f'unknown key "{key}"', f"{', '.join(known)}.", did_you_mean(key, known))
 
 
 def describe(error: BaseException) -> str:

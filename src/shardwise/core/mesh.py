@@ -22,6 +22,7 @@ from shardwise.core.errors import (
     check_choice,
     check_count,
     check_text,
+    check_value,
     did_you_mean,
 )
 
@@ -45,8 +46,7 @@ class Axis:
 
     def __post_init__(self) -> None:
         check_text("mesh axis name", self.name)
-        if not self.name.isidentifier():
-            raise ConfigError(f"mesh axis name: {self.name!r} is not legal; legal: letters, digits and underscores.")
+        check_value("mesh axis name", self.name, self.name.isidentifier(), "letters, digits and underscores")
         check_count(f"mesh.{self.name}.size", self.size)
         check_choice(f"mesh.{self.name}.link", self.link, LINKS)
 
@@ -108,8 +108,7 @@ class Mesh:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
         for axis in self.axes:
-            if not isinstance(axis, Axis):
-                raise ConfigError(f"mesh: {axis!r} is not legal; legal: an Axis(name, size, link).")
+            check_value("mesh", axis, isinstance(axis, Axis), "an Axis(name, size, link)")
             if self.names.count(axis.name) > 1:
                 raise ConfigError(f'mesh: axis "{axis.name}" is there twice; legal: each name once, of {self.names}.')
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from shardwise.core.errors import ConfigError, check_choice, check_count
+from shardwise.core.errors import ConfigError, check_choice, check_count, check_value
 
 OptimizerName = Literal["adamw", "sgd", "adam", "adagrad", "rmsprop", "nadam", "radam"]
 Schedule = Literal["constant", "cosine", "wsd"]
@@ -73,10 +73,8 @@ class OptimizerChoice:
         for field in ("warmup_steps", "total_steps"):
             check_count(f"optimizer.{field}", getattr(self, field), least=0)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise ConfigError(
-                f'optimizer.total_steps: {self.total_steps} is not legal with schedule = "{self.schedule}"; '
-                f"legal: more than warmup_steps = {self.warmup_steps}."
-            )
+            wrong = f'{self.total_steps} is not legal with schedule = "{self.schedule}"'
+            raise ConfigError.on("optimizer.total_steps", wrong, f"more than warmup_steps = {self.warmup_steps}.")
 
     def learning_rate(self, step: int) -> float:
         """The learning rate of update ``step``, counted from 0.
@@ -102,8 +100,8 @@ class OptimizerChoice:
 
     def _check_numbers(self) -> None:
         betas = self.betas
-        if not isinstance(betas, tuple | list) or len(betas) != 2:
-            raise ConfigError(f"optimizer.betas: {betas!r} is not legal; legal: two numbers in [0, 1).")
+        is_pair = isinstance(betas, tuple | list) and len(betas) == 2
+        check_value("optimizer.betas", betas, is_pair, "two numbers in [0, 1)")
         object.__setattr__(self, "betas", tuple(betas))
         for beta in betas:
             _check_number("betas", beta, below=1.0)
@@ -121,22 +119,17 @@ class OptimizerChoice:
         defaults = {field.name: field.default for field in fields(self)}
         for field, names in APPLIES.items():
             if self.name not in names and getattr(self, field) != defaults[field]:
-                raise ConfigError(
-                    f'optimizer.{field}: {getattr(self, field)!r} is not legal for "{self.name}", '
-                    f"which has no {field}; legal: for {', '.join(names)}."
-                )
+                wrong = f'{getattr(self, field)!r} is not legal for "{self.name}", which has no {field}'
+                raise ConfigError.on(f"optimizer.{field}", wrong, f"for {', '.join(names)}.")
         if not isinstance(self.nesterov, bool) or (self.nesterov and self.momentum == 0):
-            raise ConfigError(
-                f"optimizer.nesterov: {self.nesterov!r} is not legal with momentum = {self.momentum}; "
-                "legal: true with a momentum above 0, or false."
-            )
+            wrong = f"{self.nesterov!r} is not legal with momentum = {self.momentum}"
+            raise ConfigError.on("optimizer.nesterov", wrong, "true with a momentum above 0, or false.")
 
 
 def _check_number(field: str, value: object, below: float = math.inf, most: float = math.inf) -> None:
     """Raise unless ``value`` is a number of at least 0, less than ``below`` and at most ``most``."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and 0 <= value < below and value <= most:  # type: ignore[operator]
-        return
+    fits = number and 0 <= value < below and value <= most  # type: ignore[operator]
     bound = f" less than {below:g}" if below < math.inf else ""
     bound = f" at most {most:g}" if most < math.inf else bound
-    raise ConfigError(f"optimizer.{field}: {value!r} is not legal; legal: a number of at least 0{bound}.")
+    check_value(f"optimizer.{field}", value, fits, f"a number of at least 0{bound}")

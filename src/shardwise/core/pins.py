@@ -31,23 +31,23 @@ class PinnedCut:
 
 def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, PinnedCut]:
     """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says nothing legal."""
-    where = f'pins: "{pattern}" = ' + (f'"{text}"' if isinstance(text, str) else repr(text))
+    pin = f'"{pattern}" = ' + (f'"{text}"' if isinstance(text, str) else repr(text))
     found: dict[str, PinnedCut] = {}
     for part in text.split(",") if isinstance(text, str) else [""]:
         one = _ONE.fullmatch(part.strip())
         if one is None:
-            raise ConfigError(f"{where} is not legal; legal: {LEGAL}.{did_you_mean(part, ('column', 'row', 'whole'))}")
+            near = did_you_mean(part, ("column", "row", "whole"))
+            raise ConfigError.on("pins", f"{pin} is not legal", f"{LEGAL}.", near)
         named, word = one["axis"], one["word"] or ""
         if named is not None and named not in axes:
-            raise ConfigError(
-                f'{where}: there is no axis "{named}" to shard over; legal: {", ".join(axes)}.{did_you_mean(named, axes)}'
-            )
+            wrong = f'{pin}: there is no axis "{named}" to shard over'
+            raise ConfigError.on("pins", wrong, f"{', '.join(axes)}.", did_you_mean(named, axes))
         if named is None and len(axes) > 1 and word != "whole":
             legal = " or ".join(f'"{part.strip()}@{axis}"' for axis in axes)
-            raise ConfigError(f"{where} does not say over which axis; legal: {legal}.")
+            raise ConfigError.on("pins", f"{pin} does not say over which axis", f"{legal}.")
         for axis in axes if named is None else (named,):
             if axis in found:
-                raise ConfigError(f"{where} says two things of {axis}; legal: one for each axis.")
+                raise ConfigError.on("pins", f"{pin} says two things of {axis}", "one for each axis.")
             found[axis] = PinnedCut(word) if word else PinnedCut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
     return found
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_args
 
-from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text
+from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text, check_value
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.pins import PLANS, cuts
 from shardwise.core.timetable import read
@@ -84,9 +84,8 @@ class ParameterRule:
         row = (self.rest, self.grad, self.state)
         if row not in DATA_PARALLEL_ROWS:
             legal_rows = ", ".join(f"{', '.join(legal_row)} ({name})" for legal_row, name in DATA_PARALLEL_ROWS.items())
-            raise ConfigError(
-                f"{where}: rest, grad, state = {', '.join(row)} is no row of the data-parallel table; legal: {legal_rows}."
-            )
+            wrong = f"rest, grad, state = {', '.join(row)} is no row of the data-parallel table"
+            raise ConfigError.on(where, wrong, f"{legal_rows}.")
 
     @property
     def sharded(self) -> bool:
@@ -144,8 +143,7 @@ class Plan:
     tensor_bytes: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.mesh, Mesh):
-            raise ConfigError(f"mesh: {self.mesh!r} is not legal; legal: a Mesh, such as Mesh.of(dp=2).")
+        check_value("mesh", self.mesh, isinstance(self.mesh, Mesh), "a Mesh, such as Mesh.of(dp=2)")
         check_count("microbatches", self.microbatches)
         check_count("prefetch", self.prefetch, least=0)
         check_count("stages_per_rank", self.stages_per_rank)
@@ -162,29 +160,27 @@ class Plan:
         self._check_asynchronous()
 
     def _check_stages(self) -> None:
-        if not isinstance(self.stages, tuple | list):
-            raise ConfigError(f"stages: {self.stages!r} is not legal; legal: the number of units in each stage, such as [3, 3].")
+        legal = "the number of units in each stage, such as [3, 3]"
+        check_value("stages", self.stages, isinstance(self.stages, tuple | list), legal)
         object.__setattr__(self, "stages", tuple(self.stages))
         for number in self.stages:
             check_count("stages", number)
-        wanted = self.mesh.axis_size("pp") * self.stages_per_rank
-        if self.stages and len(self.stages) != wanted:
-            raise ConfigError(
-                f"stages: {list(self.stages)} are {len(self.stages)} stages; legal: {wanted}, for {self.mesh.axis_size('pp')} ranks over "
-                f"pp with {self.stages_per_rank} each."
-            )
+        ranks, each = self.mesh.axis_size("pp"), self.stages_per_rank
+        if self.stages and len(self.stages) != ranks * each:
+            wrong = f"{list(self.stages)} are {len(self.stages)} stages"
+            raise ConfigError.on("stages", wrong, f"{ranks * each}, for {ranks} ranks over pp with {each} each.")
 
     def _check_timetable(self) -> None:
         if self.schedule != "auto":
             if self.timetable:
-                raise ConfigError(f'timetable: "{self.schedule}" has its own; legal: schedule = "auto" with a timetable.')
+                wrong = f'"{self.schedule}" has its own'
+                raise ConfigError.on("timetable", wrong, 'schedule = "auto" with a timetable.')
             object.__setattr__(self, "timetable", ())
             return
         if not self.timetable:
-            raise ConfigError(
-                'schedule: "auto" needs a timetable; legal: one text for each rank over pp, such as "F0.0 F0.1 B0.0 B0.1", or '
-                "`shardwise train`, which measures the stages and finds one."
-            )
+            texts = 'one text for each rank over pp, such as "F0.0 F0.1 B0.0 B0.1"'
+            legal = f"{texts}, or `shardwise train`, which measures the stages and finds one."
+            raise ConfigError.on("schedule", '"auto" needs a timetable', legal)
         read(self.timetable, self.mesh.axis_size("pp"), self.stages_per_rank, self.microbatches)
         object.__setattr__(self, "timetable", tuple(self.timetable))
 
@@ -196,22 +192,20 @@ class Plan:
     def _check_pins(self) -> None:
         pins = tuple(self.pins.items()) if isinstance(self.pins, Mapping) else self.pins
         if not isinstance(pins, tuple | list) or not all(isinstance(pin, tuple | list) and len(pin) == 2 for pin in pins):
-            raise ConfigError(f'pins: {self.pins!r} is not legal; legal: a mapping, such as {{"*.q_proj.weight": "column"}}.')
+            legal = 'a mapping, such as {"*.q_proj.weight": "column"}.'
+            raise ConfigError.on("pins", f"{self.pins!r} is not legal", legal)
         object.__setattr__(self, "pins", tuple((pattern, text) for pattern, text in pins))
         check_pins(self.tensor_plan, self.pins, self.tensor_axes)
         check_count("tensor_bytes", self.tensor_bytes, least=0)
         if self.tensor_bytes and self.tensor_plan != "auto":
-            raise ConfigError(
-                f'tensor_bytes: {self.tensor_bytes} is not legal with tensor_plan = "{self.tensor_plan}"; legal: 0, or tensor_plan = "auto".'
-            )
+            wrong = f'{self.tensor_bytes} is not legal with tensor_plan = "{self.tensor_plan}"'
+            raise ConfigError.on("tensor_bytes", wrong, '0, or tensor_plan = "auto".')
 
     def _check_shards(self) -> None:
         sharded = next((rule for rule in self.parameters if rule.sharded), None)
         if sharded is not None and "dp" not in self.mesh.names:
-            raise ConfigError(
-                f'parameters "{sharded.pattern}": S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have; '
-                'legal: a mesh with an axis "dp".'
-            )
+            wrong = f"S is a shard over the axis dp, which the mesh ({self.mesh.shape}) does not have"
+            raise ConfigError.on(f'parameters "{sharded.pattern}"', wrong, 'a mesh with an axis "dp".')
         wide = ("fp64",) if self.precision == "fp64" else ("fp32", "bf16", "fp16")
         check_choice("reduce", self.reduce, ("auto", *wide))
 
@@ -232,8 +226,7 @@ class Plan:
 
     def _check_asynchronous(self) -> None:
         check_count("window", self.window)
-        if not isinstance(self.vertical_sync, bool):
-            raise ConfigError(f"vertical_sync: {self.vertical_sync!r} is not legal; legal: true, false.")
+        check_value("vertical_sync", self.vertical_sync, isinstance(self.vertical_sync, bool), "true, false")
         check_asynchronous(
             self.schedule, self.mesh.axis_size("pp"), self.microbatches, self.precision, self.reduce, self.vertical_sync, self.norm,
             sharded=any(rule.sharded for rule in self.parameters) and self.mesh.axis_size("dp") > 1,
@@ -252,9 +245,8 @@ class Plan:
     def check_device(self, kind: str) -> None:
         """:class:`ConfigError` if ranks on devices of this ``kind``, "cpu" or "gpu", cannot do what the plan says."""
         if self.offloads_activations and kind == "cpu":
-            raise ConfigError(
-                f'offload: "{self.offload}" is not legal on a CPU, whose memory is the host\'s; legal: "none", "optimizer".'
-            )
+            wrong = f'"{self.offload}" is not legal on a CPU, whose memory is the host\'s'
+            raise ConfigError.on("offload", wrong, '"none", "optimizer".')
 
     def replace(self, **changes: Any) -> Plan:
         """A plan with some fields changed, checked anew."""
@@ -314,52 +306,44 @@ def check_pins(tensor_plan: str, pins: Sequence[tuple[str, str]], axes: Sequence
     given = dict(pins)
     if tensor_plan not in PLANS:
         if given:
-            first = next(iter(given))
-            raise ConfigError(
-                f'pins: "{first}" is not legal with tensor_plan = "{tensor_plan}", which decides itself; legal: none, or tensor_plan = {own}.'
-            )
+            wrong = f'"{next(iter(given))}" is not legal with tensor_plan = "{tensor_plan}", which decides itself'
+            raise ConfigError.on("pins", wrong, f"none, or tensor_plan = {own}.")
         return
     if not axes:
-        raise ConfigError(
-            f'tensor_plan: "{tensor_plan}" is not legal without ranks to shard over; legal: "recipe", or tp of 2 or more.'
-        )
+        wrong = f'"{tensor_plan}" is not legal without ranks to shard over'
+        raise ConfigError.on("tensor_plan", wrong, '"recipe", or tp of 2 or more.')
     if not given:
-        raise ConfigError(
-            f'tensor_plan: "{tensor_plan}" goes by pins, and there are none; legal: "recipe", "auto", or pins, such as '
-            '{"*.q_proj.weight" = "column"}.'
-        )
+        legal = '"recipe", "auto", or pins, such as {"*.q_proj.weight" = "column"}.'
+        raise ConfigError.on("tensor_plan", f'"{tensor_plan}" goes by pins, and there are none', legal)
     for pattern, text in given.items():
         check_text("pins: pattern", pattern)
         cuts(pattern, text, axes)
     if len(given) < len(pins):
         twice = next(p for i, (p, _) in enumerate(pins) if any(p == q for q, _ in list(pins)[:i]))
-        raise ConfigError(f'pins: "{twice}" is there twice; legal: once.')
+        raise ConfigError.on("pins", f'"{twice}" is there twice', "once.")
 
 
 def check_asynchronous(
     schedule: str, pp: int, microbatches: int, precision: str, reduce: str, vertical_sync: bool, norm: str, *, sharded: bool
 ) -> None:
     """:class:`ConfigError` where a schedule that does not wait for an empty pipeline cannot do what is asked of it."""
-    name = f'schedule "{schedule}"'
+    illegal = f'not legal with schedule "{schedule}"'
     if vertical_sync and schedule != "pipedream":
-        raise ConfigError(f'vertical_sync: true is not legal with {name}; legal: false, or schedule "pipedream".')
+        raise ConfigError.on("vertical_sync", f"true is {illegal}", 'false, or schedule "pipedream".')
     if schedule not in ASYNCHRONOUS or pp == 1:
         return
     if norm != "barrier":
-        raise ConfigError(f'norm: "{norm}" is not legal with {name}, which has no barrier to do without; legal: "barrier".')
+        raise ConfigError.on("norm", f'"{norm}" is {illegal}, which has no barrier to do without', '"barrier".')
     if sharded:
-        raise ConfigError(f"zero: sharded states are not legal with {name}, which keeps several versions of weights; legal: 0.")
+        raise ConfigError.on("zero", f"sharded states are {illegal}, which keeps several versions of weights", "0.")
     if reduce not in ("auto", "fp64", "fp32"):
-        raise ConfigError(f'reduce: "{reduce}" is not legal with {name}; legal: "auto".')
+        raise ConfigError.on("reduce", f'"{reduce}" is {illegal}', '"auto".')
     if schedule == "pipedream" and microbatches != 1:
-        raise ConfigError(
-            f"microbatches: {microbatches} is not legal with {name}, which updates after each microbatch; legal: 1, with batches as large as "
-            "a microbatch shall be."
-        )
+        wrong = f"{microbatches} is {illegal}, which updates after each microbatch"
+        raise ConfigError.on("microbatches", wrong, "1, with batches as large as a microbatch shall be.")
     if schedule == "pipedream" and precision == "fp16":
-        raise ConfigError(
-            f'precision: "fp16" is not legal with {name}, for all stages decide on its loss scale together; legal: "fp32", "bf16", "fp64".'
-        )
+        wrong = f'"fp16" is {illegal}, for all stages decide on its loss scale together'
+        raise ConfigError.on("precision", wrong, '"fp32", "bf16", "fp64".')
 
 
 def _records(where: str, items: object, kind: type[Any]) -> list[Any]:

@@ -73,10 +73,8 @@ class Machine:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or min(self.memory or 0, self.beside, self.live) < 0:
-            raise ConfigError(
-                f"machine: {self.rows} rows, {self.memory} bytes, {self.beside} beside an element, {self.live} microbatches; legal: 1 row or "
-                "more, none of the others below 0"
-            )
+            wrong = f"{self.rows} rows, {self.memory} bytes, {self.beside} beside an element, {self.live} microbatches"
+            raise ConfigError.on("machine", wrong, "1 row or more, none of the others below 0")
 
 
 def rates(kind: str, precision: str, across: Iterable[str] = (), model: DeviceModel | None = None) -> Rates:

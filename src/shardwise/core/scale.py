@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from shardwise.core.errors import ConfigError, check_count
+from shardwise.core.errors import check_count, check_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,5 +42,5 @@ class ScaleChoice:
 
 def _check(field: str, value: object, legal: str, holds: Callable[[float], bool]) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not holds(value):  # type: ignore[arg-type]
-        raise ConfigError(f"loss_scale.{field}: {value!r} is not legal; legal: a number {legal}.")
+    fits = number and math.isfinite(value) and holds(value)  # type: ignore[arg-type]
+    check_value(f"loss_scale.{field}", value, fits, f"a number {legal}")

@@ -45,12 +45,13 @@ def read(texts: Sequence[str], ranks: int, stages_per_rank: int | None, microbat
     It may have more microbatches: those are left out of it when it is used (:func:`first`).
     """
     if not isinstance(texts, tuple | list) or not all(isinstance(text, str) for text in texts) or len(texts) != ranks:
-        raise ConfigError(f"timetable: {texts!r} is not legal; legal: {ranks} texts, one for each rank over pp, of {LEGAL}.")
+        legal = f"{ranks} texts, one for each rank over pp, of {LEGAL}."
+        raise ConfigError.on("timetable", f"{texts!r} is not legal", legal)
     timetable = tuple(tuple(_task(rank, one) for one in text.split()) for rank, text in enumerate(texts))
     _check_stages(timetable, stages_per_rank)
     found = 1 + max(task.microbatch for tasks in timetable for task in tasks)
     if found < microbatches:
-        raise ConfigError(f"timetable: it has {found} microbatches; legal: at least microbatches = {microbatches}.")
+        raise ConfigError.on("timetable", f"it has {found} microbatches", f"at least microbatches = {microbatches}.")
     for rank, tasks in enumerate(timetable):
         _check_complete(rank, tasks, found)
     _check_order(timetable)
@@ -71,7 +72,7 @@ def homes(timetable: Timetable) -> tuple[int, ...]:
 def _task(rank: int, text: str) -> Task:
     match = WORD.fullmatch(text)
     if match is None:
-        raise ConfigError(f'timetable, rank {rank}: "{text}" is not legal; legal: {LEGAL}.')
+        raise ConfigError.on("timetable", f'"{text}" is not legal', f"{LEGAL}.", part=f"rank {rank}")
     return Task(match[1], int(match[2]), int(match[3]))
 
 
@@ -81,16 +82,18 @@ def _check_stages(timetable: Timetable, stages_per_rank: int | None) -> None:
     for rank, tasks in enumerate(timetable):
         for stage in {task.stage for task in tasks}:
             if (other := home.setdefault(stage, rank)) != rank:
-                raise ConfigError(f"timetable: stage {stage} is on ranks {other} and {rank}; legal: each stage on one rank.")
+                wrong = f"stage {stage} is on ranks {other} and {rank}"
+                raise ConfigError.on("timetable", wrong, "each stage on one rank.")
     each = Counter(home.values())
     wanted = stages_per_rank or max(each.values(), default=1)
     for rank in range(len(timetable)):
         if each[rank] != wanted:
             words = ", ".join(str(stage) for stage in sorted(home) if home[stage] == rank) or "none"
-            raise ConfigError(f"timetable, rank {rank}: its stages are {words}; legal: {wanted} (stages_per_rank) on every rank.")
+            legal = f"{wanted} (stages_per_rank) on every rank."
+            raise ConfigError.on("timetable", f"its stages are {words}", legal, part=f"rank {rank}")
     missing = [stage for stage in range(len(home)) if stage not in home]
     if missing:
-        raise ConfigError(f"timetable: no rank has stage {missing[0]}; legal: stages 0 to {len(home) - 1}.")
+        raise ConfigError.on("timetable", f"no rank has stage {missing[0]}", f"stages 0 to {len(home) - 1}.")
 
 
 def _check_complete(rank: int, tasks: Sequence[Task], microbatches: int) -> None:
@@ -98,16 +101,16 @@ def _check_complete(rank: int, tasks: Sequence[Task], microbatches: int) -> None
     times = Counter(tasks)
     for task in tasks:
         if times[task] > 1:
-            raise ConfigError(f"timetable, rank {rank}: {word(task)} is there {times[task]} times; legal: once.")
+            wrong = f"{word(task)} is there {times[task]} times"
+            raise ConfigError.on("timetable", wrong, "once.", part=f"rank {rank}")
     for stage in sorted({task.stage for task in tasks}):
         for m in range(microbatches):
             kinds = "".join(kind for kind in "FBIW" if Task(kind, stage, m) in times)
             if kinds not in ("FB", "FIW"):
                 found = ", ".join(f"{kind}{stage}.{m}" for kind in kinds) or "nothing"
-                raise ConfigError(
-                    f"timetable, rank {rank}: of stage {stage} and microbatch {m} there is {found}; legal: F{stage}.{m} and B{stage}.{m}, "
-                    f"or F{stage}.{m}, I{stage}.{m} and W{stage}.{m}."
-                )
+                wrong = f"of stage {stage} and microbatch {m} there is {found}"
+                legal = f"F{stage}.{m} and B{stage}.{m}, or F{stage}.{m}, I{stage}.{m} and W{stage}.{m}."
+                raise ConfigError.on("timetable", wrong, legal, part=f"rank {rank}")
 
 
 def needs(task: Task, last: int) -> Iterable[tuple[str, int, int]]:
@@ -144,4 +147,4 @@ def _check_order(timetable: Timetable) -> None:
         if place[rank] < len(tasks) and (need := awaited(rank)) is not None
     ]
     if waits:
-        raise ConfigError(f"timetable: {'; '.join(waits)}; legal: orders in which no ranks wait for each other.")
+        raise ConfigError.on("timetable", "; ".join(waits), "orders in which no ranks wait for each other.")

@@ -121,10 +121,8 @@ def open_cache(wanted: Wanted, cache_dir: str, progress: OnProgress | None = Non
                     found = _open(root / key, key, notice)
         except OSError as error:
             full = " (the disk is full)" if error.errno == errno.ENOSPC else ""
-            raise ConfigError(
-                f"data.cache_dir = {cache_dir}: cannot keep tokens there: {error.strerror}{full}: {error.filename}; "
-                "legal: a folder that can be written"
-            ) from error
+            wrong = f"cannot keep tokens there: {error.strerror}{full}: {error.filename}"
+            raise ConfigError.on(f"data.cache_dir = {cache_dir}", wrong, "a folder that can be written") from error
     report.finish()
     assert found is not None, "a cache that has just been made can be opened"
     return found

@@ -191,9 +191,8 @@ def _parquet_rows(span: Span, field: str) -> Iterator[bytes]:
     if field not in names:
         raise ConfigError(f"data.text_field: {span.path}: {_no_column(field, names)}")
     if names.count(field) > 1:
-        raise ConfigError(
-            f'data.text_field: {span.path}: {names.count(field)} columns are called "{field}"; legal: a name of one column'
-        )
+        wrong = f'{span.path}: {names.count(field)} columns are called "{field}"'
+        raise ConfigError.on("data.text_field", wrong, "a name of one column")
     kind = table.schema_arrow.field(field).type
     if not any(test(kind) for test in (pyarrow.types.is_string, pyarrow.types.is_large_string)):
         raise ConfigError(f'data.text_field: {span.path}: "{field}" is of type {kind}; legal: a column of text')
@@ -226,10 +225,8 @@ def _dataset_rows(span: Span, field: str) -> Iterator[bytes]:
         try:
             texts = rows[start : min(span.stop, start + ROWS)][field]
         except Exception as error:  # many kinds, for the library decodes images, audio and others here
-            raise ConfigError(
-                f'data.text_field: {span.path}: cannot read "{field}", rows {start} and on: {type(error).__name__}: {error}; '
-                "legal: a column of text"
-            ) from error
+            wrong = f'{span.path}: cannot read "{field}", rows {start} and on: {type(error).__name__}: {error}'
+            raise ConfigError.on("data.text_field", wrong, "a column of text") from error
         for row, text in enumerate(texts, start):
             if not isinstance(text, str | None):
                 raise ConfigError(f'data.source: {span.path}, row {row}: "{field}" is of type {type(text).__name__}; legal: text')

@@ -29,10 +29,8 @@ class Samples:
     def __init__(self, dataset: Any) -> None:
         for method, use in (("__len__", "len(dataset)"), ("__getitem__", "dataset[index]")):
             if not hasattr(dataset, method):
-                raise ConfigError(
-                    f"data: a dataset must support {use}; {type(dataset).__name__} does not; "
-                    "legal: a map-style dataset of dicts of tensors"
-                )
+                wrong = f"a dataset must support {use}; {type(dataset).__name__} does not"
+                raise ConfigError.on("data", wrong, "a map-style dataset of dicts of tensors")
         self.dataset = dataset
         self.size = len(dataset)
         if self.size < 1:
@@ -67,9 +65,8 @@ class Samples:
             extra = name in found
             what = f'a field "{name}", which sample 0 has not' if extra else f'no field "{name}", which sample 0 has'
             hint = did_you_mean(name, self.reference) if extra else ""
-            raise ConfigError(
-                f"data: sample {index} has {what}; legal: the same fields in every sample ({', '.join(self.reference)}).{hint}"
-            )
+            legal = f"the same fields in every sample ({', '.join(self.reference)})."
+            raise ConfigError.on("data", f"sample {index} has {what}", legal, hint)
         for name, expected in self.reference.items():
             value = found[name]
             for what in ("shape", "dtype"):

@@ -107,10 +107,9 @@ def _matching(pattern: str) -> Iterator[SourceFile]:
     around = {match: _dataset_around(os.path.dirname(os.path.abspath(match)), known) for match in matches}
     if all(around.values()):
         dataset = around[matches[0]]
-        raise ConfigError(
-            f"data.source: {pattern} matches only what lies inside of the dataset {dataset}; legal: {dataset} (of several splits "
-            "train is read), or the folder of one of its splits"
-        )
+        wrong = f"{pattern} matches only what lies inside of the dataset {dataset}"
+        legal = f"{dataset} (of several splits train is read), or the folder of one of its splits"
+        raise ConfigError.on("data.source", wrong, legal)
     seen: set[str] = set()
     for match in matches:
         if around[match]:
@@ -272,10 +271,9 @@ def _train_split(folder: str) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"data.source: cannot read the splits of the dataset {folder}: {path}: {error}") from error
     if "train" not in splits:
-        raise ConfigError(
-            f'data.source: the dataset {folder} has no split "train"; legal: the folder of one of its splits '
-            f"({', '.join(os.path.join(folder, split) for split in splits)}).{did_you_mean('train', splits)}"
-        )
+        wrong = f'the dataset {folder} has no split "train"'
+        legal = f"the folder of one of its splits ({', '.join(os.path.join(folder, split) for split in splits)})."
+        raise ConfigError.on("data.source", wrong, legal, did_you_mean("train", splits))
     return os.path.join(folder, "train")
 
 

@@ -80,11 +80,11 @@ class JsonTokenizer:
                 raise OSError(errno.EINVAL, "no regular file")
             content = Path(path).read_bytes()
         except OSError as error:
-            raise ConfigError(f"data.tokenizer: cannot read {path}: {error.strerror}; legal: {_LEGAL}") from error
+            raise ConfigError.on("data.tokenizer", f"cannot read {path}: {error.strerror}", _LEGAL) from error
         self._path, self._tokenizer = path, _parse(path, content)
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise ConfigError(f"data.tokenizer: {path} has no tokens; legal: {_LEGAL}")
+            raise ConfigError.on("data.tokenizer", f"{path} has no tokens", _LEGAL)
         self.vocabulary = max(vocabulary.values()) + 1
         self.end_token: str | None = _end_token(path, vocabulary, end_token)
         self.end = vocabulary[str(self.end_token)]
@@ -102,10 +102,9 @@ class JsonTokenizer:
         try:
             encodings = iter(self._tokenizer.encode_batch_fast(flat, add_special_tokens=False))
         except Exception as error:  # the library raises nothing more particular
-            raise ConfigError(
-                f"data.tokenizer: {self._path} cannot encode some of the text: {error}; "
-                "legal: a tokenizer with a token for what it does not know, or one of bytes"
-            ) from error
+            wrong = f"{self._path} cannot encode some of the text: {error}"
+            legal = "a tokenizer with a token for what it does not know, or one of bytes"
+            raise ConfigError.on("data.tokenizer", wrong, legal) from error
         tokens = [[np.array(next(encodings).ids, dtype=self._dtype) for _ in each] for each in parts]
         return [each[0] if len(each) == 1 else np.concatenate([np.empty(0, self._dtype), *each]) for each in tokens]
 
@@ -122,13 +121,12 @@ def _parse(path: str, content: bytes) -> Any:
     try:
         from tokenizers import Tokenizer as Library
     except ImportError as error:
-        raise ConfigError(
-            f"data.tokenizer: {path} takes the library tokenizers, which cannot be imported ({error}); legal: pip install tokenizers"
-        ) from error
+        wrong = f"{path} takes the library tokenizers, which cannot be imported ({error})"
+        raise ConfigError.on("data.tokenizer", wrong, "pip install tokenizers") from error
     try:
         tokenizer = Library.from_buffer(content)
     except Exception as error:  # the library raises nothing more particular
-        raise ConfigError(f"data.tokenizer: {path} is no tokenizer: {error}; legal: {_LEGAL}") from error
+        raise ConfigError.on("data.tokenizer", f"{path} is no tokenizer: {error}", _LEGAL) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.encode_special_tokens = True
@@ -139,11 +137,12 @@ def _end_token(path: str, vocabulary: dict[str, int], wanted: str | None) -> str
     if wanted is not None:
         if wanted not in vocabulary:
             near = did_you_mean(wanted, [token for token in vocabulary if token[:1] in "<[" and len(token) > 2])
-            raise ConfigError(f'data.end_token = "{wanted}": no token of {path}; legal: one of its tokens.{near}')
+            raise ConfigError.on(f'data.end_token = "{wanted}"', f"no token of {path}", "one of its tokens.", near)
         return wanted
     found = next((token for token in END_TOKENS if token in vocabulary), None)
     if found is None:
-        raise ConfigError(f"data.end_token: {path} has none of {', '.join(END_TOKENS)}; legal: the token that ends a document")
+        wrong = f"{path} has none of {', '.join(END_TOKENS)}"
+        raise ConfigError.on("data.end_token", wrong, "the token that ends a document")
     return found
 
 
@@ -157,10 +156,9 @@ def _keep_from_text(path: str, tokenizer: Any, end_token: str, end: int) -> None
         [AddedToken(end_token, special=True, normalized=False)]
     )  # it may be an added one that is not special
     if _of_text(tokenizer, end_token, end):
-        raise ConfigError(
-            f'data.end_token = "{end_token}": text that has these characters becomes this token of {path}, and would end documents; '
-            "legal: a token that text does not become, such as one added to the file with add_special_tokens"
-        )
+        wrong = f"text that has these characters becomes this token of {path}, and would end documents"
+        legal = "a token that text does not become, such as one added to the file with add_special_tokens"
+        raise ConfigError.on(f'data.end_token = "{end_token}"', wrong, legal)
 
 
 def _of_text(tokenizer: Any, end_token: str, end: int) -> bool:

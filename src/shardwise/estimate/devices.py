@@ -100,9 +100,8 @@ def named(name: str) -> Device:
         return _cpu(1)
     total = NAMED[found].memory
     if total is None:
-        raise ConfigError(
-            f"--device {name}: how much memory its driver reports is not known; legal: with a number of GiB, such as {found}=80"
-        )
+        wrong = "how much memory its driver reports is not known"
+        raise ConfigError.on(f"--device {name}", wrong, f"with a number of GiB, such as {found}=80")
     return _gpu(found, round(total * GIB))
 
 

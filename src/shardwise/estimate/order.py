@@ -106,10 +106,10 @@ def order(
                 for limit, taken, peak in zip(limits, found.simulation.peak_bytes, held, strict=True)
             ]
     if not chosen:
-        raise ConfigError(
-            f'parallel.schedule = "auto": no timetable was found that fits in {budget:,} bytes a rank; the least that one needs is '
-            f"{min(least):,}; legal: more memory, or less for each microbatch, such as more of them"
-        )
+        needed = f"the least that one needs is {min(least):,}"
+        wrong = f"no timetable was found that fits in {budget:,} bytes a rank; {needed}"
+        legal = "more memory, or less for each microbatch, such as more of them"
+        raise ConfigError.on('parallel.schedule = "auto"', wrong, legal)
     best = min(chosen, key=lambda one: one.found.simulation.seconds)
     named = min((one.named for one in chosen if one.named), key=lambda one: one.simulation.seconds, default=None)
     return Order(best.stages, best.found, best.costs, best.peak, named)

@@ -140,9 +140,8 @@ def auto(
     if not found:
         whole = _named(ranks, 1, each).values()
         least = min(max(sum(costs.activations[t.stage] for t in tasks if t.kind == "F") for tasks in table) for table in whole)
-        raise ConfigError(
-            f"activations: no timetable fits in {min(limits):,.0f} bytes a rank; legal: at least {least:,.0f} bytes."
-        )
+        wrong = f"no timetable fits in {min(limits):,.0f} bytes a rank"
+        raise ConfigError.on("activations", wrong, f"at least {least:,.0f} bytes.")
     return replace(min(found, key=_order), named=named)
 
 

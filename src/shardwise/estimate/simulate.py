@@ -57,9 +57,8 @@ class Costs:
             values = tuple(float(x) for x in getattr(self, name) or default.get(name, ()))
             wanted = n - 1 if name == "transfer" else n
             if len(values) != wanted or not all(0.0 <= x < float("inf") for x in values):
-                raise ConfigError(
-                    f"costs.{name}: {values} is not legal for {n} stages; legal: {wanted} finite numbers of at least 0."
-                )
+                wrong = f"{values} is not legal for {n} stages"
+                raise ConfigError.on(f"costs.{name}", wrong, f"{wanted} finite numbers of at least 0.")
             object.__setattr__(self, name, values)
 
     @classmethod

@@ -99,9 +99,8 @@ def check_ranks(ranks: int, local: int) -> None:
     if ranks == 1 or not backend.asynchronous:
         return
     if backend.transport is None:
-        raise ConfigError(
-            f"train.devices: torch has nothing by which {ranks} ranks on devices of type {backend.type} communicate; legal: 1"
-        )
+        wrong = f"torch has nothing by which {ranks} ranks on devices of type {backend.type} communicate"
+        raise ConfigError.on("train.devices", wrong, "1")
     check_possible(backend, backend.transport, ranks, local)
 
 

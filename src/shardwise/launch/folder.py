@@ -74,17 +74,15 @@ def prepare_folder(config: Config) -> FoundRun:
     if finished and (checkpoint.step >= config.train.steps or any(not key.startswith(LONGER) for key in changes)):
         return FoundRun(notices=_set_aside(folder))
     if checkpoint.step > config.train.steps:
-        raise ConfigError(
-            f"train.steps = {config.train.steps}: the unfinished run in {folder} is at step {checkpoint.step} already; legal: at least "
-            f'{checkpoint.step}, another folder, or train.resume = "never", which sets that run aside'
-        )
+        there = f"the unfinished run in {folder} is at step {checkpoint.step} already"
+        legal = f'at least {checkpoint.step}, another folder, or train.resume = "never", which sets that run aside'
+        raise ConfigError.on(f"train.steps = {config.train.steps}", there, legal)
     wrong = [key for key in changes if key.startswith(SAME) and key not in FREE]
     if wrong:
         words = "; ".join(f"{key}: {changes[key]}" for key in wrong)
-        raise ConfigError(
-            f"train.run_dir = {shown(str(folder))}: an unfinished run of another configuration is there, at step {checkpoint.step} "
-            f'({words}); legal: the same configuration, another folder, or train.resume = "never", which sets that run aside'
-        )
+        there = f"an unfinished run of another configuration is there, at step {checkpoint.step} ({words})"
+        legal = 'the same configuration, another folder, or train.resume = "never", which sets that run aside'
+        raise ConfigError.on(f"train.run_dir = {shown(str(folder))}", there, legal)
     told = [f"{key}: {change}" for key, change in changes.items() if key not in SILENT and key not in FREE]
     notices = [f"going on from step {checkpoint.step} ({path})"]
     return FoundRun(path, checkpoint.step, notices + ([f"changed since: {'; '.join(told)}"] if told else []))

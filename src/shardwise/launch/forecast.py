@@ -184,10 +184,9 @@ class Forecast:
         """:class:`ConfigError` if what is offloaded does not fit into the ``free`` bytes that a rank has on its host."""
         needed = self.worst.host_bytes
         if needed > free:
-            raise ConfigError(
-                f'parallel.offload = "{self.plan.offload}": rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} '
-                "free for it; legal: fewer ranks a host, or parallel.zero of at least 1, which shards what is offloaded"
-            )
+            wrong = f"rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} free for it"
+            legal = "fewer ranks a host, or parallel.zero of at least 1, which shards what is offloaded"
+            raise ConfigError.on(f'parallel.offload = "{self.plan.offload}"', wrong, legal)
 
     def misfit(self) -> str:
         """By how much the plan does not fit, and where."""

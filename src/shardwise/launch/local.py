@@ -69,9 +69,8 @@ def run_folder(run_dir: Path) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConfigError(
-                f"train.run_dir: another run is writing to {run_dir}; legal: a folder of its own for each"
-            ) from None
+            wrong = f"another run is writing to {run_dir}"
+            raise ConfigError.on("train.run_dir", wrong, "a folder of its own for each") from None
         _wait_for_ranks(run_dir)
         yield
 
@@ -86,9 +85,8 @@ def _wait_for_ranks(run_dir: Path) -> None:
                 return
             except OSError:
                 if time.monotonic() > deadline:
-                    raise ConfigError(
-                        f"train.run_dir: ranks of an earlier run still write to {run_dir}; legal: to end them, or another folder"
-                    ) from None
+                    wrong = f"ranks of an earlier run still write to {run_dir}"
+                    raise ConfigError.on("train.run_dir", wrong, "to end them, or another folder") from None
             time.sleep(POLL)
 
 

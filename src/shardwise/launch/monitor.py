@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.errors import ShardwiseError
 from shardwise.runtime.progress import record_path
 
 RANKS_LOCK = ".ranks"  # each rank shares this lock of the run's folder until it ends
@@ -37,13 +37,11 @@ class RankError:
         """The record of ``error``."""
         from shardwise.runtime.communicator import CommunicationError  # imports torch: only now
 
-        kind: Kind = "other"
-        if isinstance(error, ConfigError):
-            kind = "config"
-        elif isinstance(error, CommunicationError) or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
+        kind: Any = "other"
+        if isinstance(error, CommunicationError) or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
             kind = "communication"
         elif isinstance(error, ShardwiseError):
-            kind = getattr(error, "cause", "shardwise")
+            kind = error.cause
         return RankError(rank, time.time(), kind, message, place)
 
     def save(self, run_dir: Path) -> None:

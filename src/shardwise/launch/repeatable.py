@@ -28,7 +28,6 @@ def repeatable(device: torch.device, wanted: bool) -> Iterator[None]:
         found = REFUSED.search(str(error))
         if found is None:
             raise
-        raise ConfigError(
-            f"train.deterministic: {found[1]}, an op of the model, gives other bits each time on devices of type {device.type}, and "
-            "torch has no other kernel for it; legal: false, or a model without it"
-        ) from error
+        op = f"{found[1]}, an op of the model, gives other bits each time on devices of type {device.type}"
+        wrong = f"{op}, and torch has no other kernel for it"
+        raise ConfigError.on("train.deterministic", wrong, "false, or a model without it") from error

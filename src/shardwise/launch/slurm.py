@@ -59,9 +59,8 @@ def adopt(environment: MutableMapping[str, str], terminal: bool | None = None) -
     ranks = _ranks(environment, tasks)
     for name, value in ranks.items():
         if environment.get(name, value) != value:
-            raise ConfigError(
-                f"environment variable {name}: {environment[name]!r} contradicts SLURM's; legal: {value}, or leave it unset."
-            )
+            wrong = f"{environment[name]!r} contradicts SLURM's"
+            raise ConfigError.on(f"environment variable {name}", wrong, f"{value}, or leave it unset.")
     one_node = ranks["LOCAL_WORLD_SIZE"] == ranks["WORLD_SIZE"]
     master = {
         "MASTER_ADDR": environment.get("MASTER_ADDR") or ("127.0.0.1" if one_node else _nodes(environment)[0]),

@@ -163,9 +163,8 @@ class StageSplit:
         found = {name: self.rank(u.index) for u in self.units for name in u.updates if self.stage[u.index] != EVERYWHERE}
         for rank, units in enumerate(self.of_rank):
             for name in (n for u in units for n in self.units[u].buffers if found.get(n, rank) != rank):
-                raise ConfigError(
-                    f"pp: the buffer {name} is written by stage {found[name]} and read by stage {rank}; legal: stages with both in one"
-                )
+                wrong = f"the buffer {name} is written by stage {found[name]} and read by stage {rank}"
+                raise ConfigError.on("pp", wrong, "stages with both in one")
         return found
 
     def check(self) -> None:
@@ -174,10 +173,8 @@ class StageSplit:
             for name in {n for rank in self.readers(u.index) for n in self.crossing(u.index, rank)}:
                 sizes = u.values[name].meta["val"].shape
                 if any(map(of_data, sizes)):
-                    raise ConfigError(
-                        f"pp: the size of a tensor that {u.name} makes and another stage reads depends on data; legal: pp = 1, or stages "
-                        "with both in one"
-                    )
+                    wrong = f"the size of a tensor that {u.name} makes and another stage reads depends on data"
+                    raise ConfigError.on("pp", wrong, "pp = 1, or stages with both in one")
 
     def readers(self, producer: int) -> tuple[int, ...]:
         """The other ranks that read a unit's live tensors."""
@@ -191,14 +188,17 @@ class StageSplit:
 
 def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
     if trace.opaque is not None:
-        raise ConfigError(f"pp: a model that could not be captured cannot be cut into stages ({trace.opaque}); legal: pp = 1")
+        wrong = f"a model that could not be captured cannot be cut into stages ({trace.opaque})"
+        raise ConfigError.on("pp", wrong, "pp = 1")
     everywhere = {u.index for u in trace.units if u.name == "inputs"}
     units = [u.index for u in trace.units if u.index not in everywhere]
     if plan.stages and sum(plan.stages) != len(units):
         names = ", ".join(trace.units[u].name for u in units)
-        raise ConfigError(f"stages: {list(plan.stages)} are {sum(plan.stages)} units; legal: {len(units)} in all: {names}")
+        wrong = f"{list(plan.stages)} are {sum(plan.stages)} units"
+        raise ConfigError.on("stages", wrong, f"{len(units)} in all: {names}")
     if number > len(units):
-        raise ConfigError(f"pp: {number} stages of {len(units)} units are not legal; legal: at most {len(units)} stages")
+        wrong = f"{number} stages of {len(units)} units are not legal"
+        raise ConfigError.on("pp", wrong, f"at most {len(units)} stages")
     if plan.stages:
         sizes = plan.stages
     else:

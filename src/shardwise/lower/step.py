@@ -36,7 +36,8 @@ def lower(
     """
     cut = StageSplit.of(trace, plan) if cut is None else cut
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
-        raise ConfigError(f"pp: the loss counts its targets with {trace.targets.leaves[0]}, which one stage has; legal: pp = 1")
+        wrong = f"the loss counts its targets with {trace.targets.leaves[0]}, which one stage has"
+        raise ConfigError.on("pp", wrong, "pp = 1")
     cut.check()
     buckets = trace.buckets if buckets is None else buckets
     if training:

@@ -21,10 +21,9 @@ def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
     shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
     if plan.schedule == "pipedream" and shared is not None:
         stages = " and ".join(map(str, cut.holders(shared)))
-        raise ConfigError(
-            f'schedule: "pipedream" updates each stage for itself, but {shared.parameters[0].name} is used by stages {stages}; legal: '
-            'weights that are not tied across stages, or another schedule, such as "pipedream-2bw"'
-        )
+        wrong = f'"pipedream" updates each stage for itself, but {shared.parameters[0].name} is used by stages {stages}'
+        legal = 'weights that are not tied across stages, or another schedule, such as "pipedream-2bw"'
+        raise ConfigError.on("schedule", wrong, legal)
 
 
 def shared(cut: StageSplit, rank: int, own: Sequence[Bucket]) -> Iterator[tuple[Bucket, tuple[int, ...]]]:

@@ -165,6 +165,5 @@ def _check_opaque(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) 
 
 
 def _refuse(op: str, path: str, precision: str, error: str) -> NoReturn:
-    raise ConfigError(
-        f'precision = "{precision}": a CPU cannot compute {op} in {path}: {error.splitlines()[0]}; legal: {KERNEL_ADVICE}'
-    )
+    wrong = f"a CPU cannot compute {op} in {path}: {error.splitlines()[0]}"
+    raise ConfigError.on(f'precision = "{precision}"', wrong, KERNEL_ADVICE)

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shardwise.core.errors import ConfigError
+from shardwise.core.errors import ConfigError, check_value
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import ParameterRule, Plan
@@ -47,8 +47,7 @@ def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Pl
 
     The axes are within a pipeline's, and around all others.
     """
-    if not isinstance(zero, int) or not 0 <= zero < len(ZERO):
-        raise ConfigError(f"zero: {zero!r} is not legal; legal: 0 to {len(ZERO) - 1}.")
+    check_value("zero", zero, isinstance(zero, int) and 0 <= zero < len(ZERO), f"0 to {len(ZERO) - 1}")
     if not isinstance(replicas, int) or replicas < 1 or size % replicas:
         legal = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
         raise ConfigError(f"replicas: {replicas!r} of {size} ranks is not legal; legal: {legal}.")

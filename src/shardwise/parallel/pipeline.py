@@ -64,7 +64,7 @@ def balance(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """
     units = len(costs)
     if not 1 <= stages <= units:
-        raise ConfigError(f"stages: {stages} of {units} units are not legal; legal: 1 to {units}.")
+        raise ConfigError.on("stages", f"{stages} of {units} units are not legal", f"1 to {units}.")
     before = [0.0, *accumulate(costs)]
     best: list[tuple[float, float] | None] = [(0.0, 0.0), *[None] * units]  # of the first units in so many stages
     cuts: list[list[int]] = []

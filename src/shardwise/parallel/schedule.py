@@ -267,14 +267,14 @@ def check_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: in
         check_count("stages_per_rank", stages_per_rank)
         if not schedule.takes(stages_per_rank):
             others = ", ".join(f'"{other.name}"' for other in SCHEDULES.values() if other.takes(stages_per_rank))
-            raise ConfigError(
-                f'stages_per_rank: {stages_per_rank} is not legal with schedule "{name}"; '
-                f"legal: {'at least ' * schedule.more_stages}{schedule.stages_per_rank}. Schedules for {stages_per_rank}: {others}."
-            )
+            wrong = f'{stages_per_rank} is not legal with schedule "{name}"'
+            wanted = f"{'at least ' * schedule.more_stages}{schedule.stages_per_rank}"
+            raise ConfigError.on("stages_per_rank", wrong, f"{wanted}. Schedules for {stages_per_rank}: {others}.")
     least = max(1, schedule.each * ranks)
     if microbatches < least or (schedule.most is not None and microbatches > schedule.most):
         legal = f"at least {least}" if schedule.most is None else f"{schedule.most}"
-        raise ConfigError(f'microbatches: {microbatches} is not legal with schedule "{name}" on {ranks} ranks; legal: {legal}.')
+        wrong = f'{microbatches} is not legal with schedule "{name}" on {ranks} ranks'
+        raise ConfigError.on("microbatches", wrong, f"{legal}.")
     return schedule
 
 

@@ -86,7 +86,7 @@ def sides(kind: str, size: int) -> dict[str, int]:
                 "2.5d": "d·q² with d and q of 2 or more, such as 8 or 18",
                 "3d": "a cube, such as 8 or 27",
             }
-            raise ConfigError(f'tp: {size} is not legal with tensor "{kind}"; legal: {legal[kind]}.')
+            raise ConfigError.on("tp", f'{size} is not legal with tensor "{kind}"', f"{legal[kind]}.")
     return dict(zip(ROLES[kind], shape, strict=True))
 
 

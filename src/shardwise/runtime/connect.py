@@ -127,7 +127,6 @@ def check_possible(own: Backend, backend: str, ranks: int, local: int) -> None:
         )
     devices = own.count
     if backend != HOSTS and local > devices > 1:  # one device may be what a launcher lets each rank see
-        raise ConfigError(
-            f"backend: {local} ranks on this host and {devices} devices of type {own.type}; legal: one rank a device, so at most {devices} "
-            f"here, and more on other hosts{through}"
-        )
+        wrong = f"{local} ranks on this host and {devices} devices of type {own.type}"
+        legal = f"one rank a device, so at most {devices} here, and more on other hosts{through}"
+        raise ConfigError.on("backend", wrong, legal)

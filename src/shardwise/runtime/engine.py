@@ -64,15 +64,13 @@ class Engine:
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
         per_parameter = trace.opaque is not None
         if per_parameter and any(rule.rest == "S" for rule in plan.parameters):
-            raise ConfigError(
-                f"ZeRO-3: a model that could not be captured keeps its parameters whole ({trace.opaque}); legal: ZeRO-0, 1 or 2"
-            )
+            wrong = f"a model that could not be captured keeps its parameters whole ({trace.opaque})"
+            raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.check_device(Backend.of(comm.device).kind)
         check_optimizer(optimizer, torch.device("cpu") if plan.offloads_optimizer else comm.device)
         if plan.asynchronous and plan.schedule == "pipedream" and clip_norm is not None:
-            raise ConfigError(
-                f'clip_norm: {clip_norm:g} is not legal with schedule "pipedream", whose stages do not wait for the norm of all; legal: none'
-            )
+            why = "whose stages do not wait for the norm of all"
+            raise ConfigError.on("clip_norm", f'{clip_norm:g} is not legal with schedule "pipedream", {why}', "none")
         values.check()
         comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()

@@ -75,10 +75,9 @@ def check_optimizer(choice: OptimizerChoice, device: torch.device) -> None:
     backend = Backend.of(device)
     legal = (*FUSED[backend.kind], "adagrad")  # which does not use its counter
     if backend.asynchronous and not backend.counts_steps and choice.name not in legal:
-        raise ConfigError(
-            f'optimizer: "{choice.name}" is not legal on devices of type {backend.type}, where torch counts its steps on the host alone; '
-            f"legal: {', '.join(sorted(set(legal)))}"
-        )
+        where = f"devices of type {backend.type}, where torch counts its steps on the host alone"
+        wrong = f'"{choice.name}" is not legal on {where}'
+        raise ConfigError.on("optimizer", wrong, ", ".join(sorted(set(legal))))
 
 
 class FlatOptimizer:

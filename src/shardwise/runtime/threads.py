@@ -288,7 +288,9 @@ class _World:
         ranks = call.group.ranks
         with self._lock:
             self._stop_if_failed(call, rank)
-            meeting, _ = self._meetings.setdefault(key, (_Meeting(agreed), call))
+            if key not in self._meetings:
+                self._meetings[key] = _Meeting(agreed), call
+            meeting, _ = self._meetings[key]
             if meeting.agreed != agreed:
                 others = ", ".join(map(str, meeting.inputs))
                 raise CommunicationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -55,18 +56,19 @@ class Checkpoints:
     def _check_shared(self) -> None:
         """All ranks must see what rank 0 writes: no checkpoint could be completed otherwise."""
         rank, gather = self.trainer.comm.rank, self._background.gather
-        probe, refused = self.folder / f".seen-{uuid.uuid4().hex}", ""
+        probe = self.folder / f".seen-{uuid.uuid4().hex}"
+        refused: list[str] = []
         try:
             if rank == 0:
                 try:
                     self.folder.mkdir(parents=True, exist_ok=True)
                     probe.touch()
                 except OSError as error:
-                    refused = f"{self.folder}: cannot be written: {error.strerror}; legal: a folder to write to"
+                    refused = [str(self.folder), f"cannot be written: {error.strerror}", "a folder to write to"]
             # The others wait for what rank 0 has to say, be it that it cannot go on.
-            name, _, refused = gather(f"{probe.name}\n{refused}".encode())[0].decode().partition("\n")
+            name, refused = json.loads(gather(json.dumps([probe.name, refused]).encode())[0])
             if refused:
-                raise ConfigError(refused)
+                raise ConfigError.on(*refused)
             seen = gather(b"1" if (self.folder / name).exists() else b"0")
         finally:
             if rank == 0:
@@ -74,10 +76,9 @@ class Checkpoints:
                     probe.unlink()
         blind = [index for index, answer in enumerate(seen) if answer != b"1"]
         if blind:
-            raise ConfigError(
-                f"{self.folder}: rank {', '.join(map(str, blind))} does not see what rank 0 writes there; legal: a folder on a file "
-                "system that all hosts share (train.run_dir)"
-            )
+            wrong = f"rank {', '.join(map(str, blind))} does not see what rank 0 writes there"
+            legal = "a folder on a file system that all hosts share (train.run_dir)"
+            raise ConfigError.on(str(self.folder), wrong, legal)
 
     def prepare(self) -> int:
         """Take the memory that saving needs now, so that the first save does not; returns its bytes: no save takes more."""
@@ -116,10 +117,9 @@ class Checkpoints:
         trainer, found = self.trainer, Checkpoint.open(path)
         seed = found.meta.get("seed")
         if seed != trainer.seed:
-            raise ConfigError(
-                f"{path}: made with the seed {seed}; this run has {trainer.seed}; legal: the same seed, for dropout and the order of "
-                "samples follow from it"
-            )
+            wrong = f"made with the seed {seed}; this run has {trainer.seed}"
+            legal = "the same seed, for dropout and the order of samples follow from it"
+            raise ConfigError.on(str(path), wrong, legal)
         found.verify(trainer.comm.rank, trainer.comm.mesh.size)
         trainer.comm.barrier(what="the check of the checkpoint")
         self.wait()

@@ -195,14 +195,12 @@ def choice_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> OptimizerCh
     """What one of torch's optimizers computes; :class:`ConfigError` where an :class:`OptimizerChoice` cannot say it."""
     name = type(optimizer).__name__.lower()
     if not type(optimizer).__module__.startswith("torch.optim") or name not in CHOICES["name"]:
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} is not legal; legal: {', '.join(CHOICES['name'])} of torch.optim."
-        )
+        legal = f"{', '.join(CHOICES['name'])} of torch.optim."
+        raise ConfigError.on("optimizer", f"{type(optimizer).__name__} is not legal", legal)
     if len(optimizer.param_groups) != 1:
-        raise ConfigError(
-            f"optimizer: {len(optimizer.param_groups)} groups of parameters are not legal; legal: one, or an OptimizerChoice "
-            '(its decay = "matrices" keeps weight decay off norms and biases).'
-        )
+        wrong = f"{len(optimizer.param_groups)} groups of parameters are not legal"
+        legal = 'one, or an OptimizerChoice (its decay = "matrices" keeps weight decay off norms and biases).'
+        raise ConfigError.on("optimizer", wrong, legal)
     group = dict(optimizer.param_groups[0])
     if {id(p) for p in group.pop("params")} != {id(p) for p in model.parameters() if p.requires_grad}:
         raise ConfigError("optimizer: it must have exactly the parameters of the model that require gradients.")

@@ -79,9 +79,8 @@ def trace(
         if not opaque:
             raise
         if tensor is not None and tensor.axes:
-            raise ConfigError(
-                f"tp: the model could not be captured, so nothing inside it can be sharded: {error}; legal: tp = 1"
-            ) from error
+            wrong = f"the model could not be captured, so nothing inside it can be sharded: {error}"
+            raise ConfigError.on("tp", wrong, "tp = 1") from error
         return _opaque(module, batch, loss, precision, training, str(error), group, device or torch.device("cpu"))
     units = split(sharded)
     used = dict.fromkeys(name for unit in units for name in unit.parameters)  # in the same order in every process
@@ -153,10 +152,9 @@ def _buckets(
     for name in own:  # the module's own order
         if name in users:
             if name in learning and own[name].is_complex():
-                raise ConfigError(
-                    f"model: parameter {name} is {own[name].dtype}, which no fused optimizer steps; legal: a real one with a last dim of 2, "
-                    "read through torch.view_as_complex"
-                )
+                wrong = f"parameter {name} is {own[name].dtype}, which no fused optimizer steps"
+                legal = "a real one with a last dim of 2, read through torch.view_as_complex"
+                raise ConfigError.on("model", wrong, legal)
             dtype = shadow_dtype(module, name, own[name], precision)
             one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name), summed.get(name, ()))
             key = (users[name], dtype, name in learning, one.axes, one.summed, group(name) if group is not None else None)

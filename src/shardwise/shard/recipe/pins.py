@@ -43,16 +43,14 @@ def read_pins(context: ShardingContext) -> Pins:
         matched = {parameters[own]: own for alias, own in aliases.items() if fnmatchcase(alias, pattern)}
         nodes = matched or {node: path for path, several in results.items() if fnmatchcase(path, pattern) for node in several}
         if not nodes and context.tensor.layouts is None:
-            raise ConfigError(
-                f'pins: "{pattern}" matches no parameter that is read and no module with a result; legal: patterns of such names.'
-                + _near(pattern, (*aliases, *results))
-            )
+            wrong = f'"{pattern}" matches no parameter that is read and no module with a result'
+            raise ConfigError.on("pins", wrong, "patterns of such names.", _near(pattern, (*aliases, *results)))
         for node, name in nodes.items():
             for axis, cut in wanted.items():
                 new = Pin(f'"{pattern}" = "{text}"', cut, name)
                 known = found[0 if matched else 1].setdefault(node, {}).setdefault(axis, new)
                 if known.cut != cut:
-                    raise ConfigError(f"pins: {known.text} and {new.text} disagree on {name}; legal: one of them.")
+                    raise ConfigError.on("pins", f"{known.text} and {new.text} disagree on {name}", "one of them.")
     return Pins(*found)
 
 
@@ -118,10 +116,8 @@ class Places:
             return self.beside(node, self.explicit(node, pin), pin), False
         found = next(self.sides(node, cut.side), None)
         if found is None:
-            raise ConfigError(
-                f"pins: {pin.text}: {pin.name} of {list(shape)} has no such pieces for {self.walk.parts} ranks; "
-                f"legal: {', '.join(self.legal(node))}."
-            )
+            wrong = f"{pin.text}: {pin.name} of {list(shape)} has no such pieces for {self.walk.parts} ranks"
+            raise ConfigError.on("pins", wrong, f"{', '.join(self.legal(node))}.")
         return self.beside(node, found, pin), cut.side == "row"
 
     def legal(self, node: fx.Node) -> list[str]:
@@ -176,10 +172,9 @@ class Places:
         if any(isinstance(s, Shard) and s.dim == place.dim for s in others):
             size, inner = self.context.shape(node)[place.dim], self.walk.within(node, place.dim)
             if inner is None or size % (inner * self.walk.parts):
-                raise ConfigError(
-                    f"pins: {pin.text}: dim {place.dim} of {pin.name} is {size}, which cannot be cut over "
-                    f"{self.walk.axis} within the pieces of other axes; legal: another dim, or one axis."
-                )
+                why = f"cannot be cut over {self.walk.axis} within the pieces of other axes"
+                wrong = f"{pin.text}: dim {place.dim} of {pin.name} is {size}, which {why}"
+                raise ConfigError.on("pins", wrong, "another dim, or one axis.")
             return Shard(place.dim, inner, size // (inner * self.walk.parts))
         return place
 
@@ -187,10 +182,9 @@ class Places:
         """The dim that a pin names; :class:`ConfigError` if there is none."""
         rank = len(self.context.shape(node))
         if not -rank <= pin.cut.dim < rank:
-            raise ConfigError(
-                f"pins: {pin.text}: {pin.name} of {list(self.context.shape(node))} has no dim {pin.cut.dim}; legal: "
-                + (f'{", ".join(map(str, range(rank)))} and "whole".' if rank else '"whole".')
-            )
+            wrong = f"{pin.text}: {pin.name} of {list(self.context.shape(node))} has no dim {pin.cut.dim}"
+            legal = f'{", ".join(map(str, range(rank)))} and "whole".' if rank else '"whole".'
+            raise ConfigError.on("pins", wrong, legal)
         return pin.cut.dim % rank
 
     def explicit(self, node: fx.Node, pin: Pin) -> Shard:
@@ -198,10 +192,9 @@ class Places:
         dim, parts = self.dim(node, pin), pin.cut.parts or 1
         size = self.context.shape(node)[dim]
         if size % parts or size // parts < self.walk.parts:
-            raise ConfigError(
-                f"pins: {pin.text}: dim {dim} of {pin.name} is {size}, which has no {parts} equal parts with a piece for each of "
-                f'{self.walk.parts} ranks; legal: "whole", or a dim with them.'
-            )
+            why = f"has no {parts} equal parts with a piece for each of {self.walk.parts} ranks"
+            wrong = f"{pin.text}: dim {dim} of {pin.name} is {size}, which {why}"
+            raise ConfigError.on("pins", wrong, '"whole", or a dim with them.')
         found: Shard = self.walk.cuts.even(size, dim, parts)
         return found
 
@@ -212,9 +205,8 @@ class Places:
         if pin.cut.side == "whole":
             return None
         if pin.cut.side:
-            raise ConfigError(
-                f'pins: {pin.text} is of a parameter, and {pin.name} is a module; legal: a dim of its result, such as "1", or "whole".'
-            )
+            wrong = f"{pin.text} is of a parameter, and {pin.name} is a module"
+            raise ConfigError.on("pins", wrong, 'a dim of its result, such as "1", or "whole".')
         dim = self.dim(node, pin)
         if isinstance(self.context.expressions(node)[dim], int):
             found = self.walk.cuts.best(node, dim, self.context.shape(node)[dim])
@@ -223,10 +215,9 @@ class Places:
             rows = self.walk.rows.states[node][0]
             place = rows if isinstance(rows, Shard) and rows.dim == dim and pin.cut.parts is None else None
         if place is None or not self.walk.fits(node, place):
-            raise ConfigError(
-                f"pins: {pin.text}: dim {dim} of what {pin.name} returns, {list(self.context.shape(node))}, cannot be cut into pieces for "
-                f'{self.walk.parts} ranks over {self.walk.axis}; legal: "whole", or another dim.'
-            )
+            what = f"{pin.text}: dim {dim} of what {pin.name} returns, {list(self.context.shape(node))},"
+            wrong = f"{what} cannot be cut into pieces for {self.walk.parts} ranks over {self.walk.axis}"
+            raise ConfigError.on("pins", wrong, '"whole", or another dim.')
         return place
 
 
@@ -238,7 +229,5 @@ def check_table(context: ShardingContext, pins: Pins, places: Places) -> None:
             left.setdefault(starred(name), places.legal(node))
     if left:
         legal = "; ".join(f'"{name}" = {" or ".join(words)}' for name, words in left.items())
-        raise ConfigError(
-            f'pins: under tensor_plan = "table" every parameter of several dims needs one, and {len(left)} kinds of them have none; '
-            f"legal: also {legal}."
-        )
+        wrong = 'under tensor_plan = "table" every parameter of several dims needs one'
+        raise ConfigError.on("pins", f"{wrong}, and {len(left)} kinds of them have none", f"also {legal}.")
