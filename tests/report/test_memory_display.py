@@ -135,6 +135,14 @@ def test_names_of_phases_do_not_overlap(microbatches: int) -> None:
     assert {"forward 0", "backward 0", "update"} <= shown if microbatches < 3 else len(shown) >= (4 if microbatches < 8 else 0)
 
 
+def test_the_parts_of_a_backward_are_phases() -> None:
+    names = [name for op in ("FORWARD", "BACKWARD_INPUT", "GATHER", "BACKWARD_WEIGHT", "STEP") for name in [f"{op} u0 m1"] * 20]
+    peaks = tuple({"parameters": GIB} for _ in names)
+    figure = make_figure(Account(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
+    shown = [t.get_text().strip() for t in figure.axes[0].texts if t.get_fontsize() == 7.5]
+    assert shown == ["forward 1", "backward 1", "weights 1", "update 1"]
+
+
 def test_the_areas_are_the_bytes() -> None:
     one = account(number=8, scale=2**20)
     axes = make_figure(one, "a\nb").axes[0]

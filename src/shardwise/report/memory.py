@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 from rich.text import Text
 
+from shardwise.core.instruction import OP_INFO, Op
+
 from .plot import save
 from .tables import grid, size
 
@@ -235,12 +237,16 @@ def _mark(axes: Axes, account: Account, scale: int, name: str) -> None:
     )  # fmt: skip
 
 
+PHASES = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
+"""What the tasks of a timetable are called; W is the second part of a backward."""
+
+
 def _phases(axes: Axes, instructions: Sequence[str]) -> None:
     """Where each forward, backward and the update begin: their names, or F0, B0, or nothing, as there is room."""
     starts: list[tuple[int, str]] = []
     for position, text in enumerate(instructions):
         word, *rest = text.split()
-        kind = {"FORWARD": "forward", "RECOMPUTE": "backward", "BACKWARD": "backward", "STEP": "update"}.get(word)
+        kind = "update" if word == Op.STEP else PHASES.get(OP_INFO[Op(word)].task)
         number = next((w[1:] for w in rest if w[0] == "m" and w[1:].isdigit()), "")
         name = f"{kind} {number}".strip()
         if kind is not None and (not starts or starts[-1][1] != name):
