@@ -26,6 +26,7 @@ def test_axis_sizes_multiply_and_absent_axes_count_as_one() -> None:
     mesh = Mesh.of(dp=3, tp=2)
     assert mesh.axis_size("tp") == 2
     assert mesh.axis_size(("dp", "tp", "cp")) == 6
+    assert mesh.axis_size(["dp", "tp", "cp"]) == 6  # any sequence will do
     assert mesh.axis_size("cp") == mesh.axis_size(()) == 1
     assert mesh.group(4, "cp") == (4,)
     assert mesh.index(4, "cp") == 0

@@ -142,14 +142,15 @@ class Mesh:
 
     def axis_size(self, names: Axes) -> int:
         """The number of ranks along ``names`` together; an absent axis counts as 1."""
-        found = self._along.get(names)
+        key = _names(names)
+        found = self._along.get(key)
         if found is None:
-            found = math.prod(_place(name, self._sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(_names(names)))
-            self._along[names] = found
+            found = math.prod(_place(name, self._sizes.get(axis_of(name), 1), 0)[0] for name in dict.fromkeys(key))
+            self._along[key] = found
         return found
 
     @cached_property
-    def _along(self) -> dict[Axes, int]:
+    def _along(self) -> dict[tuple[str, ...], int]:
         """What :meth:`axis_size` has found, which is asked for again and again."""
         return {}
 
