@@ -176,6 +176,10 @@ class Mesh:
             if not 0 <= value < size:
                 hint = "" if name in self.names else did_you_mean(name, self.names)
                 raise ShardwiseError(f'coordinate {value} on axis "{name}" is not legal; legal: 0 to {size - 1}.{hint}')
+        return self._at(coordinates)
+
+    def _at(self, coordinates: Mapping[str, int]) -> int:
+        """The rank at coordinates that are known to be legal."""
         return sum(coordinates.get(name, 0) * stride for name, stride in self._strides.items())
 
     def group(self, rank: int, names: Axes) -> tuple[int, ...]:
@@ -187,7 +191,7 @@ class Mesh:
             there = dict(here)
             for name, at in zip(wanted, place, strict=True):
                 there[axis_of(name)] = _moved(name, there[axis_of(name)], at)
-            found.append(sum(there[name] * stride for name, stride in self._strides.items()))
+            found.append(self._at(there))
         return tuple(found)
 
     def index(self, rank: int, names: Axes) -> int:

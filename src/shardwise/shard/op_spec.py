@@ -8,7 +8,7 @@ sentence gives all gradient reductions: *an op whose result is sharded or partia
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -117,6 +117,13 @@ class OpSharding:
     emit: Emit | None = None
     exchanges: Exchanges | None = None
     factors: bool = False
+
+    def ways(self, position: int, place: Shard) -> Iterator[Strategy]:
+        """The strategies that take operand ``position`` sharded at ``place``, the one with fewer operands whole first."""
+        for way in (self.shards, self.spread):
+            strategy = None if way is None else way(position, place)
+            if strategy is not None:
+                yield strategy
 
     def shards(self, position: int, place: Shard) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""

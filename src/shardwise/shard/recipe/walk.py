@@ -180,11 +180,7 @@ class TensorWalk(BatchWalk):
 
     def shards(self, form: OpSharding, position: int, place: Shard) -> Strategy | None:
         """A form's strategy whose shards go together with those of other axes."""
-        for way in (form.shards, form.spread):
-            strategy = None if way is None else way(position, place)
-            if strategy is not None and self.together(form, strategy):
-                return strategy
-        return None
+        return next((strategy for strategy in form.ways(position, place) if self.together(form, strategy)), None)
 
     def fits(self, node: fx.Node, place: Shard) -> bool:
         """Whether a value can be sharded at ``place`` beside what other axes make of it."""

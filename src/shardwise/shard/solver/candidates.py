@@ -184,11 +184,9 @@ class Candidates(Chosen):
             yield form.whole("R")
         for i, places in enumerate(candidates):
             for place in places:
-                for way in (form.shards, form.spread):
-                    found = None if way is None else way(i, place)
-                    if found is not None and self.fits(form, found):
-                        yield found
-                        break
+                found = next((one for one in form.ways(i, place) if self.fits(form, one)), None)
+                if found is not None:
+                    yield found
         every = form.linear == "add"
         for i in range(len(form.operands)):
             if form.keeps([i]) and not (every and i):
