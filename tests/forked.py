@@ -1,0 +1,255 @@
+"""Python processes that start with torch and shardwise imported: :class:`Popen` and :func:`run`, as those of ``subprocess``.
+
+A Python process of a test spends two to three seconds of a core on imports, and a command with four ranks is five processes.  Here a
+*server*, a process of one thread that has imported everything and done nothing, forks them instead.  They are children of whoever starts
+them, as ``Popen`` promises (the server forks twice, and orphans go to the process that has declared itself their reaper), and each of
+them has forked a server of its own before it does anything else, for the processes that it starts.
+
+What differs from a fresh interpreter: the modules that are imported, variables that libraries read while they are loaded, and the seed of
+``hash``, which is the server's.  Tests about these start real ones, and so does a smaller set of all others.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import random
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PRELOADED = (
+    "torch", "torch._dynamo", "torch.export", "torch.distributed.elastic.multiprocessing", "torch.distributed.launcher.api",
+    "torch._functorch.aot_autograd", "torch.fx.experimental.validator", "sympy.tensor.tensor", "torch.distributed.run",
+    "shardwise", "shardwise.cli.main", "shardwise.cli.train", "shardwise.launch.training", "shardwise.launch.worker",
+    "shardwise.launch.run", "shardwise.launch.ready", "shardwise.launch.forecast", "shardwise.models",
+)  # fmt: skip
+SET_CHILD_SUBREAPER = 36  # of prctl(2)
+PLAIN = {"-u"}  # options of the interpreter that change nothing here
+
+
+class Server:
+    """A process that forks others on request, for one process at a time."""
+
+    def __init__(self, request: socket.socket) -> None:
+        self.request = request
+
+    @classmethod
+    def fresh(cls) -> Server:
+        """One in a new interpreter: for a process that has threads, or has run a backward."""
+        ours, theirs = socket.socketpair()
+        folder, number = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
+        code = f"import sys; sys.path.insert(0, {folder!r}); import forked; del sys.path[0]; forked.main({number})"
+        with theirs:
+            process = _Popen([sys.executable, "-c", code], pass_fds=[number], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        atexit.register(lambda: (ours.close(), process.wait()))
+        return cls(ours)
+
+    @classmethod
+    def forked(cls) -> Server:
+        """One that is a copy of this process, which has done nothing yet; in the processes that it starts this returns as well."""
+        ours, theirs = socket.socketpair()
+        if os.fork():
+            theirs.close()
+            return cls(ours)
+        ours.close()
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(nothing, stream)
+        serve(theirs)
+        return cls.forked()
+
+    def start(self, command: Mapping[str, Any], streams: Sequence[int]) -> int:
+        """The process id of a new child of this process."""
+        _adopt(True)
+        try:
+            message = json.dumps(command).encode()
+            socket.send_fds(self.request, [len(message).to_bytes(8, "big")], streams)
+            self.request.sendall(message)
+            return int.from_bytes(_receive(self.request, 8), "big")
+        finally:
+            _adopt(False)
+
+
+_Popen = subprocess.Popen
+_unforked = _Popen._execute_child  # type: ignore[attr-defined]
+_server: Server | None = None
+_command: list[str] = []  # of a forked process, as _program() gives it
+_path: list[str] = []  # where an interpreter looks for modules, without PYTHONPATH
+
+
+def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and later
+    self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+    p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
+):  # fmt: skip
+    global _server
+    words = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(args)]
+    program = None if shell or executable or preexec_fn or pass_fds else _program(words)
+    if program is None:
+        _unforked(
+            self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+            p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
+        )  # fmt: skip
+        return
+    if _server is None:
+        _server = Server.fresh()
+    sys.stdout.flush()
+    variables = {os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()}
+    folder = os.fsdecode(os.getcwd() if cwd is None else cwd)
+    command = {"program": program, "env": variables, "cwd": os.path.abspath(folder), "session": bool(more[5])}
+    streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
+    self.pid = _server.start(command, streams)
+    self._child_created = True
+    self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+
+
+class Popen(_Popen):  # type: ignore[type-arg]
+    """``subprocess.Popen``, with the server for what this interpreter would run."""
+
+    _execute_child = _execute_child
+
+
+def run(
+    args: Sequence[str | Path], *, timeout: float | None = None, check: bool = False, capture_output: bool = False, **options: Any
+) -> subprocess.CompletedProcess[Any]:
+    """``subprocess.run``, with the server for what this interpreter would run."""
+    if capture_output:
+        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with Popen(args, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(args, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _program(words: Sequence[str]) -> list[str] | None:
+    """What a command line lets Python run, as ["-m" or "-c" or "", what, arguments ...]; None if it is not for this interpreter."""
+    first, *rest = words
+    if Path(first).parent == Path(sys.executable).parent and Path(first).read_bytes()[:2] == b"#!":
+        return ["", *words]
+    if first != sys.executable:
+        return None
+    while rest and rest[0] in PLAIN:
+        del rest[0]
+    if rest and rest[0] in ("-m", "-c"):
+        return rest
+    return None if not rest or rest[0].startswith("-") else ["", *rest]
+
+
+def serve(requests: socket.socket) -> None:
+    """Fork a process for each request until there is nobody left who could make one.  Returns in those processes only."""
+    while True:
+        header, streams, _, _ = socket.recv_fds(requests, 8, 3)
+        if not header:
+            os._exit(0)
+        command = json.loads(_receive(requests, int.from_bytes(header, "big")))
+        told, tell = os.pipe()
+        middle = os.fork()
+        if not middle:
+            middle = os.getpid()
+            inner = os.fork()
+            if inner:
+                os.write(tell, inner.to_bytes(8, "big"))
+                os._exit(0)  # which makes the other a child of the process that asks
+            while os.getppid() == middle:
+                pass
+            requests.detach()
+            become(command, streams)
+            return
+        os.waitpid(middle, 0)
+        requests.sendall(os.read(told, 8))
+        for each in (*streams, told, tell):
+            os.close(each)
+
+
+def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
+    """Make this process look like one that was started for the command."""
+    global _command
+    for own, given in enumerate(streams):
+        os.dup2(given, own)
+    os.closerange(3, 1 << 16)
+    if command["session"]:
+        os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even where a shell started the tests in the background
+    os.chdir(command["cwd"])
+    os.environ.clear()
+    os.environ.update(command["env"])
+    _command = command["program"]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        errors = "strict" if number == 1 else "backslashreplace"
+        lines = unbuffered or number == 2 or os.isatty(number)
+        stream = open(number, "w", buffering=1 if lines else -1, errors=errors, closefd=False)  # noqa: SIM115
+        if unbuffered:
+            stream.reconfigure(write_through=True)
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _obey() -> None:
+    """Run the command as the interpreter would, at the end of which it ends."""
+    import numpy
+    import torch
+
+    kind, what, *arguments = _command
+    random.seed()
+    numpy.random.seed()  # noqa: NPY002
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
+    sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_path]
+    if kind == "-m":
+        sys.path.insert(0, os.getcwd())
+        sys.argv = ["-m", *arguments]
+        runpy._run_module_as_main(what)  # type: ignore[attr-defined]
+    elif kind == "-c":
+        sys.path.insert(0, "")
+        sys.argv = ["-c", *arguments]
+        exec(compile(what, "<string>", "exec"), sys.modules["__main__"].__dict__)
+    else:
+        sys.argv = [what, *arguments]
+        sys.path.insert(0, os.path.dirname(os.path.abspath(what)))
+        runpy.run_path(what, run_name="__main__")
+
+
+def _receive(connection: socket.socket, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        some = connection.recv(size - len(found))
+        if not some:
+            raise ConnectionError("the server of forked processes has ended")
+        found += some
+    return found
+
+
+def _adopt(ours: bool) -> None:
+    """Whether orphans among the descendants become children of this process."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, int(ours), 0, 0, 0)
+
+
+def main(number: int) -> None:
+    """The server of :meth:`Server.fresh`, whose socket has this number, and in the processes that it starts their command."""
+    global _server, _path
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    _path = [path for path in sys.path if path and path not in given]
+    for name in PRELOADED:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    serve(socket.socket(fileno=number))
+    _server = Server.forked()
+    _Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    _obey()
