@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" / "xdg")  # tokens; not the user's
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parent))
+
+import forked  # noqa: E402 - it lies beside this file
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
 """Hides the devices of CUDA, ROCm and XPU.  A Mac's cannot be hidden: tests are not run there."""
@@ -31,6 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before a test module is imported; torch looks at its devices when it is first asked for one."""
     if not _on_gpu(config):
         os.environ.update(HIDDEN)
+        if not os.environ.get("SHARDWISE_FRESH"):
+            forked.install()
 
 
 @pytest.hookimpl(trylast=True)  # -m has taken its choice
@@ -61,3 +66,13 @@ def _one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What tests start is forked with everything imported (see :mod:`forked`), but for those that are marked ``fresh``."""
+    if request.node.get_closest_marker("fresh") is None:
+        yield
+    else:
+        with forked.fresh():
+            yield

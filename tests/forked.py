@@ -1,4 +1,4 @@
-"""Python processes that start with torch and shardwise imported: :class:`Popen` and :func:`run`, as those of ``subprocess``.
+"""Python processes that start with torch and shardwise imported: what tests and the commands that they test start with ``subprocess``.
 
 A Python process of a test spends two to three seconds of a core on imports, and a command with four ranks is five processes.  Here a
 *server*, a process of one thread that has imported everything and done nothing, forks them instead.  They are children of whoever starts
@@ -6,7 +6,8 @@ them, as ``Popen`` promises (the server forks twice, and orphans go to the proce
 them has forked a server of its own before it does anything else, for the processes that it starts.
 
 What differs from a fresh interpreter: the modules that are imported, variables that libraries read while they are loaded, and the seed of
-``hash``, which is the server's.  Tests about these start real ones, and so does a smaller set of all others.
+``hash``, which is the server's.  Tests about these are marked ``fresh`` and start real ones,
+as does a smaller set of all others; with SHARDWISE_FRESH=1 in the environment all do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ PRELOADED = (
     "shardwise.launch.run", "shardwise.launch.ready", "shardwise.launch.forecast", "shardwise.models",
 )  # fmt: skip
 SET_CHILD_SUBREAPER = 36  # of prctl(2)
+ROOM = 1 << 16  # bytes for the command lines, and for the environments, that the system shows for forked processes
 PLAIN = {"-u"}  # options of the interpreter that change nothing here
 
 
@@ -49,8 +53,11 @@ class Server:
         ours, theirs = socket.socketpair()
         folder, number = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
         code = f"import sys; sys.path.insert(0, {folder!r}); import forked; del sys.path[0]; forked.main({number})"
+        room, nothing = "-" * ROOM, subprocess.DEVNULL
         with theirs:
-            process = _Popen([sys.executable, "-c", code], pass_fds=[number], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            process = subprocess.Popen(
+                [sys.executable, "-c", code, room], env={**os.environ, "ROOM": room}, pass_fds=[number], stdin=nothing, stdout=nothing
+            )
         atexit.register(lambda: (ours.close(), process.wait()))
         return cls(ours)
 
@@ -80,8 +87,7 @@ class Server:
             _adopt(False)
 
 
-_Popen = subprocess.Popen
-_unforked = _Popen._execute_child  # type: ignore[attr-defined]
+_unforked = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _server: Server | None = None
 _command: list[str] = []  # of a forked process, as _program() gives it
 _path: list[str] = []  # where an interpreter looks for modules, without PYTHONPATH
@@ -112,28 +118,19 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
 
-class Popen(_Popen):  # type: ignore[type-arg]
-    """``subprocess.Popen``, with the server for what this interpreter would run."""
+def install() -> None:
+    """From now on ``subprocess`` lets a server fork what this interpreter would run."""
+    subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
 
-    _execute_child = _execute_child
 
-
-def run(
-    args: Sequence[str | Path], *, timeout: float | None = None, check: bool = False, capture_output: bool = False, **options: Any
-) -> subprocess.CompletedProcess[Any]:
-    """``subprocess.run``, with the server for what this interpreter would run."""
-    if capture_output:
-        options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with Popen(args, **options) as process:
-        try:
-            output, errors = process.communicate(timeout=timeout)
-        except BaseException:
-            process.kill()
-            raise
-    done = subprocess.CompletedProcess(args, process.returncode, output, errors)
-    if check:
-        done.check_returncode()
-    return done
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Meanwhile ``subprocess`` starts real interpreters."""
+    subprocess.Popen._execute_child = _unforked  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        install()
 
 
 def _program(words: Sequence[str]) -> list[str] | None:
@@ -211,7 +208,9 @@ def _obey() -> None:
     numpy.random.seed()  # noqa: NPY002
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_path]
+    _show([sys.executable, *(_command if kind else _command[1:])])
     if kind == "-m":
+        warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning, "runpy")
         sys.path.insert(0, os.getcwd())
         sys.argv = ["-m", *arguments]
         runpy._run_module_as_main(what)  # type: ignore[attr-defined]
@@ -223,6 +222,15 @@ def _obey() -> None:
         sys.argv = [what, *arguments]
         sys.path.insert(0, os.path.dirname(os.path.abspath(what)))
         runpy.run_path(what, run_name="__main__")
+
+
+def _show(command: Sequence[str]) -> None:
+    """Let the system show this command line and these environment variables for the process: in the memory of those it was started with."""
+    with open("/proc/self/stat") as file:
+        first, last, env_first, env_last = map(int, file.read().rpartition(")")[2].split()[45:49])
+    for start, end, words in ((first, last, command), (env_first, env_last, [f"{k}={v}" for k, v in os.environ.items()])):
+        block = "".join(f"{word}\0" for word in words).encode(errors="surrogateescape")[: end - start - 1]
+        ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
 
 def _receive(connection: socket.socket, size: int) -> bytes:
@@ -251,5 +259,5 @@ def main(number: int) -> None:
     gc.freeze()
     serve(socket.socket(fileno=number))
     _server = Server.forked()
-    _Popen._execute_child = _execute_child  # type: ignore[attr-defined]
+    install()
     _obey()

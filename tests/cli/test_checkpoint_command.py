@@ -89,6 +89,7 @@ def test_where_there_is_nothing(tmp_path: Path, command: str) -> None:
         assert json.loads(call(command, path, "--json").stdout)["cause"] == "config"
 
 
+@pytest.mark.fresh
 def test_help_needs_no_torch() -> None:
     script = "import sys, shardwise.cli.checkpoint; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -35,6 +35,7 @@ def call(*arguments: str) -> Result:
     return CliRunner().invoke(app, list(arguments))
 
 
+@pytest.mark.fresh
 def test_help_and_wrong_arguments_need_no_torch() -> None:
     for arguments, code in ((["--help"], 0), (["train", "--help"], 0), (["train", "no_such_file"], 2)):
         call = "from shardwise.cli.main import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
