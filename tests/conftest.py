@@ -7,6 +7,7 @@ machine without a GPU: what hides it is in the environment, so that workers and 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,8 @@ def _on_gpu(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before a test module is imported; torch looks at its devices when it is first asked for one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells let what they start in the background: not what is tested
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _on_gpu(config):
         os.environ.update(HIDDEN)
         if not os.environ.get("SHARDWISE_FRESH"):

@@ -143,6 +143,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
             CheckpointWriter(tmp_path, 0, 1, warn=print, **options)
 
 
+@pytest.mark.fresh
 def test_killed_at_any_moment_the_last_complete_one_loads(tmp_path: Path) -> None:
     """30 processes of two ranks, each killed while it saves in a loop; the values of a checkpoint are its step everywhere."""
     script = Path(__file__).with_name("killed.py")

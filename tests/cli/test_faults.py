@@ -32,11 +32,6 @@ ALONE = ("train.devices=1", "train.threads=1")  # where it is about files, not a
 STEPS = 300
 
 
-def heed_interrupts() -> None:
-    """Shells let what they start in the background ignore SIGINT: these tests perhaps, but not what they test."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 class Command:
     """A ``shardwise train`` under way."""
 
@@ -45,7 +40,7 @@ class Command:
         self.folder = folder
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shardwise", *arguments], env=ENVIRONMENT, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=heed_interrupts,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
     def end(self, seconds: float = 100.0) -> str:

@@ -290,6 +290,7 @@ def children(pid: int) -> set[int]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.fresh
 def test_a_killed_process_leaves_nothing_that_looks_whole(folder: Path, tmp_path: Path, workers: int) -> None:
     import psutil
 
@@ -426,6 +427,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     assert cache.default_cache_dir() == str(tmp_path / "xdg" / "shardwise" / "tokens")
 
 
+@pytest.mark.fresh
 def test_tokenising_needs_no_torch() -> None:
     code = "import sys, shardwise.data.worker; from shardwise.data import open_corpus; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -125,6 +125,7 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
     assert children() == []
 
 
+@pytest.mark.fresh
 def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
     """SIGTERM to the launcher; one rank does not listen to signals."""
     script = tmp_path / "script.py"
@@ -144,6 +145,7 @@ def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
     assert not any(rank.is_running() for rank in ranks)
 
 
+@pytest.mark.fresh
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, time\nopen('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n")

@@ -304,6 +304,7 @@ def test_no_run_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         draw([found], tmp_path / "plot.png")
 
 
+@pytest.mark.fresh
 def test_neither_torch_nor_pyplot_is_imported(tmp_path: Path) -> None:
     write(tmp_path, [line(0)])
     code = (

@@ -78,6 +78,7 @@ def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monk
         TensorBoard(tmp_path)
 
 
+@pytest.mark.fresh
 def test_nothing_is_imported_before_use() -> None:
     code = "import sys, shardwise.report.tensorboard; print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

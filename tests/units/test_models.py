@@ -159,6 +159,7 @@ def test_an_uneven_last_batch() -> None:
     parity(subject("own gpt"), dp=(3, 4), rows=(1, 3), microbatches=2, keyed=True)
 
 
+@pytest.mark.fresh
 def test_a_capture_does_without_networkx() -> None:
     """Which torch names in annotations; who uses it later has it."""
     code = (
