@@ -68,9 +68,9 @@ class Engine:
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.check_device(Backend.of(comm.device).kind)
         check_optimizer(optimizer, torch.device("cpu") if plan.offloads_optimizer else comm.device)
-        if plan.asynchronous and plan.schedule == "pipedream" and clip_norm is not None:
+        if plan.stages_alone and clip_norm is not None:
             why = "whose stages do not wait for the norm of all"
-            raise ConfigError.on("clip_norm", f'{clip_norm:g} is not legal with schedule "pipedream", {why}', "none")
+            raise ConfigError.on("clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.schedule}", {why}', "none")
         values.check()
         comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()
