@@ -27,6 +27,7 @@ from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
+from shardwise.runtime.post_validation import PostValidatingInterpreter
 from shardwise.runtime.whole_state import WholeState, aliases
 from shardwise.units.trace import Bucket, Trace
 
@@ -90,7 +91,8 @@ class Engine:
         self.whole = WholeState(
             comm, plan, optimizer, self.memory, module, trace.buckets, self.holders, self.updating, self.unused
         )
-        self.interpreter = Interpreter(
+        kind = PostValidatingInterpreter if plan.post_validates else Interpreter
+        self.interpreter = kind(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, per_parameter=per_parameter,
             strict=strict, offload=plan.offloads_activations,
