@@ -78,7 +78,8 @@ SCHEDULES: Mapping[str, Schedule] = {
 """The schedules that have an order of their own, by name."""
 
 AUTO = "auto"
-"""The schedule whose timetable a plan carries itself: found for measured times (``estimate/search.py``), or a user's own."""
+"""The schedule whose timetable a plan carries itself: one found for measured times (``estimate/search.py``), or the
+user's own."""
 
 
 def traits(name: str) -> Schedule:

@@ -195,7 +195,10 @@ class Run:
             self.handles[self.computing.position] = (one, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
 
     def report(self, one: Instruction) -> None:
-        """A batch is over, and :meth:`run` hands over its result.  Where batches overlap, the verdict on one is not about buffers."""
+        """A batch is over, and :meth:`run` hands over its result.
+
+        Where batches overlap the verdict on one says nothing about buffers, which others have written too.
+        """
         if self.program.batches == 1:
             self.skip = self.batches[one.version].skip
 

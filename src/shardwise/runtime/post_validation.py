@@ -49,7 +49,7 @@ class PostValidatedRun(Run):
         return {**super().operations(), Op.BACKUP: self.backup, Op.VALIDATE: self.validate}
 
     def positions(self) -> Iterator[int]:
-        """All in their order; after a VALIDATE that goes back, those from the first STEP of its batch to there once more."""
+        """All in their order, and after a VALIDATE that goes back those from the first STEP of its batch once more."""
         for position in super().positions():
             yield position
             if self.going_back:
@@ -57,7 +57,7 @@ class PostValidatedRun(Run):
                 yield from self.repeated[self.program.instructions[position].version]
 
     def reach_verdict(self, one: Instruction) -> None:
-        """A batch whose update is validated later is updated by this stage's own verdict; the last batch waits for all."""
+        """Where an update is validated later this stage decides alone; on the last batch all decide together."""
         if one.version not in self.repeated:
             super().reach_verdict(one)
             return
