@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Task, Timetable
 from shardwise.core.timetable import needs as computed_before
-from shardwise.parallel.schedule import SCHEDULES
 
 NAMES = tuple(SCHEDULES)
 SYNCHRONOUS = tuple(name for name, schedule in SCHEDULES.items() if not schedule.asynchronous)

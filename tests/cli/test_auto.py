@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.plan import Plan
-from shardwise.parallel.schedule import SCHEDULES
+from shardwise.core.schedules import SCHEDULES
 from shardwise.report.timetable import milliseconds
 
 RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8", "train.eval_every=0",

@@ -9,7 +9,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.timetable import Timetable, first, homes, read, written
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import SCHEDULES
+from shardwise.parallel.schedule import rank_of, timetable
 from timetables import SYNCHRONOUS, numbers
 
 TWO = ("F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1")
@@ -25,11 +25,11 @@ def plan(*texts: str, ranks: int = 2, stages_per_rank: int = 1, microbatches: in
 def test_every_schedule_can_be_written_down(name: str) -> None:
     """And is what it was for fewer microbatches, too."""
     for ranks, m, v in numbers(name, 4, 9):
-        timetable = SCHEDULES[name].tasks(ranks, m, v)
-        assert read(written(timetable), ranks, v, m) == timetable
-        assert homes(timetable) == tuple(SCHEDULES[name].place(stage, ranks) for stage in range(ranks * v))
+        table = timetable(name, ranks, m, v)
+        assert read(written(table), ranks, v, m) == table
+        assert homes(table) == tuple(rank_of(name, stage, ranks) for stage in range(ranks * v))
         for fewer in range(1, m):
-            left = first(timetable, fewer)
+            left = first(table, fewer)
             assert read(written(left), ranks, v, fewer) == left
 
 
@@ -38,7 +38,7 @@ def test_a_plan_keeps_it() -> None:
     assert (made.stages_per_rank, made.timetable) == (1, TWO)
     assert Plan.from_toml(made.to_toml()) == made
     assert made.replace(microbatches=1).timetable == TWO  # a batch of one row
-    looped = written(SCHEDULES["interleaved"].tasks(2, 2, 2))
+    looped = written(timetable("interleaved", 2, 2, 2))
     assert pipeline(Plan(microbatches=2), 2, "auto", timetable=looped, stages=[1, 2, 1, 1]).stages_per_rank == 2
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import LINKS, Axis, Mesh
 from shardwise.core.pins import PLANS, PinnedCut, cuts
-from shardwise.core.plan import ASYNCHRONOUS, CHOICES, DATA_PARALLEL_ROWS, OTHERS, ParameterRule, Plan
+from shardwise.core.plan import CHOICES, DATA_PARALLEL_ROWS, OTHERS, ParameterRule, Plan
+from shardwise.core.schedules import traits
 from shardwise.core.timetable import written
-from shardwise.parallel.schedule import SCHEDULES
+from shardwise.parallel.schedule import timetable as timetable_of
 
 axes = st.builds(Axis, st.sampled_from(["pp", "dp", "cp", "tp", "ep", "tp_0"]), st.integers(1, 9), st.sampled_from(LINKS))
 rows = st.sampled_from(list(DATA_PARALLEL_ROWS))
@@ -34,8 +35,8 @@ def plans(draw: st.DrawFn) -> Plan:
     mesh, timetable = Mesh(tuple(found)), ()
     if words["schedule"] == "auto":
         counts["microbatches"] = draw(st.integers(1, 4))
-        timetable = written(SCHEDULES["1f1b"].tasks(mesh.axis_size("pp"), counts["microbatches"], 1))
-    if words["schedule"] in ASYNCHRONOUS:
+        timetable = written(timetable_of("1f1b", mesh.axis_size("pp"), counts["microbatches"]))
+    if traits(words["schedule"]).asynchronous:
         parameters, counts["window"] = [ParameterRule("*")], draw(st.integers(1, 100))
         words["reduce"], words["norm"] = "auto", "barrier"
     pins = {}
@@ -49,7 +50,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if words["tensor_plan"] == "auto" and draw(st.booleans()):
         counts["tensor_bytes"] = draw(st.integers(1, 10**12))
     sync = False
-    if words["schedule"] == "pipedream":
+    if traits(words["schedule"]).stages_alone:
         counts["microbatches"], sync = 1, draw(st.booleans())
         words["precision"] = draw(st.sampled_from(("fp32", "fp64", "bf16")))
     return Plan(mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, pins=pins, **counts, **words)

@@ -101,8 +101,7 @@ def measured(
             seen.append(Seen(one, tracker.mark(), 0, ""))
 
         with tracker:
-            alone = subject.plan.asynchronous and subject.plan.schedule == "pipedream"
-            clip = None if alone else clip_norm
+            clip = None if subject.plan.stages_alone else clip_norm
             engine = Engine(subject, Unseen(comm, [tracker]), optimizer, clip_norm=clip)  # type: ignore[arg-type]
             for bucket in engine.memory.buckets.values():
                 bucket.updates  # noqa: B018, otherwise made by the first step

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Filler, PlanDraft
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import SCHEDULES, timetable
+from shardwise.parallel.schedule import timetable
 from timetables import SYNCHRONOUS, numbers
 
 KEPT = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304), "6.2B": 32 / 74, "14.6B": 32 / 74, "28.3B": 32 / 74}

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Task, Timetable
 from shardwise.estimate.simulate import Costs, Simulation, simulate
-from shardwise.parallel.schedule import SCHEDULES, timetable
+from shardwise.parallel.schedule import timetable
 from timetables import NAMES, SYNCHRONOUS, alive, numbers, play
 
 EXACT = 1e-9

@@ -16,11 +16,11 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.core.schedules import SCHEDULES
 from shardwise.lower.step import lower
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import SCHEDULES
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 from toy_programs import Toy, differences

@@ -8,12 +8,17 @@ from collections import Counter
 import pytest
 
 from shardwise.core.errors import ConfigError
+from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Task
-from shardwise.parallel.schedule import SCHEDULES, check_schedule, rank_of, timetable
+from shardwise.parallel.schedule import ORDERS, check_schedule, rank_of, timetable
 from shardwise.parallel.versions import double_buffered_version, stashed_version
 from timetables import NAMES, SYNCHRONOUS, alive, numbers, play
 
 UNIT = {"F": 1, "B": 2, "I": 1, "W": 1}
+
+
+def test_every_schedule_has_an_order() -> None:
+    assert [*ORDERS] == [*SCHEDULES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -26,7 +31,7 @@ def test_everything_is_computed_once_and_in_order(name: str) -> None:
         lanes: dict[tuple[str, int], list[int]] = {}
         for rank, tasks in enumerate(table):
             for kind, stage, microbatch in tasks:
-                assert home.setdefault(stage, rank) == rank == rank_of(name, stage, p) == schedule.place(stage, p)
+                assert home.setdefault(stage, rank) == rank == rank_of(name, stage, p)
                 for lane in {"F": "F", "B": "IW"}.get(kind, kind):
                     lanes.setdefault((lane, stage), []).append(microbatch)
         assert sorted(home) == list(range(p * v)) and set(Counter(home.values()).values()) == {v}

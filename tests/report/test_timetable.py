@@ -16,8 +16,9 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from shardwise.core.errors import ConfigError, ShardwiseError
+from shardwise.core.schedules import SCHEDULES
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import SCHEDULES, timetable
+from shardwise.parallel.schedule import timetable
 from shardwise.report.kinds import LOOKS
 from shardwise.report.simulated import drawing
 from shardwise.report.timetable import LANES, Drawing, TimeBox, mark_critical, perfetto

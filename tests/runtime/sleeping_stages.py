@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Norm, Plan
+from shardwise.core.schedules import SCHEDULES
 from shardwise.data.loader import Batch
 from shardwise.ops import weight_gradients
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import SCHEDULES
 from shardwise.runtime.connect import connect
 from shardwise.train.trainer import Trainer
 

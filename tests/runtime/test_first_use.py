@@ -17,11 +17,11 @@ from shardwise.core.instruction import CHANNELS
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.core.schedules import SCHEDULES
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import batch_axes, data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import SCHEDULES
 from shardwise.parallel.tensor import tensor_parallel
 from shardwise.runtime.communicator import CommunicationError, CommunicationTimeout, Communicator
 from shardwise.runtime.engine import Engine

@@ -12,8 +12,9 @@ from sleeping_stages import FORWARD, INPUT, RANKS, WEIGHT, microbatches, parts, 
 
 from processes import run_processes
 from shardwise.core.plan import CHOICES
+from shardwise.core.schedules import AUTO, SCHEDULES
 from shardwise.estimate.simulate import Costs, simulate
-from shardwise.parallel.schedule import AUTO, SCHEDULES, timetable
+from shardwise.parallel.schedule import timetable
 
 WITHIN = 0.03
 ATTEMPTS = 3

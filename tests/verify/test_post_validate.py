@@ -27,12 +27,12 @@ from shardwise.core.plan import CHOICES, Plan
 from shardwise.core.program import Program
 from shardwise.core.repeat import repeated
 from shardwise.core.scale import ScaleChoice
+from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import written
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.validate import Validations
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import SCHEDULES
 from shardwise.runtime.batch import BatchStates
 from shardwise.runtime.buffers import BucketMemory
 from shardwise.runtime.threads import run_ranks

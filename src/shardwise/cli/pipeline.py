@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.core.errors import ConfigError, check_count
-from shardwise.core.plan import ASYNCHRONOUS
+from shardwise.core.schedules import AUTO, traits
 from shardwise.core.timetable import read
 from shardwise.estimate.search import auto
 from shardwise.estimate.simulate import Costs, Simulation, simulate
@@ -20,7 +20,7 @@ from shardwise.launch.folder import plan_of
 from shardwise.launch.ordering import chosen_before
 from shardwise.launch.subject import load_anywhere
 from shardwise.lower.versions import steady_batches
-from shardwise.parallel.schedule import AUTO, check_schedule, timetable
+from shardwise.parallel.schedule import check_schedule, timetable
 from shardwise.report.recorded import measured, of_recorded, predicted
 from shardwise.report.simulated import drawing
 from shardwise.report.tables import grid, make_console, pairs, plural, print_json, show
@@ -149,7 +149,7 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         given = load_anywhere(path, overrides).parallel
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
         texts, norm = given.timetable, given.norm
-        if schedule in ASYNCHRONOUS:  # a window shows more than a step
+        if traits(schedule).asynchronous:  # a window shows more than a step
             microbatches *= steady_batches(given.window, ranks, microbatches)
     found = []
     for one in pipelines:

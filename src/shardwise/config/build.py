@@ -13,6 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
+from shardwise.core.schedules import AUTO
 from shardwise.data import Corpus, Joined, Mixture, open_corpus, open_tokenizer
 from shardwise.data.samples import Samples
 from shardwise.data.tokenise import OnProgress
@@ -20,7 +21,6 @@ from shardwise.data.windows import DocumentFields
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
-from shardwise.parallel.schedule import AUTO
 from shardwise.parallel.tensor import tensor_parallel
 
 from .config import Config

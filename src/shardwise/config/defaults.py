@@ -8,10 +8,11 @@ import os
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import APPLIES
 from shardwise.core.plan import check_asynchronous, check_pins
+from shardwise.core.schedules import AUTO, SCHEDULES
 from shardwise.core.timetable import homes, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
-from shardwise.parallel.schedule import AUTO, SCHEDULES, check_schedule
+from shardwise.parallel.schedule import check_schedule
 from shardwise.parallel.tensor import ROLES, sides
 
 from .data import complete_data
@@ -276,7 +277,7 @@ def _pipeline(draft: ConfigDraft) -> None:
     wanted = pp * draft["parallel.stages_per_rank"]
     if stages is not None and len(stages) != wanted:
         draft.refuse("parallel.stages", f"{wanted} numbers, one for each stage")
-    alone = name == "pipedream" and pp > 1
+    alone = SCHEDULES[name].stages_alone and pp > 1
     draft.default("train.clip_norm", 0.0 if alone else 1.0)
     if alone and draft["train.clip_norm"]:
         draft.refuse("train.clip_norm", f'0: with schedule "{name}" no stage waits for the norm of all')

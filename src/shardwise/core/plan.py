@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from shardwise.core.errors import ConfigError, check_choice, check_count, check_keys, check_text, check_value
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.pins import PLANS, cuts
+from shardwise.core.schedules import AUTO, SCHEDULES, traits
 from shardwise.core.timetable import read
 
 Recompute = Literal["none", "selective", "full"]
@@ -22,9 +23,6 @@ Reduced = Literal["microbatch", "step"]
 ReduceDtype = Literal["auto", "fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "optimizer", "activations", "all"]
 Norm = Literal["barrier", "post-validate"]
-Schedule = Literal[
-    "naive", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-v", "pipedream", "pipedream-2bw", "auto"
-]
 Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
 TensorPlan = Literal["recipe", "auto", "propagate", "table"]
 Pins = tuple[tuple[str, str], ...]
@@ -32,7 +30,7 @@ Pins = tuple[tuple[str, str], ...]
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "recompute": get_args(Recompute),
     "precision": get_args(Precision),
-    "schedule": get_args(Schedule),
+    "schedule": (*SCHEDULES, AUTO),
     "norm": get_args(Norm),
     "tensor": get_args(Tensor),
     "tensor_plan": get_args(TensorPlan),
@@ -49,9 +47,6 @@ OTHERS = ("pp", "dp_replicate", "dp")
 
 LOW_PRECISIONS = ("bf16", "fp16")
 """The precisions that compute with copies of fp32 masters."""
-
-ASYNCHRONOUS = ("pipedream", "pipedream-2bw")
-"""The schedules that do not wait for an empty pipeline to update weights."""
 
 DATA_PARALLEL_ROWS: Mapping[tuple[str, str, str], str] = {
     ("R", "P", "R"): "DDP",
@@ -171,7 +166,7 @@ class Plan:
             raise ConfigError.on("stages", wrong, f"{ranks * each}, for {ranks} ranks over pp with {each} each.")
 
     def _check_timetable(self) -> None:
-        if self.schedule != "auto":
+        if self.schedule != AUTO:
             if self.timetable:
                 wrong = f'"{self.schedule}" has its own'
                 raise ConfigError.on("timetable", wrong, 'schedule = "auto" with a timetable.')
@@ -210,14 +205,29 @@ class Plan:
         check_choice("reduce", self.reduce, ("auto", *wide))
 
     @property
+    def _pipelined(self) -> bool:
+        """Whether there is a pipeline of several ranks."""
+        return self.mesh.axis_size("pp") > 1
+
+    @property
     def asynchronous(self) -> bool:
         """Whether weights are updated while microbatches of other batches are in the pipeline."""
-        return self.schedule in ASYNCHRONOUS and self.mesh.axis_size("pp") > 1
+        return self._pipelined and traits(self.schedule).asynchronous
+
+    @property
+    def stages_alone(self) -> bool:
+        """Whether each stage updates its weights by itself, without waiting for the others."""
+        return self._pipelined and traits(self.schedule).stages_alone
+
+    @property
+    def double_buffered(self) -> bool:
+        """Whether a batch is updated only before the next but one needs its weights."""
+        return self._pipelined and traits(self.schedule).double_buffered
 
     @property
     def post_validates(self) -> bool:
         """Whether stages update before the norm over all of them is known."""
-        return self.norm == "post-validate" and self.mesh.axis_size("pp") > 1
+        return self._pipelined and self.norm == "post-validate"
 
     @property
     def overlaps(self) -> bool:
@@ -327,10 +337,11 @@ def check_asynchronous(
     schedule: str, pp: int, microbatches: int, precision: str, reduce: str, vertical_sync: bool, norm: str, *, sharded: bool
 ) -> None:
     """:class:`ConfigError` where a schedule that does not wait for an empty pipeline cannot do what is asked of it."""
-    illegal = f'not legal with schedule "{schedule}"'
-    if vertical_sync and schedule != "pipedream":
-        raise ConfigError.on("vertical_sync", f"true is {illegal}", 'false, or schedule "pipedream".')
-    if schedule not in ASYNCHRONOUS or pp == 1:
+    kind, illegal = traits(schedule), f'not legal with schedule "{schedule}"'
+    if vertical_sync and not kind.stages_alone:
+        others = ", ".join(f'"{other.name}"' for other in SCHEDULES.values() if other.stages_alone)
+        raise ConfigError.on("vertical_sync", f"true is {illegal}", f"false, or schedule {others}.")
+    if not kind.asynchronous or pp == 1:
         return
     if norm != "barrier":
         raise ConfigError.on("norm", f'"{norm}" is {illegal}, which has no barrier to do without', '"barrier".')
@@ -338,10 +349,10 @@ def check_asynchronous(
         raise ConfigError.on("zero", f"sharded states are {illegal}, which keeps several versions of weights", "0.")
     if reduce not in ("auto", "fp64", "fp32"):
         raise ConfigError.on("reduce", f'"{reduce}" is {illegal}', '"auto".')
-    if schedule == "pipedream" and microbatches != 1:
+    if kind.stages_alone and microbatches != 1:
         wrong = f"{microbatches} is {illegal}, which updates after each microbatch"
         raise ConfigError.on("microbatches", wrong, "1, with batches as large as a microbatch shall be.")
-    if schedule == "pipedream" and precision == "fp16":
+    if kind.stages_alone and precision == "fp16":
         wrong = f'"fp16" is {illegal}, for all stages decide on its loss scale together'
         raise ConfigError.on("precision", wrong, '"fp32", "bf16", "fp64".')
 

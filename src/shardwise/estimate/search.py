@@ -12,10 +12,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
+from shardwise.core.schedules import SCHEDULES
 from shardwise.core.timetable import Timetable
 from shardwise.estimate.fill import Filler, PlanDraft
 from shardwise.estimate.simulate import NORMS, Costs, Simulation, simulate
-from shardwise.parallel.schedule import SCHEDULES
+from shardwise.parallel.schedule import timetable
 
 FITS = (0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 """A gap before a task is filled by a W if it is at least this part of it."""
@@ -153,7 +154,7 @@ def _order(found: Found) -> tuple[float, float]:
 def _named(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
     """The synchronous schedules that are legal for these numbers."""
     return {
-        name: schedule.tasks(ranks, microbatches, v)
+        name: timetable(name, ranks, microbatches, v)
         for name, schedule in SCHEDULES.items()
         if schedule.takes(v) and not schedule.asynchronous and (schedule.most or microbatches) >= microbatches
     }

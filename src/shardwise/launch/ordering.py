@@ -20,6 +20,7 @@ from shardwise.core.communicators import CONTROL, Members, groups
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import CHANNELS, OP_INFO
 from shardwise.core.plan import Plan
+from shardwise.core.schedules import AUTO
 from shardwise.core.timetable import Task, Timetable, read, written
 from shardwise.data.loader import Batch, Loader
 from shardwise.estimate.order import Order, UnitCosts, order
@@ -28,7 +29,6 @@ from shardwise.estimate.simulate import Costs
 from shardwise.lower.stages import EVERYWHERE
 from shardwise.measure.unit_cost import cost
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.schedule import AUTO
 from shardwise.report.tables import size
 from shardwise.report.timetable import milliseconds
 from shardwise.runtime.alone import AloneCommunicator

@@ -126,7 +126,7 @@ class _Lowering:
                 if self.rank != first:
                     draft.after[complete[bucket.index]].append(part(bucket, self.rank, first))
             # The sum over stages is under way until the update, for which 2BW leaves time.
-            early = max(complete.values(), default=end) if self.training and versions.late else end
+            early = max(complete.values(), default=end) if self.training and self.plan.double_buffered else end
             draft.after[early] += [*loss, *tied(self.cut, self.rank, own)]
             if self.training:
                 draft.after[early] += self.norm(batch)
@@ -284,7 +284,7 @@ class _Lowering:
 
     def deciding(self, batch: int) -> tuple[str, ...]:
         """The axes over which ranks decide on an update together."""
-        return self.stage_axes if self.versions.alone or self.versions.validates(batch) else self.all_axes
+        return self.stage_axes if self.plan.stages_alone or self.versions.validates(batch) else self.all_axes
 
     def finish(self, batch: int, copies: Sequence[Instruction]) -> list[Instruction]:
         """The norm decides clipping and skipping, then one step for each bucket.

@@ -19,9 +19,9 @@ from shardwise.units.trace import Bucket
 def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
     """:class:`ConfigError` where stages that update their weights for themselves would have parameters in common."""
     shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
-    if plan.schedule == "pipedream" and shared is not None:
+    if plan.stages_alone and shared is not None:
         stages = " and ".join(map(str, cut.holders(shared)))
-        wrong = f'"pipedream" updates each stage for itself, but {shared.parameters[0].name} is used by stages {stages}'
+        wrong = f'"{plan.schedule}" updates each stage for itself, but {shared.parameters[0].name} is used by stages {stages}'
         legal = 'weights that are not tied across stages, or another schedule, such as "pipedream-2bw"'
         raise ConfigError.on("schedule", wrong, legal)
 

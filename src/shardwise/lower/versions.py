@@ -55,21 +55,11 @@ class Versions:
 
     def version(self, microbatch: int, stage: int) -> int:
         """The number of updates in the weights that a stage uses for a microbatch, forward and backward."""
-        if not self.plan.asynchronous:
-            return self.batch(microbatch)
-        if self.plan.schedule == "pipedream":
+        if self.plan.stages_alone:
             return stashed_version(microbatch, stage, self.cut.stages, self.plan.vertical_sync)
-        return double_buffered_version(microbatch, self.microbatches)
-
-    @property
-    def alone(self) -> bool:
-        """Whether stages update their weights without waiting for each other."""
-        return self.plan.asynchronous and self.plan.schedule == "pipedream"
-
-    @property
-    def late(self) -> bool:
-        """Whether a batch is updated only before the next but one needs it: double-buffered weights."""
-        return self.plan.asynchronous and self.plan.schedule == "pipedream-2bw"
+        if self.plan.double_buffered:
+            return double_buffered_version(microbatch, self.microbatches)
+        return self.batch(microbatch)
 
     @property
     def reported(self) -> int:
@@ -105,7 +95,7 @@ class Versions:
                 found[self.batch(one.microbatch)] = position
             if one.op is Op.FORWARD:
                 first.setdefault(one.version, draft.task_of(position))
-        if self.late:
+        if self.plan.double_buffered:
             found = [first.get(batch + 1, last + 1) - 1 for batch in range(self.batches)]
         return found
 

@@ -11,8 +11,9 @@ from itertools import accumulate
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
+from shardwise.core.schedules import AUTO
 from shardwise.core.timetable import homes, read
-from shardwise.parallel.schedule import AUTO, check_schedule, stage_ranks
+from shardwise.parallel.schedule import check_schedule, stage_ranks
 
 PIPELINE = "pp"
 

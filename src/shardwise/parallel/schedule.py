@@ -1,4 +1,5 @@
-"""Schedules of pipelines: what each rank computes, in which order.  Pure data: lowering adds everything else.
+"""Schedules of pipelines: what each rank computes, in which order.  Pure data: lowering adds everything else.  The traits of each
+schedule are in ``core/schedules.py``.
 
 A model is cut into ``stages``; each rank of the axis ``pp`` has ``stages_per_rank`` of them.  A schedule emits the tasks of every rank:
 F (forward), B (backward), or B in two parts: I (gradients of the stage's inputs) and W (gradients of its weights).
@@ -16,10 +17,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
+from shardwise.core.schedules import SCHEDULES, Schedule
 from shardwise.core.timetable import Task, Timetable, homes
 
 Order = Callable[[int, int, int, int], Iterable[Task]]
@@ -204,54 +205,19 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -
 # ---------------------------------------------------------------------------------------------------------------- by name
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """A schedule and what is legal for it.
-
-    ``stages_per_rank`` is the number of stages that each rank has, or the least number under ``more_stages``.  Legal are at most
-    ``most`` microbatches (None: any number) and at least ``each`` for every rank.  ``splits`` says that it emits I and W
-    (``dualpipe-v``: beside B); ``asynchronous`` that weights are updated without emptying the pipeline, with the versions of
-    ``parallel/versions.py``.
-    """
-
-    name: str
-    order: Order
-    place: Callable[[int, int], int] = looped
-    stages_per_rank: int = 1
-    more_stages: bool = False
-    most: int | None = None
-    each: int = 0
-    splits: bool = False
-    asynchronous: bool = False
-
-    def takes(self, stages_per_rank: int) -> bool:
-        """Is this number of stages legal?"""
-        return stages_per_rank == self.stages_per_rank or (self.more_stages and stages_per_rank > self.stages_per_rank)
-
-    def tasks(self, ranks: int, microbatches: int, stages_per_rank: int) -> Timetable:
-        """The timetable of legal numbers; :func:`timetable` checks them."""
-        return tuple(tuple(self.order(rank, ranks, microbatches, stages_per_rank)) for rank in range(ranks))
-
-
-AUTO = "auto"
-"""The schedule whose timetable a plan carries itself: found for measured times (``estimate/search.py``), or a user's own."""
-
-SCHEDULES: Mapping[str, Schedule] = {
-    schedule.name: schedule
-    for schedule in (
-        Schedule("naive", gpipe, most=1),
-        Schedule("gpipe", gpipe),
-        Schedule("1f1b", one_forward_one_backward),
-        Schedule("interleaved", interleaved, stages_per_rank=2, more_stages=True),
-        Schedule("zb-h1", zb_h1, splits=True),
-        Schedule("zb-h2", zb_h2, splits=True),
-        Schedule("zbv", zbv, place=v_shape, stages_per_rank=2, splits=True),
-        Schedule("dualpipe-v", dualpipe_v, place=v_shape, stages_per_rank=2, splits=True),
-        Schedule("pipedream", one_forward_one_backward, asynchronous=True),
-        # With fewer microbatches in a batch than ranks, microbatches of three batches are in the pipeline at once.
-        Schedule("pipedream-2bw", one_forward_one_backward, each=1, asynchronous=True),
-    )
+ORDERS: Mapping[str, Order] = {
+    "naive": gpipe,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zbv": zbv,
+    "dualpipe-v": dualpipe_v,
+    "pipedream": one_forward_one_backward,
+    "pipedream-2bw": one_forward_one_backward,
 }
+"""What the ranks compute under each of :data:`SCHEDULES`."""
 
 
 def check_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
@@ -284,7 +250,8 @@ def timetable(name: str, ranks: int, microbatches: int, stages_per_rank: int | N
     Raises :class:`ConfigError` for a schedule that does not exist or numbers that are not legal for it.
     """
     schedule = check_schedule(name, ranks, microbatches, stages_per_rank)
-    return schedule.tasks(ranks, microbatches, stages_per_rank or schedule.stages_per_rank)
+    each = stages_per_rank or schedule.stages_per_rank
+    return tuple(tuple(ORDERS[name](rank, ranks, microbatches, each)) for rank in range(ranks))
 
 
 def stage_ranks(name: str, ranks: int, stages: int, order: Timetable = ()) -> tuple[int, ...]:
@@ -295,4 +262,5 @@ def stage_ranks(name: str, ranks: int, stages: int, order: Timetable = ()) -> tu
 def rank_of(name: str, stage: int, ranks: int) -> int:
     """The rank that has a stage under a schedule."""
     check_choice("schedule", name, SCHEDULES)
-    return SCHEDULES[name].place(stage, ranks)
+    place = v_shape if SCHEDULES[name].v_shaped else looped
+    return place(stage, ranks)

@@ -27,6 +27,7 @@ from shardwise.runtime.communicator import Communicator, host_sum
 from shardwise.runtime.interpreter import Interpreter
 from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
+from shardwise.runtime.post_validation import PostValidatingInterpreter
 from shardwise.runtime.whole_state import WholeState, aliases
 from shardwise.units.trace import Bucket, Trace
 
@@ -68,9 +69,9 @@ class Engine:
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
         plan.check_device(Backend.of(comm.device).kind)
         check_optimizer(optimizer, torch.device("cpu") if plan.offloads_optimizer else comm.device)
-        if plan.asynchronous and plan.schedule == "pipedream" and clip_norm is not None:
+        if plan.stages_alone and clip_norm is not None:
             why = "whose stages do not wait for the norm of all"
-            raise ConfigError.on("clip_norm", f'{clip_norm:g} is not legal with schedule "pipedream", {why}', "none")
+            raise ConfigError.on("clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.schedule}", {why}', "none")
         values.check()
         comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()
@@ -90,7 +91,8 @@ class Engine:
         self.whole = WholeState(
             comm, plan, optimizer, self.memory, module, trace.buckets, self.holders, self.updating, self.unused
         )
-        self.interpreter = Interpreter(
+        kind = PostValidatingInterpreter if plan.post_validates else Interpreter
+        self.interpreter = kind(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, per_parameter=per_parameter,
             strict=strict, offload=plan.offloads_activations,

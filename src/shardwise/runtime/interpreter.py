@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardwise.core.instruction import BufferKind, Instruction, Op
 from shardwise.core.program import Program
-from shardwise.core.repeat import of_norm, repeated
+from shardwise.core.repeat import of_norm
 from shardwise.runtime.batch import BatchStates, StepInput, StepResult
 from shardwise.runtime.communicator import Handle
 from shardwise.runtime.computing import Computing
@@ -22,11 +22,14 @@ from shardwise.runtime.rank_context import RankContext
 from shardwise.runtime.together import kind, steps
 from shardwise.units.trace import Trace
 
+Operation = Callable[[Instruction], None]
+"""What executes an instruction."""
+
 
 class Recording(Protocol):
     """Who is told when each instruction of a step runs."""
 
-    def run(self, position: int, one: Instruction, operate: Callable[[Instruction], None]) -> None:
+    def run(self, position: int, one: Instruction, operate: Operation) -> None:
         """Run an instruction, and take note of its begin and end."""
 
     def arrived(self, position: int) -> None:
@@ -59,11 +62,15 @@ class Interpreter(RankContext):
         The program has to be run to its end: other ranks wait.  ``traces`` are those of a batch.
         """
         self.memory.reserve(program)
-        return _Run(self, traces, program, given).run()
+        return self.begin(traces, program, given).run()
+
+    def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
+        """A run of the program, of which nothing has been executed."""
+        return Run(self, traces, program, given)
 
 
 @dataclass
-class _Run:
+class Run:
     """A program while it runs: its batches, what is computed of them, and what is under way."""
 
     owner: Interpreter
@@ -71,11 +78,6 @@ class _Run:
     program: Program
     given: Iterator[StepInput]
     handles: dict[int, tuple[Instruction, Handle]] = field(default_factory=dict)
-    # Of a program whose updates are validated: what each changed, the buffers' values before the batch that it was made for, and after.
-    backups: dict[int, list[Tensor]] = field(default_factory=dict)
-    before: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[str, Tensor] = field(default_factory=dict)
-    going_back: bool = False
 
     def __post_init__(self) -> None:
         comm, owner, instructions = self.owner.comm, self.owner, self.program.instructions
@@ -89,27 +91,30 @@ class _Run:
         # Where a stage decides for itself the norms of all are summed after that.
         norms = [one for one in instructions if one.op is Op.DECIDE or of_norm(one)]
         self.alone = bool(norms) and norms[-1].op is Op.REDUCE
-        self.repeated = repeated(instructions)
         self.updated = owner.updated(self.program)
+        self.skip = memory.halted  # whether what forwards have written into buffers is not kept
 
-    def run(self) -> Iterator[StepResult]:
-        owner, computing = self.owner, self.computing
-        # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
-        run_op = {
+    def operations(self) -> Mapping[Op, Operation]:
+        """What executes each kind of instruction."""
+        computing = self.computing
+        return {
             Op.FORWARD: computing.forward, Op.RECOMPUTE: computing.forward, Op.BACKWARD: computing.backward, Op.BACKWARD_INPUT: computing.backward,
             Op.BACKWARD_WEIGHT: computing.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather, Op.ROUND: self.gradients.round,
             Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STASH: self.gathered.stash,
-            Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post, Op.REPORT: self.report, Op.BACKUP: self.backup,
-            Op.VALIDATE: self.validate,
+            Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post, Op.REPORT: self.report,
         }  # fmt: skip
-        skip = self.memory.halted
+
+    def run(self) -> Iterator[StepResult]:
+        owner = self.owner
+        # Not kept: a cycle would hold the batch and the buffers' new values until Python looks for cycles.
+        run_op = self.operations()
         for position in self.positions():
             one = self.program.instructions[position]
             if owner.progress is not None:
                 owner.progress(position, one)
             for at in one.waits:
                 self.wait(at)
-            computing.position = position
+            self.computing.position = position
             if owner.recorder is None:
                 run_op[one.op](one)
             else:
@@ -119,19 +124,13 @@ class _Run:
             if self.handles:
                 owner.comm.progress()
             if one.op is Op.REPORT:
-                skip = self.batches[one.version].skip if self.program.batches == 1 or self.repeated else skip
                 yield self.batches.end(one.version).result(self.alone)  # no name keeps its rows
-        for at in list(self.handles):
-            self.wait(at)
-        self.commit_buffers(skip)
+        self.wait_for_all()
+        self.commit_buffers()
 
     def positions(self) -> Iterator[int]:
-        """Those of the program in order; after a VALIDATE that goes back, from the first STEP of its batch to there once more."""
-        for position, one in enumerate(self.program.instructions):
-            yield position
-            if one.op is Op.VALIDATE and self.going_back:
-                self.going_back = False
-                yield from self.repeated[one.version]
+        """Of the instructions, in the order in which they are executed."""
+        return iter(range(len(self.program.instructions)))
 
     def wait(self, at: int) -> None:
         """Wait for an instruction and all before it in its queue: the latest of a queue stands for them in ``waits``."""
@@ -142,6 +141,11 @@ class _Run:
             if self.owner.recorder is not None:
                 self.owner.recorder.arrived(earlier)
             self.free(one)
+
+    def wait_for_all(self) -> None:
+        """Wait for everything that has been posted."""
+        for at in list(self.handles):
+            self.wait(at)
 
     def free(self, one: Instruction) -> None:
         """What ends with a completed instruction."""
@@ -191,7 +195,12 @@ class _Run:
             self.handles[self.computing.position] = (one, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
 
     def report(self, one: Instruction) -> None:
-        """Nothing is left to do: :meth:`run` hands over the result."""
+        """A batch is over, and :meth:`run` hands over its result.
+
+        Where batches overlap the verdict on one says nothing about buffers, which others have written too.
+        """
+        if self.program.batches == 1:
+            self.skip = self.batches[one.version].skip
 
     def count(self, one: Instruction) -> None:
         self.sum_over(one, self.batches[one.version].count(self.gathered), "targets of the microbatches")
@@ -200,15 +209,14 @@ class _Run:
         self.batches[one.version].take_norm(self.gradients)
 
     def decide(self, one: Instruction) -> None:
-        batch, kept = self.batches[one.version], self.owner.keep_gradients
-        if one.version in self.repeated:
-            batch.decide_alone()
-            self.after = dict(self.computing.updates)
-        else:
-            batch.decide()
-            self.rescale(one)
-        if kept is not None:
-            kept.append(batch.gradients())
+        self.reach_verdict(one)
+        if self.owner.keep_gradients is not None:
+            self.owner.keep_gradients.append(self.batches[one.version].gradients())
+
+    def reach_verdict(self, one: Instruction) -> None:
+        """Whether a batch is clipped or skipped."""
+        self.batches[one.version].decide()
+        self.rescale(one)
 
     def rescale(self, one: Instruction) -> None:
         """The loss scale that follows from a batch is that of another."""
@@ -220,43 +228,13 @@ class _Run:
         self.gradients.spent(one.bucket)
         self.gathered.updated(one.bucket)
 
-    def backup(self, one: Instruction) -> None:
-        self.backups[one.bucket] = self.memory.buckets[one.bucket].backup(self.memory.loss_scale is not None)
-
-    def validate(self, one: Instruction) -> None:
-        """If the update was wrong, go back to before it, as all ranks do: :meth:`positions` goes on there."""
-        batch = self.batches[one.version]
-        right = batch.validate()
-        self.rescale(one)
-        if not batch.skips:
-            self.before = self.after
-        if not right:
-            self.drop(one.version + 1)
-            self.computing.updates = dict(self.before)
-            for bucket, backup in self.backups.items():
-                self.memory.buckets[bucket].restore(backup, self.memory.loss_scale is not None)
-            self.going_back = True
-        self.backups.clear()
-
-    def drop(self, number: int) -> None:
-        """All that has been computed and sent of a batch, of which only forwards have been run."""
-        later = self.program.instructions[self.computing.position :]
-        places = [
-            (one, *self.batches.place(one.microbatch))
-            for one in later
-            if one.crosses and self.batches.number(one.microbatch) == number
-        ]
-        sent = [self.messages.receive(one, batch.env(m)) for one, batch, m in places]
-        for at in list(self.handles):
-            self.wait(at)
-        for handle in sent:
-            handle.wait()
-        self.computing.drop()
-        self.batches.again(number)
-
     @torch.no_grad()
-    def commit_buffers(self, skip: Tensor) -> None:
+    def commit_buffers(self) -> None:
         """Buffers written by forward change only if the step was not skipped; those of several batches, unless all has come to a halt."""
         for name, value in self.computing.updates.items():
             buffer = self.memory.buffers[name]
-            buffer.copy_(torch.where(skip != 0, self.before.get(name, buffer), value))
+            buffer.copy_(torch.where(self.skip != 0, self.old_buffer(name), value))
+
+    def old_buffer(self, name: str) -> Tensor:
+        """What a buffer of the model is if the step was skipped."""
+        return self.memory.buffers[name]

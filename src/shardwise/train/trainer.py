@@ -252,7 +252,7 @@ class Trainer:
             found = result.on_host()
             if found.scale is not None and found.overflows is not None:
                 raise LossScaleError(step, found.overflows, found.scale, unit, what)
-            raise NonFiniteError(step, unit, what, self.plan.asynchronous and self.plan.schedule == "pipedream")
+            raise NonFiniteError(step, unit, what, self.plan.stages_alone)
 
     def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """The full single-device state, under the module's own names, on the host; all ranks call it together.

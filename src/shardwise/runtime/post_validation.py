@@ -1,0 +1,106 @@
+"""Programs whose stages update by their own norm and go back if that was wrong (``norm = "post-validate"``).
+
+A stage copies what an update will change (BACKUP), updates, and goes on with the next batch.  When the norm over all
+stages is known (VALIDATE) and asks for another update, each rank puts the copies back, updates again, and repeats what
+it has computed of the next batch since then.  Lowering says where these instructions stand (``lower/validate.py``), and
+``core/repeat.py`` what is repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardwise.core.instruction import Instruction, Op
+from shardwise.core.program import Program
+from shardwise.core.repeat import repeated
+from shardwise.runtime.batch import StepInput
+from shardwise.runtime.interpreter import Interpreter, Operation, Run
+from shardwise.units.trace import Trace
+
+
+class PostValidatingInterpreter(Interpreter):
+    """Runs the programs of a plan under which updates are validated later."""
+
+    def begin(self, traces: Sequence[Trace], program: Program, given: Iterator[StepInput]) -> Run:
+        return PostValidatedRun(self, traces, program, given)
+
+
+@dataclass
+class PostValidatedRun(Run):
+    """A run that can go back to before the latest update.
+
+    ``backups`` are the values that this update has changed, by bucket.  ``before`` and ``after`` are the values that
+    forwards have given to the model's buffers before and with the batch of this update.
+    """
+
+    backups: dict[int, list[Tensor]] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    after: dict[str, Tensor] = field(default_factory=dict)
+    going_back: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.repeated = repeated(self.program.instructions)
+
+    def operations(self) -> Mapping[Op, Operation]:
+        return {**super().operations(), Op.BACKUP: self.backup, Op.VALIDATE: self.validate}
+
+    def positions(self) -> Iterator[int]:
+        """All in their order, and after a VALIDATE that goes back those from the first STEP of its batch once more."""
+        for position in super().positions():
+            yield position
+            if self.going_back:
+                self.going_back = False
+                yield from self.repeated[self.program.instructions[position].version]
+
+    def reach_verdict(self, one: Instruction) -> None:
+        """Where an update is validated later this stage decides alone; on the last batch all decide together."""
+        if one.version not in self.repeated:
+            super().reach_verdict(one)
+            return
+        self.batches[one.version].decide_alone()
+        self.after = dict(self.computing.updates)
+
+    def backup(self, one: Instruction) -> None:
+        self.backups[one.bucket] = self.memory.buckets[one.bucket].backup(self.memory.loss_scale is not None)
+
+    def validate(self, one: Instruction) -> None:
+        """If the update was wrong, go back to before it, as all ranks do: :meth:`positions` goes on there."""
+        batch = self.batches[one.version]
+        right = batch.validate()
+        self.rescale(one)
+        if not batch.skips:
+            self.before = self.after
+        if not right:
+            self.drop(one.version + 1)
+            self.computing.updates = dict(self.before)
+            for bucket, backup in self.backups.items():
+                self.memory.buckets[bucket].restore(backup, self.memory.loss_scale is not None)
+            self.going_back = True
+        self.backups.clear()
+
+    def drop(self, number: int) -> None:
+        """All that has been computed and sent of a batch, of which only forwards have been run."""
+        later = self.program.instructions[self.computing.position :]
+        places = [
+            (one, *self.batches.place(one.microbatch))
+            for one in later
+            if one.crosses and self.batches.number(one.microbatch) == number
+        ]
+        sent = [self.messages.receive(one, batch.env(m)) for one, batch, m in places]
+        self.wait_for_all()
+        for handle in sent:
+            handle.wait()
+        self.computing.drop()
+        self.batches.again(number)
+
+    def report(self, one: Instruction) -> None:
+        """Batches follow each other, so the verdict on the last one decides on the buffers."""
+        self.skip = self.batches[one.version].skip
+
+    def old_buffer(self, name: str) -> Tensor:
+        """What the latest batch that was not skipped has left."""
+        return self.before.get(name, super().old_buffer(name))
