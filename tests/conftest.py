@@ -19,7 +19,8 @@ os.environ["XDG_CACHE_HOME"] = str(Path(__file__).parents[1] / ".pytest_cache" /
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).parent))
 
-import forked  # noqa: E402 - it lies beside this file
+import forked  # noqa: E402 - they lie beside this file
+from covering import few  # noqa: E402
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ONEAPI_DEVICE_SELECTOR": "*:cpu"}
 """Hides the devices of CUDA, ROCm and XPU.  A Mac's cannot be hidden: tests are not run there."""
@@ -41,8 +42,29 @@ def pytest_configure(config: pytest.Config) -> None:
             forked.install()
 
 
-@pytest.hookimpl(trylast=True)  # -m has taken its choice
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    _mark_all_but_few(items)
+    yield  # -m takes its choice
+    _choose_by_gpu(config, items)
+
+
+def _mark_all_but_few(items: list[pytest.Item]) -> None:
+    """``few(n)``: of a test's cases those that are not chosen by default are ``full``."""
+    tests: dict[tuple[Path, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("few") and not item.get_closest_marker("full"):
+            tests.setdefault((item.path, item.originalname), []).append(item)
+    for cases in tests.values():
+        mark = cases[0].get_closest_marker("few")
+        assert mark is not None
+        chosen = few([case.callspec.params for case in cases], *mark.args)
+        for i, case in enumerate(cases):
+            if i not in chosen:
+                case.add_marker(pytest.mark.full)
+
+
+def _choose_by_gpu(config: pytest.Config, items: list[pytest.Item]) -> None:
     needing = [item for item in items if item.get_closest_marker("gpu")]
     for item in needing:
         if GPU_TESTS not in item.path.parents:

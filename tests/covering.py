@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 Case = TypeVar("Case", bound=tuple[Any, ...])
@@ -12,17 +12,24 @@ Case = TypeVar("Case", bound=tuple[Any, ...])
 def covering(
     cases: Sequence[Case],
     columns: Callable[[Case], tuple[Any, ...]] = tuple,
-    strength: int = 2,
-    begun: Iterable[Case] = (),
 ) -> Iterator[Case]:
-    """Those in which any ``strength`` columns have every combination of values that some case has: ``begun``, then greedily the case with
-    most new ones."""
-    found = {case: set(itertools.combinations(enumerate(columns(case)), strength)) for case in cases}
+    """Those in which any two columns have every pair of values that some case has: greedily, the case with most new ones next."""
+    found = {case: set(itertools.combinations(enumerate(columns(case)), 2)) for case in cases}
     left = set().union(*found.values())
-    for case in begun:
-        left -= found[case]
-        yield case
     while left:
         best = max(cases, key=lambda case: len(left & found[case]))
         left -= found[best]
         yield best
+
+
+def few(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
+    """The indices of ``count`` cases with as many values as possible: each adds most new ones, and is far from those chosen before."""
+    values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
+    chosen: list[int] = []
+    seen: set[tuple[str, str]] = set()
+    while len(chosen) < min(count, len(cases)):
+        left = [i for i in range(len(cases)) if i not in chosen]
+        best = max(left, key=lambda i: (len(values[i] - seen), min((abs(i - j) for j in chosen), default=0), -i))
+        chosen.append(best)
+        seen |= values[best]
+    return set(chosen)

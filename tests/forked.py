@@ -56,7 +56,11 @@ class Server:
         room, nothing = "-" * ROOM, subprocess.DEVNULL
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", code, room], env={**os.environ, "ROOM": room}, pass_fds=[number], stdin=nothing, stdout=nothing
+                [sys.executable, "-c", code, room],
+                env={**os.environ, "ROOM": room},
+                pass_fds=[number],
+                stdin=nothing,
+                stdout=nothing,
             )
         atexit.register(lambda: (ours.close(), process.wait()))
         return cls(ours)

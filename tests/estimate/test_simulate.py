@@ -315,6 +315,7 @@ def test_refused(costs: object, words: str) -> None:
         costs()  # type: ignore[operator]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_64_stages_and_512_microbatches_take_less_than_a_second(name: str) -> None:
     v = SCHEDULES[name].stages_per_rank

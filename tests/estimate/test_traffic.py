@@ -121,6 +121,7 @@ def test_recipes_over_several_axes_are_predicted(case: Several) -> None:
     check(name, planned(axes, kind, dp, zero, pp, recompute=recompute, microbatches=m))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [
@@ -175,6 +176,7 @@ def elements(several: Sequence[Traffic], tp: int) -> float:
     return sum(one.ring(tp) for one in several) / 4  # fp32
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a_layer_takes_8bsh_over_a_ring(model: str, tp: int) -> None:

@@ -45,6 +45,7 @@ def test_a_forecast_is_the_prediction_of_the_plan() -> None:
     assert found.fits and bare(given, mine.peak_bytes).fits and not bare(given, mine.peak_bytes - 1).fits
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
     open_ = config("parallel.dp=4", "parallel.zero=3", f"parallel.microbatches={microbatches}", "parallel.reduced=microbatch")

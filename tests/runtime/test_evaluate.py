@@ -49,12 +49,14 @@ def subject(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
     }  # fmt: skip
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", ["normed", "gpt"])
 def test_evaluation(name: str, dp: int, microbatches: int) -> None:
     check(name, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "pp", "schedule", "microbatches", "dp", "zero"),
     [("gpt", 2, "1f1b", 3, 1, 0), ("gpt", 3, "zb-h1", 2, 2, 1), ("gpt", 2, "interleaved", 3, 1, 0), ("gpt", 2, "zbv", 2, 2, 3),
@@ -65,6 +67,7 @@ def test_evaluation_in_a_pipeline(name: str, pp: int, schedule: str, microbatche
     check(name, pipeline(data_parallel(Plan(microbatches=microbatches, precision="fp64"), dp, zero), pp, schedule))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "tensor", "tp", "microbatches", "dp", "pp"),
     [("gpt", "1d", 2, 3, 1, 1), ("gpt", "1d-sp", 3, 2, 1, 1), ("gpt", "1d", 2, 2, 2, 2), ("gpt", "1d-sp", 2, 1, 2, 1),
      ("normed", "1d", 2, 3, 2, 1), ("normed", "1d-sp", 4, 1, 1, 1), ("gpt", "2d", 4, 2, 1, 1),

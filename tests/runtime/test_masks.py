@@ -72,6 +72,7 @@ def compiled(plan: Plan, batch_norm: bool = False) -> Compiled:
 FP64 = Plan(precision="fp64")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("plan", "batch_norm", "expected"),
     [
@@ -92,6 +93,7 @@ def test_ranks_decide_alone_where_both_traces_exchange_the_same(plan: Plan, batc
     assert one.alike_over_batch is expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_ranks_that_take_different_traces_compute_one_step(zero: int) -> None:
     """The rows of rank 0 are padded and those of rank 1 are not: each by its own trace, and both by the general one."""

@@ -47,6 +47,7 @@ def assert_same(ours: tuple[list[float], dict[str, Tensor]], theirs: tuple[list[
     assert all(torch.equal(value, theirs[1][name]) for name, value in ours[1].items())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("dp", "zero", "precision"),
     [
@@ -76,6 +77,7 @@ def test_masters_and_state_are_on_the_host_alone() -> None:
     run_ranks(compiled.plan.mesh, rank, timeout=60)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 3)])
 def test_offloaded_activations_change_no_bit(dp: int, zero: int, recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:

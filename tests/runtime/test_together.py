@@ -94,6 +94,7 @@ PLANS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_bits_are_those_of_a_bucket_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under fp16 the first steps overflow, and are skipped."""

@@ -50,6 +50,7 @@ def compiled(plan: Plan, layers: int = 2, model: type[GPT] | type[Llama] = GPT) 
     return Compiled(module, plan, {"input_ids": ids, "labels": ids})
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("chunk", [collect.CHUNK, 4000])
 @pytest.mark.parametrize("name", PLANS)
 def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +82,7 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
     assert all(torch.equal(value, truth[key]) for key, value in written.items())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = PLANS[name]()
@@ -138,6 +140,7 @@ def test_a_full_disk_takes_all_values_and_is_told(tmp_path: Path) -> None:
         write_as_they_come(tmp_path / "w", [("a", (4,), torch.float32)], values(), {})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_the_end_of_a_run_takes_no_more_than_its_steps(name: str) -> None:
     """Also on the rank that is given the tensors, one after the other, as those are that go into a file."""

@@ -154,6 +154,7 @@ LAYERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [
@@ -177,6 +178,7 @@ def test_checkpoints_go_between_ranks_that_share_layers(tmp_path: Path, model: s
     assert worst(state, truth) <= 1e-12
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 2), (2, 0), (3, 4), (4, 5), (5, 3), (2, 2)])
 def test_checkpoints_go_from_pipeline_to_pipeline(tmp_path: Path, before: int, after: int) -> None:
     truth, places = run(tmp_path / "whole", 1, STEPS)
@@ -196,6 +198,7 @@ def test_buffers_are_those_of_the_stage_that_writes_them(tmp_path: Path) -> None
 PAIRS = random.Random(7).sample(list(itertools.product(range(1, STEPS), (1, 2, 3), (1, 2, 3, 4))), 20)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("k", "before", "after"), PAIRS)
 def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path, k: int, before: int, after: int) -> None:
     model = "normed" if k % 2 else "gpt"
@@ -209,6 +212,7 @@ def test_going_on_is_as_if_nothing_had_happened(tmp_path: Path, k: int, before: 
     assert worst(state, truth) <= 1e-12
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [((3, 3), (2, 0)), ((2, 0), (4, 3)), ((4, 1), (3, 2)), ((3, 2), (1, 0)), ((1, 0), (3, 1)), ((4, 3), (2, 3))],
@@ -224,6 +228,7 @@ def test_checkpoints_move_between_stages_and_numbers_of_ranks(
     assert worst(state, truth) <= 1e-12
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("zero", "precision"), [(1, "bf16"), (2, "fp16"), (3, "bf16"), (3, "fp16")])
 def test_bit_equal_in_low_precision_under_every_stage(tmp_path: Path, zero: int, precision: str) -> None:
     """The fp32 masters are what is saved, and the loss scale."""

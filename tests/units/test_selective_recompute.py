@@ -218,6 +218,7 @@ def env(tape: Tape | None) -> Env:
     return Env(rows=ROWS, tape=tape)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_nothing_else_is_alive_after_forward(dtype: str) -> None:
     """Per token: queries, keys, values, attention's result and projection, the wide half of the MLP, and one sum for each head."""

@@ -59,6 +59,7 @@ CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "schedule", "pp", "microbatches", "dp", "changes"), CASES)
 def test_a_replay_with_the_same_versions_is_matched(
     name: str, schedule: str, pp: int, microbatches: int, dp: int, changes: dict[str, Any]
@@ -200,6 +201,7 @@ def test_a_steady_window_is_no_longer_than_the_plan_s() -> None:
     assert windows(plan_of("pipedream", 4, window=5), 12) == [(0, 5), (5, 10), (10, 12)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_one_stage_has_nothing_to_overlap(schedule: str) -> None:
     torch.manual_seed(0)

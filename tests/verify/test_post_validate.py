@@ -84,6 +84,7 @@ SHAPES: list[Case] = [
 FEW = list(covering(random.Random(0).sample(SHAPES, 600)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full if i >= 8 else ()) for i, c in enumerate(FEW)]
 )
@@ -106,6 +107,7 @@ def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
             assert not verified("llama", plan, OFTEN)[0].passed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("home", "ranks"),
     [
@@ -141,6 +143,7 @@ def test_other_models(name: str) -> None:
     assert any(note.startswith("of 4 updates 3") for note in report.notes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("pp", "schedule", "window"), [(2, "1f1b", 2), (3, "zb-h1", 32), (2, "gpipe", 3)])
 def test_stages_without_a_backward(pp: int, schedule: str, window: int) -> None:
     """The lower half is frozen: its stages compute forwards alone, and have nothing to update."""

@@ -71,6 +71,7 @@ def parity(case: Case, kind: Any) -> None:
     check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("case", "kind"), DEFAULT, ids=str)
 def test_parity(case: Case, kind: str) -> None:
     parity(case, kind)

@@ -45,6 +45,7 @@ def check(name: str, dp: int, microbatches: int, recompute: str, precision: str 
     assert report.ranks_agree
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize(("name", "dp", "microbatches", "recompute"), list(covering()))
 def test_plan_equals_one_device(name: str, dp: int, microbatches: int, recompute: str) -> None:
     check(name, dp, microbatches, recompute)
@@ -57,6 +58,7 @@ def test_every_plan_equals_one_device(name: str, dp: int, microbatches: int, rec
     check(name, dp, microbatches, recompute)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "conv", "mixtral"])
 def test_low_precision_is_as_near_to_the_truth_as_one_device(name: str, precision: str) -> None:
@@ -146,6 +148,7 @@ def test_a_reference_to_another_input_is_found(monkeypatch: pytest.MonkeyPatch) 
 # ---- recomputation changes nothing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["gpt", "own-llama", "llama", "gpt2", "bert", "conv"])
 def test_recomputation_changes_no_bit(name: str, precision: str) -> None:

@@ -66,6 +66,7 @@ class Spectral(nn.Module):
         return ((self.head(x) - y) ** 2).mean()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("zero", ZERO)
 def test_complex_parameters(zero: int) -> None:
     torch.manual_seed(0)
@@ -83,6 +84,7 @@ def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
     check("gpt", data_parallel(Plan(microbatches=2), size, zero, replicas))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("gathered", CHOICES["gathered"])
 @pytest.mark.parametrize("reduced", CHOICES["reduced"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -126,6 +128,7 @@ def assert_same_bits(ours: list[list[VerifiedStep]], theirs: list[list[VerifiedS
                 assert all(torch.equal(first[name], second[name]) for name in first), kind
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize(("microbatches", "reduced"), [(1, "microbatch"), (3, "step")])
 def test_stages_agree_bitwise(precision: Any, microbatches: int, reduced: Any) -> None:
