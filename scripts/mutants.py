@@ -1,0 +1,144 @@
+#!/usr/bin/env python3
+"""Do the tests notice?  Plants the bugs of ``mutants.toml`` one at a time, and runs the default tests up to the first failure.
+
+    scripts/mutants.py                     # all; what a results file has already is not run again
+    scripts/mutants.py --only core lower   # those whose file begins with one of these, or by number
+    scripts/mutants.py --table             # nothing is run: the results as a table for docs/tests.md
+
+A bug is planted in a copy of the checkout.  It meets the tests of its own package first, then all others.  Results go to
+``mutants.json`` (--results), one after the other: an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE = Path("src/shardwise")
+TIMEOUT = 60  # seconds for one test: some bugs are hangs
+FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+ENDED = {0, 5}  # exit codes of pytest: all passed, nothing to run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In ``file`` the text ``old``, which stands there once, becomes ``new``: a ``bug``."""
+
+    file: str
+    bug: str
+    old: str
+    new: str
+
+    @property
+    def package(self) -> str:
+        return self.file.partition("/")[0]
+
+    def plant(self, root: Path) -> None:
+        """Change the file below ``root``."""
+        path = root / SOURCE / self.file
+        text = path.read_text()
+        if text.count(self.old) != 1:
+            raise SystemExit(f"{self.file}: the text of {self.bug!r} stands there {text.count(self.old)} times; legal: once")
+        path.write_text(text.replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Result:
+    """Which test failed, None if all passed; whether it was one of the bug's own package; seconds until then."""
+
+    file: str
+    bug: str
+    test: str | None
+    own: bool
+    seconds: float
+
+
+def mutants() -> list[Mutant]:
+    """All of the table."""
+    return [Mutant(**one) for one in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutant"]]
+
+
+def failure(root: Path, paths: list[str], workers: int) -> str | None:
+    """The first test that fails, of those in ``paths``; "hang" or "crash" where pytest itself has ended."""
+    command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist=worksteal", "-x", "-p", "no:cacheprovider"]
+    command += [f"--timeout={TIMEOUT}", *paths]
+    path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    if done.returncode in ENDED:
+        return None
+    found = FAILED.search(done.stdout)
+    return found[1] if found else "crash"
+
+
+@contextmanager
+def copy() -> Iterator[Path]:
+    """A copy of the checkout."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        root = Path(folder) / "checkout"
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".venv", ".git", "runs", ".*_cache", "__pycache__"))
+        yield root
+
+
+def examine(mutant: Mutant, workers: int) -> Result:
+    """Plant a bug in a copy of the checkout and run the tests there."""
+    begun = time.monotonic()
+    with copy() as root:
+        mutant.plant(root)
+        own = f"tests/{mutant.package}"
+        test = failure(root, [own], workers) if (root / own).exists() else None
+        inside = test is not None
+        if test is None:
+            test = failure(root, ["tests", f"--ignore={own}"], workers)
+    return Result(mutant.file, mutant.bug, test, inside, round(time.monotonic() - begun, 1))
+
+
+def table(results: list[Result]) -> str:
+    """As Markdown."""
+    rows = ["| file | bug | caught by |", "|---|---|---|"]
+    rows += [f"| `{one.file}` | {one.bug} | {f'`{one.test}`' if one.test else '**nothing**'} |" for one in results]
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], metavar="FILE|NUMBER", help="beginnings of files, or numbers from 0")
+    parser.add_argument("--results", type=Path, default=ROOT / "mutants.json")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that run tests")
+    parser.add_argument("--baseline", action="store_true", help="plant nothing: all tests have to pass in a copy")
+    parser.add_argument("--table", action="store_true", help="print the results as a table and end")
+    given = parser.parse_args()
+    results = [Result(**one) for one in json.loads(given.results.read_text())] if given.results.exists() else []
+    if given.table:
+        print(table(results))
+        return
+    if given.baseline:
+        with copy() as root:
+            test = failure(root, ["tests"], given.workers)
+        sys.exit(None if test is None else f"{test} fails where no bug is planted")
+    known = {(one.file, one.bug) for one in results}
+    for number, one in enumerate(mutants()):
+        wanted = not given.only or any(one.file.startswith(each) or each == str(number) for each in given.only)
+        if not wanted or (one.file, one.bug) in known:
+            continue
+        results.append(examine(one, given.workers))
+        given.results.write_text(json.dumps([asdict(each) for each in results], indent=1))
+        print(f"{number:3d} {one.file}: {one.bug}: {results[-1].test or 'NOT CAUGHT'} ({results[-1].seconds:.0f} s)", flush=True)
+    caught = sum(one.test is not None for one in results)
+    print(f"{caught} of {len(results)} caught")
+
+
+if __name__ == "__main__":
+    main()
