@@ -1,6 +1,5 @@
 """Shared by the tests of data: a folder for tokens that no other test sees, and a small tokenizer.json."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,3 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     return train_tokenizer([str(Path(__file__).parent)], path, 400).path
-
-
-def settle(*paths: Path) -> None:
-    """Make files look as if they had been written long ago."""
-    for path in paths:
-        os.utime(path, ns=(10**18, 10**18))

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from settled import settle
 
-from conftest import settle
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.data import Corpus, cache, documents, fingerprint, open_corpus, tokenise, worker
 from shardwise.data.cache import TokenCache
