@@ -13,7 +13,7 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
-from shardwise.estimate.states import Share, bucket_states
+from shardwise.estimate.states import bucket_states
 from shardwise.estimate.timeline import Timeline, by_category, timeline
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
@@ -23,6 +23,7 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
+from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)

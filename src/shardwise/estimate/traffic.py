@@ -12,7 +12,6 @@ from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import COUNTER, norms_of
-from shardwise.estimate.states import Share
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
@@ -20,6 +19,7 @@ from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
+from shardwise.units.share import Share
 from shardwise.units.trace import Trace
 
 _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))

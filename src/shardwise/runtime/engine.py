@@ -29,6 +29,7 @@ from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
 from shardwise.runtime.post_validation import PostValidatingInterpreter
 from shardwise.runtime.whole_state import WholeState, aliases
+from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
 
@@ -80,7 +81,8 @@ class Engine:
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)
-        buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, per_parameter) for b in own}
+        shares = {b.index: Share.of(b, plan, optimizer, comm.rank, per_parameter) for b in own}
+        buckets = {b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.offloads_optimizer) for b in own}
         for memory in buckets.values():
             memory.load(values)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
