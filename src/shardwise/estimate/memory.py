@@ -9,7 +9,7 @@ import torch
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
@@ -63,12 +63,7 @@ def accounts(
 def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
     """The rows of a rank in each microbatch of a batch of so many rows."""
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
-    found = []
-    for m in range(min(plan.microbatches, rows)):
-        start, stop = shard_range(rows, min(plan.microbatches, rows), m)
-        low, high = shard_range(stop - start, parts, index)
-        found.append(high - low)
-    return found
+    return [shard_sizes(size, parts)[index] for size in shard_sizes(rows, min(plan.microbatches, rows))]
 
 
 def _buckets(

@@ -12,7 +12,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
@@ -177,9 +177,7 @@ class Engine:
         self.check(fields, rows)
         compiled = compiled or self.compiled
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
-        microbatches = min(compiled.plan.microbatches, rows)
-        sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]
-        return [compiled.trace(ones, size) for size in sizes]
+        return [compiled.trace(ones, size) for size in shard_sizes(rows, min(compiled.plan.microbatches, rows))]
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
         expected = self.compiled.example
