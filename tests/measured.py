@@ -102,14 +102,10 @@ def real_costs(
         with every:
             if good:
                 torch.autograd.grad(good, list(wanted.values()), seeds, allow_unused=True)
-        outside = storages([*leaves.values(), *buffers.values(), *fields.values(), *unit.constants])
-        of_inputs = {k: v for k, v in storages(inputs).items() if k not in outside}
-        outside |= of_inputs
+        outside = storages([*leaves.values(), *buffers.values(), *fields.values(), *unit.constants, *inputs])
         costs.append(UnitCost(
-            unit.index, unit.name, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters),
+            unit.index, unit.name, sum(p.numel() for p in parameters),
             forward.get_total_flops(), inner.get_total_flops(), every.get_total_flops() - inner.get_total_flops(), 0,
-            sum(v.nbytes for v in data), sum(of_inputs.values()), sum(v for k, v in of_inputs.items() if k in saved),
             sum(v for k, v in made.items() if k not in outside), sum(v for k, v in saved.items() if k not in outside),
-            sum(v for k, v in saved.items() if k in made and k not in outside),
         ))  # fmt: skip
     return costs

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from layer import Layer, Layers
+from zero_states import model_states
 
-from shardwise.estimate.states import model_states
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.measure.unit_memory import profile
 from shardwise.units.tracing import trace

@@ -17,6 +17,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from zero_states import model_states
 
 import sharded
 from shardwise.core.flat import FlatShard
@@ -27,7 +28,7 @@ from shardwise.core.plan import ParameterRule, Plan
 from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
 from shardwise.estimate.predict import fullest
-from shardwise.estimate.states import UPDATE_TENSORS, Share, bucket_states, model_states, step_peak, widths
+from shardwise.estimate.states import UPDATE_TENSORS, bucket_states, step_peak, widths
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.measure.storage_tracker import StorageTracker
@@ -35,6 +36,7 @@ from shardwise.parallel.data import ZERO, data_parallel
 from shardwise.runtime.buffers import BucketMemory, RankMemory
 from shardwise.runtime.optimizer import FlatOptimizer, Segment, torch_optimizer
 from shardwise.runtime.threads import run_ranks
+from shardwise.units.share import Share, Span
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
 
@@ -87,7 +89,8 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 def allocated(found: Trace, plan: Plan, choice: OptimizerChoice, program: Program, comm: Any) -> tuple[dict[Buffer, int], ...]:
     """Bytes of a rank's storages by buffer: on the device, and on the host."""
-    buckets = {b.index: BucketMemory.allocate(b, comm, plan, choice, found.opaque is not None) for b in found.buckets}
+    shares = [(b, Share.of(b, plan, choice, comm.rank, found.opaque is not None)) for b in found.buckets]
+    buckets = {b.index: BucketMemory.allocate(b, one, comm, choice, plan.offloads_optimizer) for b, one in shares}
     memory = RankMemory(buckets, {}, comm, plan, None)
     memory.slots.reserve(program.slots, buckets)
     memory.unreduced.reserve(program.unreduced, buckets)
@@ -215,7 +218,8 @@ def test_a_step_takes_what_is_predicted(choice: OptimizerChoice, sizes: tuple[in
         with tracker:
             optimizer.step(1e-3, torch.tensor(0.5), torch.zeros(()))
     given = 8  # the clipping factor and the flag, made under the tracker
-    ours = step_peak(choice, [(not i, n) for i, n in enumerate(sizes)], widths(choice, 4, 4), 4, "cpu")
+    spans = [Span(a, a + n, not i) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))]
+    ours = step_peak(choice, spans, widths(choice, 4, 4), 4, "cpu")
     scalars = 0 if choice.name in FUSED["cpu"] else 12  # of the update: the flag, corrections of the bias
     assert 0 <= tracker.peak - given - ours <= scalars
 

@@ -27,6 +27,11 @@ def shard_range(size: int, parts: int, index: int) -> tuple[int, int]:
     return size * index // parts, size * (index + 1) // parts
 
 
+def shard_sizes(size: int, parts: int) -> list[int]:
+    """How much each of the parts has."""
+    return [stop - start for start, stop in (shard_range(size, parts, index) for index in range(parts))]
+
+
 @dataclass(frozen=True, slots=True)
 class Box:
     """A rectangle of a tensor: ``start[d] <= index[d] < stop[d]`` on each dim ``d``."""

@@ -9,15 +9,16 @@ import torch
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
-from shardwise.estimate.states import SCALAR, Share, Widths, bucket_states, changed, step_peak, widths
+from shardwise.estimate.states import SCALAR, Widths, bucket_states, changed, step_peak, widths
 from shardwise.estimate.timeline import Made
 from shardwise.measure.unit_memory import Profile, UnitMemory, Way
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import batch_axes, placement
+from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
 COUNTER = 8  # bytes of a number of targets, int64
@@ -62,12 +63,7 @@ def accounts(
 def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
     """The rows of a rank in each microbatch of a batch of so many rows."""
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
-    found = []
-    for m in range(min(plan.microbatches, rows)):
-        start, stop = shard_range(rows, min(plan.microbatches, rows), m)
-        low, high = shard_range(stop - start, parts, index)
-        found.append(high - low)
-    return found
+    return [shard_sizes(size, parts)[index] for size in shard_sizes(rows, min(plan.microbatches, rows))]
 
 
 def _buckets(
@@ -84,12 +80,12 @@ def _buckets(
             account.hold(BufferKind.GRAD.of(bucket.index), states.gradients)
             account.hold(BufferKind.STATE.of(bucket.index), states.optimizer)
         taker, where = (here, HOST) if offload else (there, device)
-        peak = max((step_peak(choice, one, each, bucket.wide.itemsize, where) for one in share.updates), default=0)
+        peak = max((step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0)
         # torch rounds on the host what it copies to a GPU in another dtype.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
         scaled = share.held.numel * bucket.wide.itemsize if plan.precision == "fp16" and not offload else 0
-        taker.changed[bucket.index] = sum(changed(one, each, bucket.wide.itemsize) for one in share.updates) + scaled
+        taker.changed[bucket.index] = sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
         there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import OP_INFO, Buffer, Category, Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
-from shardwise.estimate.states import Share, bucket_states
+from shardwise.estimate.states import bucket_states
+from shardwise.estimate.subject import Subject
 from shardwise.estimate.timeline import Timeline, by_category, timeline
 from shardwise.lower.stages import StageSplit
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_memory import Profile, profile
-from shardwise.ops.collectives import Env
-from shardwise.parallel.data import REPLICAS, batch_axes
+from shardwise.parallel.data import REPLICAS
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
+from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
 STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
@@ -95,7 +96,7 @@ def predict(
         raise ConfigError(f"memory: rank {rank} is not legal; legal: 0 to {plan.mesh.size - 1}")
     number = min(plan.microbatches, rows)
     plan = plan.replace(microbatches=number)
-    sizes = [b - a for a, b in (shard_range(rows, number, m) for m in range(number))]
+    sizes = shard_sizes(rows, number)
     by_size = {size: trace if isinstance(trace, Trace) else trace(size) for size in set(sizes)}
     general = by_size[sizes[0]]
     if general.precision != plan.precision:
@@ -104,21 +105,16 @@ def predict(
     batches = steady(plan)
     programs = lower(general, plan, cut=cut, batches=batches)
     traces = [by_size[n] for n in sizes]
-    subject = _Subject(traces, sizes, plan, choice, rows, device, common, profiled, cut)
+    subject = _Memory(traces, plan, choice, rows, device, common, profiled, cut)
     ranks = fullest(general, plan, choice, rows, cut) if rank is None else [rank]
     each = (subject.predict(one, class_of(programs, plan.mesh, one)) for one in ranks)
     return max(each, key=lambda one: (one.peak_bytes, -one.rank))
 
 
 @dataclass(frozen=True)
-class _Subject:
+class _Memory(Subject):
     """What the predictions for the ranks of a plan have in common."""
 
-    traces: Sequence[Trace]
-    sizes: Sequence[int]
-    plan: Plan
-    choice: OptimizerChoice
-    rows: int
     device: str
     common: bool
     profiled: Callable[..., Profile]
@@ -126,18 +122,16 @@ class _Subject:
 
     def predict(self, rank: int, program: Program) -> Prediction:
         plan, trace, mesh = self.plan, self.traces[0], self.plan.mesh
-        parts, index = mesh.axis_size(batch_axes(plan)), mesh.index(rank, batch_axes(plan))
-        split = any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
-        places = mesh.places(rank, tuple(trace.tensor))
+        envs = self.envs(rank)
+        parts, split = envs[0].parts, any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         options = {
-            "microbatches": len(self.sizes), "index": index, "goals": goals(trace, plan), "split": split, "tensor": places,
-            "recompute": plan.recompute,
+            "microbatches": len(self.sizes), "index": envs[0].index, "goals": goals(trace, plan), "split": split,
+            "tensor": envs[0].tensor, "recompute": plan.recompute,
         }  # fmt: skip
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
         own = self.cut.own(trace.buckets, mesh.index(rank, PIPELINE))
         there, here = accounts(trace, plan, self.choice, program, self.rows, rank, self.device, self.common, own)
-        envs = [Env(parts=parts, index=index, rows=n, tensor=places) for n in self.sizes]
         times, alike = program.batches, [profiles[n] for n in self.sizes]
         walked = ProgramSizes(
             program.instructions,

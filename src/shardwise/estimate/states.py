@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.optim import FUSED, OptimizerChoice
-from shardwise.core.plan import ParameterRule, Plan
-from shardwise.parallel.data import SHARDS, ZERO, held_range, placement
-from shardwise.units.trace import DECAY, Bucket
+from shardwise.units.share import Share, Span
 
 STATE_TENSORS: Mapping[str, int] = {"adamw": 2, "adam": 2, "nadam": 2, "radam": 2, "adagrad": 1, "rmsprop": 1, "sgd": 0}
 """Tensors of a parameter's size that an optimizer keeps, without momentum where that is an option."""
@@ -63,34 +60,6 @@ def widths(choice: OptimizerChoice, itemsize: int, wide: int, *, doubles: bool =
     return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, scalar * SCALARS.get(choice.name, 1))
 
 
-@dataclass(frozen=True)
-class Share:
-    """What a rank has of a bucket: its rule as :func:`placement` gives it, the range ``held`` of masters and state, and the segments of
-    each of its optimizers as (whether they decay, elements)."""
-
-    layout: FlatBuffer
-    rule: ParameterRule
-    held: FlatShard
-    updates: tuple[tuple[tuple[bool, int], ...], ...] = ()
-
-    @staticmethod
-    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
-        """Of ``rank``; ``per_parameter``: an optimizer for each parameter."""
-        parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
-        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
-        held = held_range(rule, layout, parts, index, bucket.learns)
-        return Share(layout, rule, held, _updates(layout, held, choice, per_parameter) if bucket.learns else ())
-
-
-def _updates(
-    layout: FlatBuffer, held: FlatShard, choice: OptimizerChoice, per_parameter: bool
-) -> tuple[tuple[tuple[bool, int], ...], ...]:
-    if not per_parameter:
-        return (tuple((group == DECAY, stop - start) for group, start, stop in held.segments(layout)),)
-    cut = ((e, min(held.stop, e.stop) - max(held.start, e.offset)) for e in layout.entries)
-    return tuple(((choice.decays(e.name, e.shape), numel),) for e, numel in cut if numel > 0)
-
-
 def bucket_states(
     share: Share, each: Widths, *, learns: bool = True, offload: bool = False, common: bool = False
 ) -> tuple[States, States]:  # fmt: skip
@@ -103,38 +72,26 @@ def bucket_states(
     if not learns:
         return States(parameters), States()
     gradients = (held if share.rule.grad == "S" else whole) * each.gradient
-    segments = [numel for one in share.updates for _, numel in one]
-    state = sum(segments) * each.state + len(segments) * each.scalars
+    spans = [span for one in share.updates for span in one.spans]
+    state = sum(span.numel for span in spans) * each.state + len(spans) * each.scalars
     if offload:
         return States(parameters, gradients), States(0, held * each.gradient, held * each.gradient + state)
     return States(parameters, gradients, held * each.master + state), States()
 
 
-def changed(segments: Sequence[tuple[bool, int]], each: Widths, wide: int) -> int:
-    """Bytes that an update changes: parameters and state of ``segments`` of (whether they decay, elements)."""
-    return sum(numel * (wide + each.state) + each.scalars for _, numel in segments)
+def changed(spans: Sequence[Span], each: Widths, wide: int) -> int:
+    """Bytes that an update changes: parameters and state of ``spans``."""
+    return sum(span.numel * (wide + each.state) + each.scalars for span in spans)
 
 
-def step_peak(choice: OptimizerChoice, segments: Sequence[tuple[bool, int]], each: Widths, wide: int, device: str) -> int:
-    """Bytes that the update of a bucket takes beside its states, for ``segments`` of (whether they decay, elements).
+def step_peak(choice: OptimizerChoice, spans: Sequence[Span], each: Widths, wide: int, device: str) -> int:
+    """Bytes that the update of ``spans`` takes beside their states.
 
     A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and state.
     """
     if choice.name in FUSED[device]:
-        return SCALAR if segments else 0
-    undo = changed(segments, each, wide)
+        return SCALAR if spans else 0
+    undo = changed(spans, each, wide)
     decays = bool(choice.weight_decay)
-    return undo + max((UPDATE_TENSORS[choice.name, device][decays and own] * numel * wide for own, numel in segments), default=0)
-
-
-def model_states(
-    parameters: int, zero: int, dp: int, param_bytes: int = 2, grad_bytes: int = 2, state_bytes: int = 12
-) -> States:  # fmt: skip
-    """What the first of ``dp`` ranks holds of ``parameters`` elements in one bucket under ZeRO's stage ``zero``, 0 to 3.
-
-    By default of mixed-precision Adam as Rajbhandari et al. (2019, arXiv 1910.02054) count it: 2 + 2 + 12 bytes an element.
-    """
-    layout = FlatBuffer.pack([("all", (parameters,), "all")], dp, param_bytes)
-    held = held_range(ZERO[zero], layout, dp, 0)
-    updates = _updates(layout, held, OptimizerChoice(), False)
-    return bucket_states(Share(layout, ZERO[zero], held, updates), Widths(param_bytes, grad_bytes, 0, state_bytes))[0]
+    temporaries = [UPDATE_TENSORS[choice.name, device][decays and span.decays] * span.numel * wide for span in spans]
+    return undo + max(temporaries, default=0)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
-from shardwise.core.layout import shard_range
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
 from shardwise.estimate.memory import COUNTER, norms_of
-from shardwise.estimate.states import Share
+from shardwise.estimate.subject import Subject
 from shardwise.lower.step import lower
 from shardwise.lower.versions import steady
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
-from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.parallel.tensor import tensor_axes
+from shardwise.units.share import Share
 from shardwise.units.trace import Trace
 
 _OPAQUE = UnitTraffic(unknown=("the whole model: it was not captured",))
@@ -44,28 +43,20 @@ def step_traffic(
     """
     plan = plan.replace(microbatches=len(traces))
     program = class_of(programs or lower(traces[0], plan, batches=steady(plan)), plan.mesh, rank)
-    sizes = [b - a for a, b in (shard_range(rows, len(traces), m) for m in range(len(traces)))]
-    subject = _Subject(list(traces), plan, choice, rank, sizes)
-    return [TrafficMoment(one, subject.of(one), subject.unknown(one)) for one in program.instructions]
+    ours = _RankTraffic(Subject(list(traces), plan, choice, rows), rank)
+    return [TrafficMoment(one, ours.of(one), ours.unknown(one)) for one in program.instructions]
 
 
-@dataclass
-class _Subject:
-    traces: Sequence[Trace]
-    plan: Plan
-    choice: OptimizerChoice
-    rank: int
-    sizes: Sequence[int]
-    _units: dict[tuple[int, int, int], UnitTraffic] = field(default_factory=dict)
-    _shares: dict[int, Share] = field(default_factory=dict)
+class _RankTraffic:
+    """What the instructions of ``rank`` hand to the communicator."""
 
-    def __post_init__(self) -> None:
-        mesh, axes = self.plan.mesh, batch_axes(self.plan)
-        parts, index = mesh.axis_size(axes), mesh.index(self.rank, axes)
-        places = mesh.places(self.rank, tuple(self.traces[0].tensor))
-        real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
-        self.envs = [Env(axes=real, parts=parts, index=index, rows=n, tensor=places) for n in self.sizes]
+    def __init__(self, subject: Subject, rank: int) -> None:
+        self.subject, self.rank = subject, rank
+        self.traces, self.plan = subject.traces, subject.plan
+        self.envs = subject.envs(rank)
         self.scalar = 8 if self.traces[0].precision == "fp64" else 4
+        self._units: dict[tuple[int, int, int], UnitTraffic] = {}
+        self._shares: dict[int, Share] = {}
 
     def of(self, one: Instruction) -> tuple[Traffic, ...]:
         """What is over no axis, or of no bytes, is none."""
@@ -104,7 +95,7 @@ class _Subject:
 
     def unit(self, one: Instruction) -> UnitTraffic:
         m = one.microbatch % len(self.traces)
-        key, unit = (id(self.traces[m]), self.sizes[m], one.unit), self.traces[m].units[one.unit]
+        key, unit = (id(self.traces[m]), self.envs[m].rows, one.unit), self.traces[m].units[one.unit]
         if key not in self._units:
             self._units[key] = _OPAQUE if unit.graph is None else traffic(unit.graph, self.envs[m], unit.output_grads)
         return self._units[key]
@@ -116,8 +107,7 @@ class _Subject:
 
     def share(self, bucket: int) -> Share:
         if bucket not in self._shares:
-            trace = self.traces[0]
-            self._shares[bucket] = Share.of(trace.buckets[bucket], self.plan, self.choice, self.rank, trace.opaque is not None)
+            self._shares[bucket] = self.subject.share(bucket, self.rank)
         return self._shares[bucket]
 
     def reduced(self, one: Instruction) -> Traffic:

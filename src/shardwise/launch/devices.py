@@ -124,13 +124,12 @@ class Card:
     name: str
     total: int
     free: int
-    uuid: str = ""
 
     @staticmethod
     def of(device: torch.device) -> Card:
         """As its driver and torch describe it now."""
         found = here(device)
-        return Card(found.name[:NAME], found.memory, found.budget, Backend.of(device).uuid(device))
+        return Card(found.name[:NAME], found.memory, found.budget)
 
     @property
     def shared(self) -> bool:
@@ -165,8 +164,9 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
     short = [rank for rank, one in enumerate(cards) if one.shared and one.free < needed]
     if not short:
         return
-    mine = cards[comm.rank]
-    held = occupied(mine.free, mine.total, mine.name, uuid=mine.uuid, own=family()) if comm.rank in short else ""
+    mine, held = cards[comm.rank], ""
+    if comm.rank in short:
+        held = occupied(mine.free, mine.total, mine.name, uuid=Backend.of(comm.device).uuid(comm.device), own=family())
     first = tell(comm, held, "who holds the memory of the devices")[short[0]]
     others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
     bounded = replace(

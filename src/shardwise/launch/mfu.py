@@ -13,7 +13,7 @@ import torch
 from shardwise.backend import Backend
 from shardwise.core.devices import model_of
 from shardwise.core.errors import ConfigError, check_choice, check_count
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_sizes
 from shardwise.core.plan import CHOICES
 from shardwise.measure.unit_cost import cost
 from shardwise.units.trace import Trace
@@ -48,8 +48,7 @@ def model_flops(trace: Trace, rows: int, microbatches: int = 1) -> float | None:
         raise ConfigError(f"mfu: the trace is of one rank of {trace.tensor}; legal: one of the whole model")
     if trace.opaque is not None:
         return None
-    bounds = (shard_range(rows, microbatches, index) for index in range(microbatches))
-    sizes = Counter(stop - start for start, stop in bounds)
+    sizes = Counter(shard_sizes(rows, microbatches))
     # What a kernel is chosen for on a GPU (heads padded to multiples of 8) is no work of the model's, so "cpu" everywhere.
     return float(sum(times * _useful(trace, size) for size, times in sizes.items() if size))
 

@@ -21,6 +21,7 @@ from shardwise.graph.sizes import known, of_data
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
 from shardwise.kernels.flop_counter import Meter, storage, tensors_in
 from shardwise.ops.collectives import Env
+from shardwise.ops.silent import Silent
 from shardwise.shard.sizes import local_shape
 from shardwise.units.selective_recompute import recalled
 from shardwise.units.trace import Trace, Unit
@@ -73,7 +74,7 @@ class MetaRun:
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
         return MetaRun(
             trace,
-            Env(_Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, tensor=tensor, **env),
+            Env(Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, tensor=tensor, **env),
             device,
         )
 
@@ -184,18 +185,6 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None, *(None if o is None else torch.empty(o[0], dtype=o[1], device=META) for o in ctx.like)
-
-
-class _Silent:
-    """A communicator, and the handle of all its operations: what peers would send never matters."""
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> _Silent:
-        return self
-
-    all_gather = reduce_scatter = all_reduce
-
-    def wait(self) -> None:
-        """At once."""
 
 
 # ---- values of the capture -------------------------------------------------------------------------------------------

@@ -26,24 +26,19 @@ class UnitCost:
     """The cost of one unit for one rank and one microbatch.
 
     FLOPs are of matrix products, convolutions and attention, 2 a multiply-add; causal attention counts in full.  Memory is in
-    bytes of whole storages, each counted once: a view counts as its base.  What a unit keeps between forward and backward is
-    ``input_bytes + field_bytes + saved_bytes``, parameters and buffers apart; an input is also its maker's output.
+    bytes of whole storages, each counted once: a view counts as its base.  Between forward and backward a unit keeps its inputs and
+    batch fields besides ``saved_bytes``; an input is also its maker's output.
     """
 
     index: int
     name: str
     parameters: int  # number of elements; a parameter that several units read counts in each
-    parameter_bytes: int  # in the dtype that computes
     forward_flops: int
     input_flops: int  # of backward, without what weight_flops counts: of BACKWARD_INPUT
     weight_flops: int  # of backward: weight gradients of products (`units/weight_products.py`), of BACKWARD_WEIGHT
     forward_bytes: int  # read and written by the kernels of forward, views excepted
-    field_bytes: int  # batch fields that the unit reads
-    input_bytes: int  # live inputs, without what is a view of a parameter, buffer or field
-    saved_input_bytes: int  # the part of input_bytes that autograd needs
     output_bytes: int  # live outputs that the unit made itself
     saved_bytes: int  # made by the unit and kept by autograd
-    saved_output_bytes: int  # the part of saved_bytes that output_bytes counts too
     unknown: tuple[str, ...] = ()  # ops that these numbers guess (as composed on the meta device) or leave out
 
     @property
@@ -69,9 +64,8 @@ def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor
 def _opaque(trace: Trace, unit: Unit) -> UnitCost:
     """Only its parameters are known."""
     number = sum(p.numel for p in trace.parameters)
-    size = sum(p.numel * p.dtype.itemsize for p in trace.parameters)
-    rest = {f.name: 0 for f in fields(UnitCost)[4:-1]}
-    return UnitCost(unit.index, unit.name, number, size, **rest, unknown=("the whole model: it was not captured",))
+    rest = {f.name: 0 for f in fields(UnitCost)[3:-1]}
+    return UnitCost(unit.index, unit.name, number, **rest, unknown=("the whole model: it was not captured",))
 
 
 # ---- the walk --------------------------------------------------------------------------------------------------------
@@ -88,15 +82,11 @@ def _unit(walk: MetaRun, unit: Unit) -> UnitCost:
     saved = storages(k.tensor for k in run.kept)
     forward_flops, forward_bytes = run.meter.flops, run.meter.bytes
     weight = run.backward(good, [t for t in (*parameters, *inputs) if t.requires_grad]) if good else 0
-    given = storages([*walk.leaves.values(), *constants])
-    input_sizes = without(storages(inputs), given)
-    out, inside = (without(s, given, input_sizes) for s in (out, saved))
+    given = storages([*walk.leaves.values(), *constants, *inputs])
     return UnitCost(
-        unit.index, unit.name, sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters),
+        unit.index, unit.name, sum(p.numel() for p in parameters),
         forward_flops, run.meter.flops - forward_flops - weight, weight, forward_bytes,
-        sum(storages(batch).values()), sum(input_sizes.values()), sum(s for k, s in input_sizes.items() if k in saved),
-        sum(out.values()), sum(inside.values()), sum(s for k, s in inside.items() if k in out),
-        tuple(sorted(run.unknown)),
+        sum(without(out, given).values()), sum(without(saved, given).values()), tuple(sorted(run.unknown)),
     )  # fmt: skip
 
 

@@ -291,7 +291,6 @@ class _Work(UnitBackward):
         self.live: list[Tensor] = []
         self.updates: list[Tensor] = []
         self.saved: list[Saved] = []
-        self.pending: dict[str, Tensor] = {}
         self.tape: Tape | None = None
         wide = torch.float64 if trace.precision == "fp64" else torch.float32
         self.loss = torch.empty((), dtype=wide, device=META)
@@ -365,13 +364,13 @@ class _Work(UnitBackward):
         unit = self.unit
         inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
         live = {n: x for n, x, g in zip(unit.inputs, inputs, unit.input_grads, strict=True) if g}
-        self.pending = {n: old for n, old in zip(live, before, strict=True) if old is not None}
+        for name, old in zip(live, before, strict=True):
+            if old is not None:
+                self.pass_on(name, old)
         start = self.tracker.mark()
         with self.run.meter, self.tracker:
             self.run_backward(unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append)
-        found = [self.pending.get(n) for n in live]
-        self.pending = {}
-        return self.tracker.peak - start, found
+        return self.tracker.peak - start, [self.pending.pop((n, self.microbatch), None) for n in live]
 
     def backward_weight(self, held: deque[Factors]) -> int:
         """BACKWARD_WEIGHT: the peak."""
@@ -386,10 +385,6 @@ class _Work(UnitBackward):
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Nothing: it is added to a buffer that the program has."""
-
-    def pass_on(self, name: str, gradient: Tensor) -> None:
-        before = self.pending.get(name)
-        self.pending[name] = gradient if before is None else before + gradient
 
     def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
         try:

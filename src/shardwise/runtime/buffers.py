@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE
-from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
+from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
@@ -24,11 +24,12 @@ from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
 from shardwise.initial.values import Values
 from shardwise.ops.weight_gradients import Kernels
-from shardwise.parallel.data import SHARDS, held_range, placement
+from shardwise.parallel.data import SHARDS
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.optimizer import FlatOptimizer, Segment
 from shardwise.runtime.scale import LossScale
-from shardwise.units.trace import DECAY, Bucket, Parameter
+from shardwise.units.share import Share, Span, entry_ranges
+from shardwise.units.trace import Bucket, Parameter
 
 
 class Update(NamedTuple):
@@ -40,40 +41,33 @@ class Update(NamedTuple):
 
 @dataclass
 class BucketMemory:
-    """The buffers of a bucket, for what this rank has of its parameters over the axes that shard them: their local pieces, by ``layout``.
+    """The buffers of a bucket, for what this rank has of its parameters over the axes that shard them: their local pieces.
 
-    ``held`` is the range of the bucket whose masters and optimizer state this rank has: all of it, or its own of the equal ``shard``s
-    over ``dp``.  ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole in memory that all ranks of
+    ``share`` says what this rank has of the bucket: the ``held`` range of it is all, or its own of the equal ``shard``s over ``dp``.
+    ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole in memory that all ranks of
     the group have in common); ``master`` is the held range
     of it, or its wide copy, which the optimizer updates.  Frozen buckets have neither gradient nor updates, and no wide copy.
 
     Gradients and optimizer state are made when first asked for: by then the module with the initial values may be gone, and its memory
-    is used again.  ``host``: they and the masters are on the host.  ``per_parameter``: an optimizer for each parameter, so that those without a
-    gradient in a step can be skipped.
+    is used again.  ``host``: they and the masters are on the host.
     """
 
     bucket: Bucket
-    rule: ParameterRule
-    layout: FlatBuffer
+    share: Share
     shard: FlatShard
-    held: FlatShard
     param: Tensor
     master: Tensor
     common: bool  # ``param`` is the same memory on all ranks of the group
     comm: Communicator
     choice: OptimizerChoice
     host: bool
-    per_parameter: bool
 
     @staticmethod
-    def allocate(
-        bucket: Bucket, comm: Communicator, plan: Plan, choice: OptimizerChoice, per_parameter: bool = False
-    ) -> BucketMemory:
-        """Zeroed buffers for ``bucket``, decayed parameters first, so that the optimizer works on at most two segments."""
-        number, index = comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS)
-        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, comm.mesh, comm.rank)
-        shard, held = layout.shard(number, index), held_range(rule, layout, number, index, bucket.learns)
-        rest = shard if rule.rest == "S" else FlatShard(0, layout.numel)
+    def allocate(bucket: Bucket, share: Share, comm: Communicator, choice: OptimizerChoice, host: bool = False) -> BucketMemory:
+        """Zeroed buffers for what this rank has of ``bucket``."""
+        layout, held = share.layout, share.held
+        shard = layout.shard(comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS))
+        rest = shard if share.rule.rest == "S" else FlatShard(0, layout.numel)
         # What others read in a gather lies where the communicator wants it: best, once for all of them.
         sharded = held.numel < layout.numel
         param = comm.common(layout.numel, bucket.dtype, SHARDS) if sharded else _zeros(layout.numel, bucket.dtype, comm)
@@ -81,14 +75,28 @@ class BucketMemory:
         if param is None:
             param = comm.allocate(rest.numel, bucket.dtype)
         own = param if param.numel() == held.numel else param[held.start : held.stop]
-        wide, host = bucket.wide, plan.offloads_optimizer
+        wide = bucket.wide
         if not bucket.learns:
             master = own
         elif host:
             master = _host(held.numel, wide, comm)
         else:
             master = own if wide == bucket.dtype else _zeros(held.numel, wide, comm)
-        return BucketMemory(bucket, rule, layout, shard, held, param, master, common, comm, choice, host, per_parameter)
+        return BucketMemory(bucket, share, shard, param, master, common, comm, choice, host)
+
+    @property
+    def rule(self) -> ParameterRule:
+        return self.share.rule
+
+    @property
+    def layout(self) -> FlatBuffer:
+        """Where the parameters lie in the bucket."""
+        return self.share.layout
+
+    @property
+    def held(self) -> FlatShard:
+        """The range of the bucket whose masters and optimizer state this rank has."""
+        return self.share.held
 
     @cached_property
     def grad(self) -> Tensor | None:
@@ -107,25 +115,13 @@ class BucketMemory:
     @cached_property
     def updates(self) -> list[Update]:
         """The optimizers, with their state."""
-        if not self.learns:
-            return []
-        choice, groups = self.choice, self.held.segments(self.layout)
-        if not self.per_parameter:
-            segments = [self._segment(start, stop, group == DECAY) for group, start, stop in groups]
-            return [Update(FlatOptimizer(choice, segments))]
-        return [
-            Update(FlatOptimizer(choice, [self._segment(start, stop, choice.decays(entry.name, entry.shape))]), entry.name)
-            for entry, start, stop in self.ranges(self.held.start, self.held.stop)
-        ]
+        each = self.share.updates
+        return [Update(FlatOptimizer(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each]
 
-    def _segment(self, start: int, stop: int, decays: bool) -> Segment:
-        first, last = start - self.held.start, stop - self.held.start
+    def _segment(self, span: Span) -> Segment:
+        first, last = span.start - self.held.start, span.stop - self.held.start
         assert self.taken is not None
-        return Segment(self.master[first:last], self.taken[first:last], decays, start)
-
-    def ranges(self, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
-        """(entry, start, stop) of what a range of the bucket has of each parameter, in elements of the bucket."""
-        return _ranges(self.layout, start, stop)
+        return Segment(self.master[first:last], self.taken[first:last], span.decays, span.start)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -218,17 +214,10 @@ def boxes(
 ) -> Iterator[tuple[Parameter, Box, Tensor]]:  # fmt: skip
     """:meth:`BucketMemory.boxes` of any ``rank``, whose bucket has this ``layout``."""
     parameters = {p.name: p for p in bucket.parameters}
-    for entry, first, last in _ranges(layout, start, stop):
+    for entry, first, last in entry_ranges(layout, start, stop):
         parameter = parameters[entry.name]
         for part in range_parts(parameter.placed, mesh, rank, first - entry.offset, last - entry.offset):
             yield parameter, part.whole, _rectangle(flat, entry.offset - origin, entry.shape, part.local)
-
-
-def _ranges(layout: FlatBuffer, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
-    for entry in layout.entries:
-        first, last = max(start, entry.offset), min(stop, entry.stop)
-        if first < last:
-            yield entry, first, last
 
 
 def _rectangle(flat: Tensor, offset: int, shape: Sequence[int], box: Box) -> Tensor:

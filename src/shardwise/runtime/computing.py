@@ -30,8 +30,7 @@ class Computing(UnitBackward):
     """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending gradients and put-off
     products by unit and microbatch, and the ``updates`` of buffers, which are not written before the end.
 
-    ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program, ``microbatch`` the one of the
-    backward under way.
+    ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program.
     """
 
     owner: RankContext
@@ -43,11 +42,9 @@ class Computing(UnitBackward):
     live: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     saved: dict[tuple[int, int], Saved] = field(default_factory=dict)
     tapes: dict[tuple[int, int], Tape] = field(default_factory=dict)
-    pending: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     deferred: dict[tuple[int, int], deque[Factors]] = field(default_factory=dict)
     updates: dict[str, Tensor] = field(default_factory=dict)
     position: int = -1
-    microbatch: int = -1
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -142,10 +139,6 @@ class Computing(UnitBackward):
 
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         self.gradients.add(name, gradient)
-
-    def pass_on(self, name: str, gradient: Tensor) -> None:
-        before = self.pending.get((name, self.microbatch))
-        self.pending[name, self.microbatch] = gradient if before is None else before + gradient
 
     def seed(self, name: str, value: Tensor) -> Tensor | None:
         if name == "loss":

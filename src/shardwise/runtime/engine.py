@@ -12,7 +12,7 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import cast_buffer, shadow_dtype
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
-from shardwise.core.layout import shard_range
+from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
@@ -29,6 +29,7 @@ from shardwise.runtime.masks import all_ones
 from shardwise.runtime.optimizer import check_optimizer
 from shardwise.runtime.post_validation import PostValidatingInterpreter
 from shardwise.runtime.whole_state import WholeState, aliases
+from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
 
@@ -80,7 +81,8 @@ class Engine:
         self.updating = self.cut.updating()
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)
-        buckets = {b.index: BucketMemory.allocate(b, comm, plan, optimizer, per_parameter) for b in own}
+        shares = {b.index: Share.of(b, plan, optimizer, comm.rank, per_parameter) for b in own}
+        buckets = {b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.offloads_optimizer) for b in own}
         for memory in buckets.values():
             memory.load(values)
         buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
@@ -175,9 +177,7 @@ class Engine:
         self.check(fields, rows)
         compiled = compiled or self.compiled
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
-        microbatches = min(compiled.plan.microbatches, rows)
-        sizes = [b - a for a, b in (shard_range(rows, microbatches, m) for m in range(microbatches))]
-        return [compiled.trace(ones, size) for size in sizes]
+        return [compiled.trace(ones, size) for size in shard_sizes(rows, min(compiled.plan.microbatches, rows))]
 
     def check(self, fields: Mapping[str, Tensor], rows: int) -> None:
         expected = self.compiled.example

@@ -34,7 +34,7 @@ def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int,
 
 def kind(memory: BucketMemory) -> Hashable | None:
     """What the updates of buckets must have in common to be one: a fused kernel on this device, and a dtype."""
-    if not memory.learns or memory.host or memory.per_parameter:
+    if memory.host or [one.name for one in memory.share.updates] != [None]:
         return None
     (update,) = memory.updates
     return memory.bucket.wide if update.optimizer.fused else None

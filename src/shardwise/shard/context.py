@@ -23,7 +23,7 @@ from shardwise.graph.schema import differentiable, is_tensor, picks
 from shardwise.graph.sizes import concrete, expression
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import TensorParallelSpec
-from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard
+from shardwise.shard.op_spec import DimLabels, OpSharding, Placement, Shard, Strategy
 from shardwise.shard.sizes import factored
 
 Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
@@ -139,6 +139,18 @@ class ShardingContext:
             return True
         shapes = [self.shape(operand) for operand, _ in form.operands]
         return form.agree(list(map(self.layout_of, shapes, operands)), self.tensor.axes)
+
+    def together(
+        self,
+        form: OpSharding,
+        strategies: Mapping[str, Strategy],
+        fits: Callable[[Sequence[int], Mapping[str, Placement]], bool] | None = None,
+    ) -> bool:
+        """Whether an op's strategies, by group of axes, go together; ``fits`` is :meth:`fits`, or a faster one."""
+        operands = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
+        results = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
+        shapes = (*(self.shape(o) for o, _ in form.operands), *self.shapes(form.node))
+        return all(map(fits or self.fits, shapes, (*operands, *results))) and self.agree(form, operands)
 
     def fits(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
         """Whether a tensor can be in these states together."""

@@ -31,6 +31,7 @@ from shardwise.graph.torch_private import OpOverload, schema, storage_key
 from shardwise.kernels.flop_counter import tensors_in
 from shardwise.ops import collectives, random_ops, weight_gradients
 from shardwise.ops.collectives import Env
+from shardwise.ops.silent import Silent
 from shardwise.units import weight_products
 
 KEPT = MATRIX_PRODUCTS | GROUPED_PRODUCTS | CONVOLUTIONS | {ATTENTION}
@@ -135,29 +136,10 @@ def unread(env: Env, move: str, *args: Any) -> Tensor:
     """
     if not env.again:
         return MOVES[move](env, *args)
-    mine = replace(env, comm=_Mute())
+    mine = replace(env, comm=Silent(torch.nan))
     result = MOVES[move](mine, *args)
     mine.comm = env.comm
     return result
-
-
-class _Mute:
-    """A communicator that sends nothing, and the handle of all its operations."""
-
-    def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **kwargs: Any) -> _Mute:
-        """Leaves NaN where the sum would be."""
-        return self.all_gather(out)
-
-    def all_gather(self, out: Tensor, *args: Any, **kwargs: Any) -> _Mute:
-        """The same."""
-        if out.dtype.is_floating_point or out.dtype.is_complex:
-            out.fill_(torch.nan)
-        return self
-
-    reduce_scatter = all_gather
-
-    def wait(self) -> None:
-        """At once."""
 
 
 class Tape:

@@ -26,7 +26,16 @@ class Saved(NamedTuple):
 
 
 class UnitBackward(Multiplier):
-    """Runs backwards; a subclass says where gradients come from, and where they go."""
+    """Runs backwards; a subclass says where gradients come from, and where those of parameters go.
+
+    ``pending`` are the gradients of live tensors by microbatch, which wait for the units that made them; ``microbatch`` is that of the
+    backward under way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pending: dict[tuple[str, int], Tensor] = {}
+        self.microbatch = 0
 
     @abstractmethod
     def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
@@ -36,9 +45,10 @@ class UnitBackward(Multiplier):
     def add_gradient(self, name: str, gradient: Tensor) -> None:
         """Take a parameter's gradient."""
 
-    @abstractmethod
     def pass_on(self, name: str, gradient: Tensor) -> None:
-        """Take the gradient of a live tensor, which waits for the unit that made it."""
+        """Add to the gradient of a live tensor."""
+        before = self.pending.get((name, self.microbatch))
+        self.pending[name, self.microbatch] = gradient if before is None else before + gradient
 
     def run_backward(
         self, unit: Unit, take: Callable[[], Saved], live: Mapping[str, Tensor], seed: Callable[[str, Tensor], Tensor | None],

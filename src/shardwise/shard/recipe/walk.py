@@ -191,16 +191,7 @@ class TensorWalk(BatchWalk):
         """Whether a strategy's shards go together with those of other axes."""
         walked = {collectives.ROWS: self.rows, **self.before}
         known = {group: one.strategies[form.node] for group, one in walked.items() if form.node in one.strategies}
-        every = {**known, self.axis: strategy}
-        shapes = [self.context.shape(o) for o, _ in form.operands]
-        operands = [{g: s.operands[i] for g, s in every.items()} for i in range(len(shapes))]
-        results = [{g: s.results[i] for g, s in every.items()} for i in range(len(form.results))]
-        if not all(
-            self.context.fits(shape, states)
-            for shape, states in zip((*shapes, *self.context.shapes(form.node)), (*operands, *results), strict=True)
-        ):
-            return False
-        return self.context.agree(form, operands)
+        return self.context.together(form, {**known, self.axis: strategy})
 
     def sharded(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
         """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""

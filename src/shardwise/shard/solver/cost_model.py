@@ -137,30 +137,25 @@ class CostModel:
 
     def fits(self, value: Value, states: Sequence[Placement]) -> bool:
         """Whether a tensor can be sharded so, beside its rows."""
-        return self.beside(value.captured, list(zip(self.axes, states, strict=True)), value.rows)
+        return self.beside(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
 
-    def beside(self, shape: Sequence[int], states: Sequence[tuple[str, Placement]], rows: Placement) -> bool:
-        """Whether a tensor of captured ``shape`` can be sharded so over axes, beside its rows; over one axis that may be any."""
-        every = [(g, s) for g, s in [(ROWS, rows), *states] if isinstance(s, Shard)]
+    def beside(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
+        """Whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; over one axis that may be any."""
+        every = [(g, s) for g, s in states.items() if isinstance(s, Shard)]
         for dim in {s.dim for _, s in every}:
             found = [(g, s) for g, s in every if s.dim == dim]
             if len(found) > 1 or not isinstance(found[0][1].pre, int):
                 try:
-                    places = [(g, self.context.behind_rows({ROWS: rows}, s)) for g, s in found]
-                    factored(shape[dim], places, self.ranks_of if len(states) > 1 else {g: 0 for g, _ in states})
+                    places = [(g, self.context.behind_rows(states, s)) for g, s in found]
+                    axes = [g for g in states if g != ROWS]
+                    factored(shape[dim], places, self.ranks_of if len(axes) > 1 else dict.fromkeys(axes, 0))
                 except Uncapturable:
                     return False
         return True
 
     def together(self, form: OpSharding, rows: Strategy, strategies: Mapping[str, Strategy]) -> bool:
         """Whether an op's strategies over axes go together, and beside what it does with the rows."""
-        shapes = [*(self.context.shape(o) for o, _ in form.operands), *self.context.shapes(form.node)]
-        every = [[*s.operands, *s.results] for s in strategies.values()]
-        sides = zip(shapes, zip(*every, strict=True), (*rows.operands, *rows.results), strict=True)
-        if not all(self.beside(shape, list(zip(strategies, states, strict=True)), other) for shape, states, other in sides):
-            return False
-        groups = {ROWS: rows, **strategies}
-        return self.where.agree(form, [{g: s.operands[i] for g, s in groups.items()} for i in range(len(form.operands))])
+        return self.where.together(form, {ROWS: rows, **strategies}, self.beside)
 
     def _path(self, value: Value, states: Placements, goals: Placements) -> tuple[Step, ...] | None:
         """The moves from states to others; None where what is between does not fit."""

@@ -16,6 +16,7 @@ import numpy as np
 from torch import fx
 
 from shardwise.graph.schema import is_tensor
+from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Strategy
@@ -185,7 +186,9 @@ class Solver:
         """Whether what is chosen on the axes fits."""
         rows, axes = self.choices[self.prices.axes[0]].rows, self.prices.axes
         if form is None:
-            return self.prices.beside(self.context.shape(node), list(zip(axes, choice, strict=True)), rows.states[node][0])
+            return self.prices.beside(
+                self.context.shape(node), {ROWS: rows.states[node][0], **dict(zip(axes, choice, strict=True))}
+            )
         return self.prices.together(form, rows.strategies[node], dict(zip(axes, choice, strict=True)))
 
     def rest(self, node: fx.Node, options: Sequence[Choice]) -> Any:

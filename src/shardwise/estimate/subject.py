@@ -1,0 +1,42 @@
+"""What is estimated: the steps of a plan on batches of some rows, and what each rank has of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.core.layout import shard_sizes
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import Plan
+from shardwise.ops.collectives import Env
+from shardwise.parallel.data import batch_axes
+from shardwise.units.share import Share
+from shardwise.units.trace import Trace
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Steps on batches of ``rows`` rows; ``traces`` has one for each microbatch, as the engine chooses them."""
+
+    traces: Sequence[Trace]
+    plan: Plan
+    choice: OptimizerChoice
+    rows: int
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """The rows of each microbatch."""
+        return shard_sizes(self.rows, len(self.traces))
+
+    def envs(self, rank: int) -> list[Env]:
+        """The place of ``rank`` in each microbatch."""
+        mesh, axes = self.plan.mesh, batch_axes(self.plan)
+        real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
+        parts, index, tensor = mesh.axis_size(axes), mesh.index(rank, axes), mesh.places(rank, tuple(self.traces[0].tensor))
+        return [Env(axes=real, parts=parts, index=index, rows=n, tensor=tensor) for n in self.sizes]
+
+    def share(self, bucket: int, rank: int) -> Share:
+        """What ``rank`` has of a bucket."""
+        trace = self.traces[0]
+        return Share.of(trace.buckets[bucket], self.plan, self.choice, rank, trace.opaque is not None)

@@ -1,0 +1,65 @@
+"""What a rank has of a bucket: how its parameters lie there, which range of them it updates, and by which optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
+from shardwise.core.optim import OptimizerChoice
+from shardwise.core.plan import ParameterRule, Plan
+from shardwise.parallel.data import SHARDS, held_range, placement
+from shardwise.units.trace import DECAY, Bucket
+
+
+class Span(NamedTuple):
+    """A range of a bucket, in its elements, all of which have weight decay or none of which has."""
+
+    start: int
+    stop: int
+    decays: bool
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+class Updated(NamedTuple):
+    """The spans that one optimizer updates; ``name`` if these are of one parameter, which has an optimizer of its own."""
+
+    spans: tuple[Span, ...]
+    name: str | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a rank has of a bucket: its rule as :func:`placement` gives it, the range ``held`` of masters and state, and what each of
+    its optimizers updates of that; a bucket that does not learn has none."""
+
+    layout: FlatBuffer
+    rule: ParameterRule
+    held: FlatShard
+    updates: tuple[Updated, ...] = ()
+
+    @staticmethod
+    def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
+        """Of ``rank``; ``per_parameter``: each parameter has an optimizer, so that those without a gradient in a step can be skipped."""
+        parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
+        rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
+        held = held_range(rule, layout, parts, index, bucket.learns)
+        updates: tuple[Updated, ...] = ()
+        if bucket.learns and per_parameter:
+            ranges = entry_ranges(layout, held.start, held.stop)
+            updates = tuple(Updated((Span(a, b, choice.decays(e.name, e.shape)),), e.name) for e, a, b in ranges)
+        elif bucket.learns:
+            updates = (Updated(tuple(Span(start, stop, group == DECAY) for group, start, stop in held.segments(layout))),)
+        return Share(layout, rule, held, updates)
+
+
+def entry_ranges(layout: FlatBuffer, start: int, stop: int) -> Iterator[tuple[FlatEntry, int, int]]:
+    """(entry, start, stop) of what a range of a bucket has of each parameter, in elements of the bucket."""
+    for entry in layout.entries:
+        first, last = max(start, entry.offset), min(stop, entry.stop)
+        if first < last:
+            yield entry, first, last
