@@ -50,9 +50,9 @@ def rank_of(context: ShardingContext, node: fx.Node) -> int:
     return len(context.shape(node))
 
 
-def dims_of(node: fx.Node, rank: int, name: str = "dim", none: Sequence[int] | None = None) -> list[int]:
-    """The dims that an argument names, non-negative; ``none``, by default all, where it is None or empty."""
-    dims = given(node, name)
+def dims_of(node: fx.Node, rank: int, none: Sequence[int] | None = None) -> list[int]:
+    """The dims that the argument ``dim`` names, non-negative; ``none``, by default all, where it is None or empty."""
+    dims = given(node, "dim")
     if dims is None or dims == []:
         return list(range(rank)) if none is None else list(none)
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
