@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.graph.schema import given, has_argument, is_tensor, op_name
-from shardwise.ops import collectives
+from shardwise.ops import local_ops
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
@@ -127,7 +127,7 @@ def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
     dim = place.dim if isinstance(place, Shard) else 0
     rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
     layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
-    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, collectives.never_empty)
+    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, local_ops.never_empty)
 
 
 __all__ = [
