@@ -213,9 +213,9 @@ class Backend:
         made.record(torch.accelerator.current_stream(device))  # without it: in that of the thread's current device
         return made
 
-    def stream(self, device: torch.device, *, urgent: bool = False) -> torch.Stream:
-        """A new queue of the device; what is in an ``urgent`` one is taken up first.  ``with stream:`` makes it the current one."""
-        return torch.Stream(device, priority=-1 if urgent else 0)
+    def stream(self, device: torch.device) -> torch.Stream:
+        """A new queue of the device; ``with stream:`` makes it the current one."""
+        return torch.Stream(device)
 
     @contextmanager
     def queue(self, device: torch.device) -> Iterator[None]:

@@ -17,9 +17,9 @@ from shardwise.core.scale import ScaleChoice
 from shardwise.lower.compiled import Compiled
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
-from shardwise.verify.compare import total_error
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.verify import VerifiedStep, run_steps
+from total_error import total_error
 
 
 class Net(nn.Module):

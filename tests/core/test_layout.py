@@ -98,8 +98,7 @@ def test_a_scalar_is_one_box() -> None:
 
 
 def test_the_axes_of_a_layout() -> None:
-    layout = Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")}, partial={"tp"})
-    assert layout.sharding_axes == {"dp", "x", "y"} and layout.axes_used == {"dp", "x", "y", "tp"}
+    assert Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")}).sharding_axes == {"dp", "x", "y"}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +106,6 @@ def test_the_axes_of_a_layout() -> None:
     [
         (lambda: Layout.sharded((4, 4), {0: "x", 1: "x"}), "axis x is used twice"),
         (lambda: Layout.sharded((4,), {0: ("x", "x")}), "axis x is used twice"),
-        (lambda: Layout.sharded((4,), {0: "x"}, partial={"x"}), "axis x is used twice"),
         (lambda: Layout.sharded((4,), {1: "x"}), r"dim 1 of a tensor of shape \(4,\) does not exist"),
         (lambda: Factor(-1), "factor of size -1"),
         (lambda: Box((0,), (1, 2)), "two numbers of dims"),

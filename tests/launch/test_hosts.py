@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardwise.checkpoint import checkpoints
-from shardwise.runtime.network import interface_towards, source_towards
+from shardwise.runtime.network import source_towards
 
 TINY = ["model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2"]
 STEPS = 5
@@ -188,13 +188,13 @@ def test_hosts_must_share_the_folder(hosts: tuple[Host, Host], text: str, tmp_pa
 FIND = """
 import json, sys
 from torch.distributed import FileStore
-from shardwise.runtime.network import choose_interfaces, interface_towards
+from shardwise.runtime.network import choose_interfaces, source_towards
 from shardwise.runtime.rendezvous import Rendezvous
 rank, store, peer, master = int(sys.argv[1]), *sys.argv[2:]
 environment = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": master}
 choose_interfaces(Rendezvous(FileStore(store, 2), rank, 2), environment)
 found = [environment.get("GLOO_SOCKET_IFNAME"), environment.get("NCCL_SOCKET_IFNAME")]
-print(json.dumps([interface_towards(peer), interface_towards(master), interface_towards("198.51.100.1"), *found]))
+print(json.dumps([source_towards(peer), source_towards(master), source_towards("198.51.100.1"), *found]))
 """
 
 
@@ -209,12 +209,13 @@ def test_interfaces_between_hosts(hosts: tuple[Host, Host], tmp_path: Path) -> N
     done = run_all(tmp_path, starts)
     assert [one.returncode for one in done] == [0, 0], "\n".join(one.output for one in done)
     found = [json.loads(one.output.splitlines()[-1]) for one in done]
-    assert found == [[a.name, None, None, a.name, f"={a.name}"], [b.name, b.name, None, b.name, f"={b.name}"]]
+    assert found == [
+        [a.address, None, None, a.name, f"={a.name}"], [b.address, b.address, None, b.name, f"={b.name}"],
+    ]  # fmt: skip
 
 
 def test_the_loopback_is_no_way_to_others() -> None:
-    assert interface_towards("127.0.0.1") is interface_towards("localhost") is None
-    assert interface_towards("no-such-host.invalid") is source_towards("no-such-host.invalid") is None
+    assert source_towards("127.0.0.1") is source_towards("localhost") is source_towards("no-such-host.invalid") is None
 
 
 STEP = {"SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node07", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.core.layout import shard_range
-from shardwise.ops.collectives import convolution
+from shardwise.ops.local_ops import convolution
 
 
 @pytest.mark.parametrize("biased", [False, True])

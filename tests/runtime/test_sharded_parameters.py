@@ -52,7 +52,7 @@ def test_a_bucket_has_parameters_sharded_over_the_same_axes() -> None:
     "layout",
     [
         Layout.sharded((4, 3), {0: "tp"}), Layout.sharded((4, 2), {0: "dp"}), Layout.sharded((4, 2), {1: "pp"}),
-        Layout.sharded((4, 2), {1: "dp_replicate"}), Layout.sharded((4, 2), {1: "tp"}, {"ep"}),
+        Layout.sharded((4, 2), {1: "dp_replicate"}),
     ],
 )  # fmt: skip
 def test_layouts_that_no_parameter_can_have_are_refused(layout: Layout) -> None:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from shardwise.verify.compare import Comparison, Difference, relative_error, relative_errors, total_error, total_norm
+from shardwise.verify.compare import Comparison, Difference, relative_error, relative_errors, total_norm
+from total_error import total_error
 
 
 def test_error_is_relative_to_the_truth() -> None:

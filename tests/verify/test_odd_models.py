@@ -253,5 +253,5 @@ def test_a_pin_of_what_batch_norm_returns_is_not_of_its_buffers(where: str) -> N
     module, batch = NormTwice().double(), {"x": torch.randn(7, 8, dtype=torch.float64)}
     compiled = Compiled(module, tensor_parallel(ALONE, 2, "1d", "propagate", {"norm": where}), batch)
     layouts = {p.name: p.layout for bucket in compiled.general.buckets for p in bucket.parameters}
-    assert bool(layouts["norm.weight"] and layouts["norm.weight"].axes_used) == (where != "whole")
+    assert bool(layouts["norm.weight"] and layouts["norm.weight"].sharding_axes) == (where != "whole")
     check(compiled, [batch], oracle(module, None, [batch], PLAIN, 1), PLAIN)

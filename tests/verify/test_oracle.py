@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.optim import OptimizerChoice
 from shardwise.ops.keyed_random import keyed_mask, keyed_normal, keyed_uniform
-from shardwise.verify.compare import total_error
 from shardwise.verify.oracle import Oracle, plain_optimizer
+from total_error import total_error
 
 ADAMW = plain_optimizer(OptimizerChoice(name="adamw", lr=1e-2, weight_decay=0.1))
 VOCAB, WIDTH, LENGTH = 11, 8, 5

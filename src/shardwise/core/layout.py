@@ -1,14 +1,13 @@
 """Where one tensor lives on a mesh.
 
-On each mesh axis a tensor is *sharded* (V), a *partial* sum (P) or *replicated* (I).  Dims are factored: a
-fused qkv dim of 3 x heads x head_size is three factors, and an axis shards one of them, so that the pieces
+Each mesh axis shards a tensor or has the whole of it on all its ranks.  Dims are factored: a fused qkv dim of 3 x heads x head_size is three factors, and an axis shards one of them, so that the pieces
 of a rank need not be contiguous in the dim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -109,15 +108,13 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The placement of one tensor: its dims, each a row-major product of factors, and its partial axes."""
+    """The placement of one tensor: its dims, each a row-major product of factors."""
 
     dims: tuple[tuple[Factor, ...], ...]
-    partial: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dims", tuple(tuple(dim) for dim in self.dims))
-        object.__setattr__(self, "partial", frozenset(self.partial))
-        seen = [axis for dim in self.dims for factor in dim for axis in factor.axes] + sorted(self.partial)
+        seen = [axis for dim in self.dims for factor in dim for axis in factor.axes]
         twice = sorted({axis for axis in seen if seen.count(axis) > 1})
         if twice:
             raise ShardwiseError(f"layout {self}: axis {', '.join(twice)} is used twice; legal: once")
@@ -128,13 +125,13 @@ class Layout:
         return Layout(tuple((Factor(size),) for size in shape))
 
     @staticmethod
-    def sharded(shape: Sequence[int], dims: Mapping[int, Axes], partial: Iterable[str] = ()) -> Layout:
+    def sharded(shape: Sequence[int], dims: Mapping[int, Axes]) -> Layout:
         """``Layout.sharded((8, 6), {0: "dp", 1: ("x", "y")})``: sharded dims and their axes, major first."""
         unknown = [dim for dim in dims if not 0 <= dim < len(shape)]
         if unknown:
             raise ShardwiseError(f"dim {unknown[0]} of a tensor of shape {tuple(shape)} does not exist")
         axes = {dim: (names,) if isinstance(names, str) else tuple(names) for dim, names in dims.items()}
-        return Layout(tuple((Factor(size, axes.get(dim, ())),) for dim, size in enumerate(shape)), frozenset(partial))
+        return Layout(tuple((Factor(size, axes.get(dim, ())),) for dim, size in enumerate(shape)))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,11 +142,6 @@ class Layout:
     def sharding_axes(self) -> frozenset[str]:
         """The axes that shard the tensor."""
         return frozenset(axis for dim in self.dims for factor in dim for axis in factor.axes)
-
-    @property
-    def axes_used(self) -> frozenset[str]:
-        """The axes on which the tensor is not replicated."""
-        return self.sharding_axes | self.partial
 
     def local_shape(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
         """The shape of the piece on ``rank``."""
@@ -177,7 +169,7 @@ class Layout:
         return [_intervals([(f.size, f.ranges(mesh, rank)) for f in dim]) for dim in self.dims]
 
     def __str__(self) -> str:
-        """``[8:dp, 3*4:tp*16, 8+2+2:tp*16] partial tp2``."""
+        """``[8:dp, 3*4:tp*16, 8+2+2:tp*16]``."""
         dims = (
             "*".join(
                 ":".join(
@@ -190,7 +182,7 @@ class Layout:
             )
             for dim in self.dims
         )
-        return f"[{', '.join(dims)}]" + (f" partial {','.join(sorted(self.partial))}" if self.partial else "")
+        return f"[{', '.join(dims)}]"
 
 
 def _intervals(factors: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list[tuple[int, int]]:

@@ -19,14 +19,11 @@ from typing import TypeAlias
 from shardwise.core.errors import (
     ConfigError,
     ShardwiseError,
-    check_choice,
     check_count,
     check_text,
     check_value,
     did_you_mean,
 )
-
-LINKS = ("device", "host", "rack")
 
 Axes: TypeAlias = str | tuple[str, ...]
 """One axis of a mesh, or several in the order of their coordinates, by name."""
@@ -37,18 +34,15 @@ Coordinates = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One named axis.  ``link`` is the level that its neighbours are connected over: ``device`` (inside a
-    host), ``host`` (between hosts of a rack) or ``rack``."""
+    """One named axis."""
 
     name: str
     size: int
-    link: str = "device"
 
     def __post_init__(self) -> None:
         check_text("mesh axis name", self.name)
         check_value("mesh axis name", self.name, self.name.isidentifier(), "letters, digits and underscores")
         check_count(f"mesh.{self.name}.size", self.size)
-        check_choice(f"mesh.{self.name}.link", self.link, LINKS)
 
 
 def _names(names: Axes) -> tuple[str, ...]:
@@ -108,7 +102,7 @@ class Mesh:
     def __post_init__(self) -> None:
         object.__setattr__(self, "axes", tuple(self.axes))
         for axis in self.axes:
-            check_value("mesh", axis, isinstance(axis, Axis), "an Axis(name, size, link)")
+            check_value("mesh", axis, isinstance(axis, Axis), "an Axis(name, size)")
             if self.names.count(axis.name) > 1:
                 raise ConfigError(f'mesh: axis "{axis.name}" is there twice; legal: each name once, of {self.names}.')
 
@@ -220,8 +214,8 @@ class Mesh:
         return {name: (self.axis_size(name), self.index(rank, name)) for name in names}
 
     def links(self, per_host: int) -> dict[str, str]:
-        """For each axis of several ranks the level of :data:`LINKS` that its groups reach over, if every ``per_host`` ranks in turn are on
-        one host: "host" where a group has ranks on several, else "device"."""
+        """For each axis of several ranks what its groups reach over, if every ``per_host`` ranks in turn are on one host: "host" where a
+        group has ranks on several, else "device"."""
         check_count("ranks of a host", per_host)
         found, stride = dict[str, str](), self.size
         for axis in self.axes:

@@ -283,13 +283,7 @@ class Plan:
             lines += ["mesh = []"]
         lines += ["", "[pins]", *(f"{_quote(pattern)} = {_quote(text)}" for pattern, text in self.pins)]
         for axis in self.mesh.axes:
-            lines += [
-                "",
-                "[[mesh]]",
-                f"name = {_quote(axis.name)}",
-                f"size = {axis.size}",
-                f"link = {_quote(axis.link)}",
-            ]
+            lines += ["", "[[mesh]]", f"name = {_quote(axis.name)}", f"size = {axis.size}"]
         for rule in self.parameters:
             lines += ["", "[[parameters]]"]
             lines += [f"{field.name} = {_quote(getattr(rule, field.name))}" for field in fields(ParameterRule)]

@@ -116,11 +116,6 @@ class Simulation:
         """``bubble_of_ideal`` of each rank by itself."""
         return self.seconds / self.work - 1.0
 
-    @property
-    def critical_tasks(self) -> tuple[Task, ...]:
-        """The tasks of the critical path."""
-        return tuple(self.timetable[rank][place] for rank, place in self.critical)
-
 
 def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simulation:
     """Play a timetable; the rank of a stage is the one whose list has it.

@@ -22,7 +22,7 @@ UPDATE_TENSORS: Mapping[tuple[str, str], tuple[int, int]] = {
 
 
 SCALAR = 4
-"""Bytes of the clipping factor."""
+"""Bytes of one: the number of steps, or the clipping factor."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,10 @@ class Widths:
     scalars: int = 0
 
 
-def widths(choice: OptimizerChoice, itemsize: int, wide: int, *, doubles: bool = False) -> Widths:
-    """For parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide``.
-
-    ``doubles`` says that the optimizer counts its steps in fp64: one that is not fused, where that is torch's default dtype.
-    """
+def widths(choice: OptimizerChoice, itemsize: int, wide: int) -> Widths:
+    """For parameters of ``itemsize`` bytes whose gradients, masters and state have ``wide``."""
     tensors = STATE_TENSORS[choice.name] + (1 if choice.momentum else 0)
-    scalar = 8 if doubles else 4
-    return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, scalar * SCALARS.get(choice.name, 1))
+    return Widths(itemsize, wide, 0 if wide == itemsize else wide, tensors * wide, SCALAR * SCALARS.get(choice.name, 1))
 
 
 def bucket_states(

@@ -75,20 +75,15 @@ class Recorded:
         self._replay = replay
         self._plain = (seed, self.tensors)
 
-    def materialise(self, name: str, seed: int, device: torch.device | str, out: Tensor | None = None) -> Tensor:
+    def materialise(self, name: str, seed: int, device: torch.device | str) -> Tensor:
         """The initial value of one parameter, buffer or tensor attribute, on ``device``.
 
-        It depends on (seed, name) and its slice of the record only.  With ``out``, a tensor of the same shape
-        and any dtype and device, the value is copied there and ``out`` returned.  :class:`ShardwiseError` for
-        an unknown name.
+        It depends on (seed, name) and its slice of the record only.  :class:`ShardwiseError` for an unknown name.
         """
         if name not in self.tensors:
             raise ShardwiseError(f'"{name}" is no tensor of the module.{did_you_mean(name, self.tensors)}')
         value = self._replay.value(name, seed) if self._replay is not None else self._plain_value(name, seed)
-        if out is None:
-            return value.to(device)
-        with torch.no_grad():
-            return out.copy_(value)
+        return value.to(device)
 
     def materialise_all(self, seed: int, device: torch.device | str) -> nn.Module:
         """A new, ordinary module on ``device``, with the weights that :meth:`materialise` gives.

@@ -257,12 +257,12 @@ def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None,
     return RunFailed(message, cause, rank, [*details, f"logs: {logs}"], ending)
 
 
-def last_lines(path: Path, count: int = LOG_LINES) -> list[str]:
+def last_lines(path: Path) -> list[str]:
     """The last lines of a text file, none if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
-            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()][-count:]
+            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()][-LOG_LINES:]
     except OSError:
         return []
 

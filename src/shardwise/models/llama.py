@@ -24,9 +24,9 @@ class RMSNorm(nn.Module):
         return (y.to(x.dtype) if low else y) * self.weight
 
 
-def rotary_table(context: int, size: int, base: float = 10000.0) -> Tensor:
+def rotary_table(context: int, size: int) -> Tensor:
     """cos and sin of position x frequency, (2, context, size); a head's halves share their frequencies."""
-    frequencies = base ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    frequencies = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
     angles = torch.outer(torch.arange(context, dtype=torch.float32), frequencies).repeat(1, 2)
     return torch.stack((angles.cos(), angles.sin()))
 

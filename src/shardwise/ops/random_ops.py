@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise.ops import keyed_random as keyed
-from shardwise.ops.collectives import Env, Factors, Groups, own_rows, row_start
+from shardwise.ops.collectives import Env, Factors, Groups, row_start
+from shardwise.ops.local_ops import own_rows
 
 ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
 

@@ -222,9 +222,9 @@ class Communicator(ABC):
         self._check(call, x)
         return self._receive(call, _flat(x), from_rank) if x.numel() else Completed()
 
-    def barrier(self, axes: Axes | None = None, what: str = "") -> None:
-        """Return when all members (of the whole mesh by default) have called it."""
-        call = Call("barrier", self.group(self.mesh.names if axes is None else axes), CONTROL, what)
+    def barrier(self, what: str = "") -> None:
+        """Return when all ranks have called it."""
+        call = Call("barrier", self.group(self.mesh.names), CONTROL, what)
         if call.group.size > 1:
             Backend.of(self.device).synchronize(self.device)
             self._barrier(call)

@@ -255,13 +255,13 @@ class Engine:
         """
         return self.whole.on_host(rank)
 
-    def everywhere(self, mine: Mapping[str, Tensor], buckets: Sequence[Bucket] | None = None) -> dict[str, Tensor]:
-        """What the ranks of the pipeline have of a whole tensor for each parameter, by default those that learn; all ranks call it together."""
+    def everywhere(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the ranks of the pipeline have of a whole tensor for each parameter that learns; all ranks call it together."""
         if self.cut.ranks == 1:
             return dict(mine)
         found = dict(mine)
-        for bucket in [b for b in self.compiled.general.buckets if b.learns] if buckets is None else buckets:
-            dtype, root = bucket.wide if bucket.learns else bucket.dtype, self.holders[bucket.index][0]
+        for bucket in (b for b in self.compiled.general.buckets if b.learns):
+            dtype, root = bucket.wide, self.holders[bucket.index][0]
             for parameter in bucket.parameters:
                 if parameter.name not in found:
                     found[parameter.name] = torch.empty(parameter.shape, dtype=dtype, device=self.comm.device)

@@ -20,15 +20,6 @@ INTERFACE_FORMS = {"GLOO_SOCKET_IFNAME": "{}", "NCCL_SOCKET_IFNAME": "={}"}  # N
 DISCARD = 9  # a port; nothing is sent there
 
 
-def interface_towards(address: str) -> str | None:
-    """The network interface by which this host reaches ``address``, a name or an IP address.
-
-    None where it is this host by the loopback, or cannot be reached.
-    """
-    source = source_towards(address)
-    return None if source is None else _owner(source)
-
-
 def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) -> None:
     """Tell gloo and NCCL by which interface to reach the ranks on other hosts; all ranks call it, before they make a group.
 

@@ -122,7 +122,7 @@ class ShardingContext:
             found = [(g, s) for g, s in states.items() if isinstance(s, Shard) and s.dim == d]
             if found:
                 dims[d] = factored(size, [(g, self.behind_rows(states, s)) for g, s in found], self.tensor.axes)
-        return Layout(tuple(tuple(dim) for dim in dims), frozenset(g for g, s in states.items() if s == "P"))
+        return Layout(tuple(tuple(dim) for dim in dims))
 
     def behind_rows(self, states: Mapping[str, Placement], place: Shard) -> Shard:
         """A place with its ``pre`` as a number; what is behind rows goes only together with shards of these."""

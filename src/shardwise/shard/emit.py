@@ -76,7 +76,7 @@ class Emitter(LocalGraph):
         # A field comes with all rows of this rank's part of the batch, of which axes that shard rows again take theirs.
         born = {g: s if g == ROWS or parameter is not None else "I" for g, s in states.items()}
         layout = self.context.layout_of(self.context.shape(node), born)
-        if parameter is not None and layout.axes_used:
+        if parameter is not None and layout.sharding_axes:
             self.layouts[parameter] = layout
         if parameter is not None:
             self.summed[parameter] = tuple(g for g, s in states.items() if s == "R" and g != ROWS)

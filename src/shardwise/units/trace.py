@@ -38,7 +38,7 @@ class Parameter:
 
     ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of it.  Over those
     of ``summed`` its gradient leaves backward as a partial sum, as it does over the axes of the batch.
-    :class:`ShardwiseError` for a layout of another shape, with partial sums, or over other axes.
+    :class:`ShardwiseError` for a layout of another shape, or over other axes.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Parameter:
     summed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.layout is not None and (self.layout.shape != self.shape or self.layout.partial or set(self.axes) & set(OTHERS)):
+        if self.layout is not None and (self.layout.shape != self.shape or set(self.axes) & set(OTHERS)):
             raise ShardwiseError(
-                f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its shape without partial "
-                f"axes, sharded over none of {', '.join(OTHERS)}"
+                f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its shape, "
+                f"sharded over none of {', '.join(OTHERS)}"
             )
 
     @property

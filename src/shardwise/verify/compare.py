@@ -39,10 +39,7 @@ def relative_error(ours: Tensor, truth: Tensor, floor: float = 0.0, equal_infini
         a, b = a.masked_fill(same, 0), b.masked_fill(same, 0)
     if not (bool(a.isfinite().all()) and bool(b.isfinite().all())):
         return math.inf
-    return _ratio(float(torch.linalg.vector_norm(a - b)), max(float(torch.linalg.vector_norm(b)), floor))
-
-
-def _ratio(difference: float, size: float) -> float:
+    difference, size = float(torch.linalg.vector_norm(a - b)), max(float(torch.linalg.vector_norm(b)), floor)
     if not math.isfinite(difference):
         return math.inf
     if difference == 0:
@@ -54,20 +51,6 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
     """The norm of all finite elements of all floating tensors together."""
     finite = (t.detach().double().nan_to_num(0.0, 0.0, 0.0) for t in tensors.values() if t.is_floating_point())
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
-
-
-def total_error(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """The relative error of all floating tensors together, as of one long vector: what low precision is judged by.
-
-    Tensor by tensor, the ratio of two runs' rounding errors is that of two random numbers.
-    """
-    if ours.keys() != truth.keys() or any(ours[name].shape != truth[name].shape for name in truth):
-        return math.inf
-    floating = [name for name in truth if truth[name].is_floating_point()]
-    differences = {name: ours[name].detach().double().cpu() - truth[name].detach().double().cpu() for name in floating}
-    if not all(bool(d.isfinite().all()) for d in differences.values()):
-        return math.inf
-    return _ratio(total_norm(differences), total_norm(truth))
 
 
 def relative_errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False) -> dict[str, float]:

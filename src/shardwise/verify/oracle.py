@@ -99,7 +99,6 @@ class Oracle:
         seed: int = 0,
         clip_norm: float | None = None,
         decays: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) >= 2,
-        first_step: int = 0,
         loss_scale: float = 1.0,
         version: Callable[[str, int], int] | None = None,
         device: torch.device | None = None,
@@ -109,7 +108,7 @@ class Oracle:
         self.microbatches = microbatches
         self.precision = precision
         self.clip_norm, self.loss_scale = clip_norm, loss_scale
-        self.step_index = first_step
+        self.step_index = 0
         self.promotions = 0
         self.module = _copy(module, precision, self.device)
         self.masters = self._masters(module)

@@ -14,12 +14,12 @@ from torch import fx
 
 from shardwise.ops import norms
 from shardwise.shard.context import Rule
-from shardwise.shard.rules import attention, draws, elementwise, lookups, losses, products, reductions, shapes
+from shardwise.shard.rules import attention, draws, elementwise, lookups, losses, parts, products, reductions, shapes
 from shardwise.shard.rules.table import op_name, pointwise
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **elementwise.RULES, **shapes.RULES, **lookups.RULES, **products.RULES, **attention.RULES, **reductions.RULES, **losses.RULES, **draws.RULES,
+        **elementwise.RULES, **shapes.RULES, **parts.RULES, **lookups.RULES, **products.RULES, **attention.RULES, **reductions.RULES, **losses.RULES, **draws.RULES,
         "batch_norm of rows": reductions.batch_norm,
     }
 )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import fx
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
-from shardwise.ops import collectives, random_ops
+from shardwise.ops import local_ops, random_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, Emit, OpSharding, Placement, Shard, Strategy
@@ -99,7 +99,7 @@ def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
     values = list(solved.values)
     for i in (1, 2):
         values[i] = emitter.emit(
-            node.args[i], (emitter.env, values[i], dim, each, *factors), {}, values[i].meta["layout"], collectives.heads_used
+            node.args[i], (emitter.env, values[i], dim, each, *factors), {}, values[i].meta["layout"], local_ops.heads_used
         )
     return solved._replace(values=values)
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from shardwise.graph.sizes import expression
-from shardwise.ops import collectives
+from shardwise.ops import collectives, local_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, OpSharding, Shard, Strategy
@@ -31,9 +31,9 @@ def _embedding(context: ShardingContext, node: fx.Node) -> Any:
         factors = tuple((factor.size, factor.axes) for factor in table.meta["layout"].dims[0])
         if not any(axes for _, axes in factors):
             return emitter.emit(node, (table, where, padding), {}, solved.layout)
-        own = emitter.emit(index, (emitter.env, where, factors), {}, where.meta["layout"], collectives.own_index)
+        own = emitter.emit(index, (emitter.env, where, factors), {}, where.meta["layout"], local_ops.own_index)
         found = emitter.emit(node, (table, own, -1), {}, solved.layout)
-        return emitter.emit(node, (emitter.env, found, where, factors, padding), {}, solved.layout, collectives.own_only)
+        return emitter.emit(node, (emitter.env, found, where, factors, padding), {}, solved.layout, local_ops.own_only)
 
     return context.labelled(node, [(weight, ["row", "width"]), (index, labels)], [*labels, "width"], emit=emit)
 

@@ -11,7 +11,7 @@ from torch import fx
 
 from shardwise.graph.aten_ops import CLASS_LOSSES
 from shardwise.graph.torch_private import schema
-from shardwise.ops import collectives, cross_entropy
+from shardwise.ops import cross_entropy, local_ops
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
@@ -154,7 +154,7 @@ def _reduced(
         else:
             kwargs["reduction"] = how
         if apart:
-            total = emitter.emit(node, (node.target, *args), kwargs, solved.layout, collectives.summed)
+            total = emitter.emit(node, (node.target, *args), kwargs, solved.layout, local_ops.summed)
         else:
             total = emitter.emit(node, args, kwargs, solved.layout)
         return (

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.core.mesh import Mesh
-from shardwise.ops import collectives
+from shardwise.ops import local_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission
@@ -141,7 +141,7 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
         if all(math.prod(kernel.local_shape(mesh, rank)) for rank in range(mesh.size)):
             return emitter.plain(node, solved)
         args, options = emitter.filled(node, solved.values)
-        return emitter.emit(node, (node.target, rows, *args), options, solved.layout, collectives.convolution)
+        return emitter.emit(node, (node.target, rows, *args), options, solved.layout, local_ops.convolution)
 
     return context.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit if single else None, factors=True)
 

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.graph.schema import given, has_argument, is_tensor, op_name
-from shardwise.ops import collectives
+from shardwise.ops import local_ops
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
@@ -50,9 +50,9 @@ def rank_of(context: ShardingContext, node: fx.Node) -> int:
     return len(context.shape(node))
 
 
-def dims_of(node: fx.Node, rank: int, name: str = "dim", none: Sequence[int] | None = None) -> list[int]:
-    """The dims that an argument names, non-negative; ``none``, by default all, where it is None or empty."""
-    dims = given(node, name)
+def dims_of(node: fx.Node, rank: int, none: Sequence[int] | None = None) -> list[int]:
+    """The dims that the argument ``dim`` names, non-negative; ``none``, by default all, where it is None or empty."""
+    dims = given(node, "dim")
     if dims is None or dims == []:
         return list(range(rank)) if none is None else list(none)
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
@@ -127,7 +127,7 @@ def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
     dim = place.dim if isinstance(place, Shard) else 0
     rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
     layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
-    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, collectives.never_empty)
+    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, local_ops.never_empty)
 
 
 __all__ = [

@@ -1,0 +1,95 @@
+"""What local graphs call without communicating: lookups in this rank's part of a table, and kernels that a rank with nothing needs too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.core.layout import shard_range
+from shardwise.ops.collectives import Env, Factors
+
+# ---- rows of a table that is sharded ------------------------------------------------------------------------------------
+
+
+def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
+    """Where rows lie within this rank's part of a table, and whether they do."""
+    local, here, each = torch.zeros_like(index), torch.ones_like(index, dtype=torch.bool), 1
+    for number, (size, axes) in reversed(list(enumerate(factors))):
+        start, stop = shard_range(size, *env.group(axes))
+        digit = index % size if number else index
+        index = index // size if number else index
+        here &= (digit >= start) & (digit < stop)
+        local, each = local + (digit - start) * each, each * (stop - start)
+    return local, here
+
+
+def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
+    """Indices into this rank's part of the rows; of those of other ranks, its first row.  What is no row of the whole table stays outside
+    of every part: the lookup fails on all ranks as it does on one device."""
+    local, here = _found(env, index, factors)
+    another = (index >= 0) & (index < math.prod(size for size, _ in factors)) & ~here
+    return torch.where(here, local, index).masked_fill(another, 0)
+
+
+def own_only(env: Env, found: Tensor, index: Tensor, factors: Factors, padding: int = -1) -> Tensor:
+    """What was looked up, zero where the row is another rank's; where it is row ``padding``, without a gradient."""
+    _, here = _found(env, index, factors)
+    out = found.masked_fill(~here[..., None], 0)
+    return out if padding < 0 else torch.where((index == padding)[..., None], out.detach(), out)
+
+
+def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
+    """This rank's rows, by their number in the whole: 1-d int64."""
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
+    for size, axes in factors:
+        own = torch.arange(*shard_range(size, *env.group(axes)), dtype=torch.int64, device=device)
+        rows = (rows[:, None] * size + own).flatten()
+    return rows
+
+
+def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys: Factors) -> Tensor:
+    """Of keys or values, each head shared by ``each`` queries: the head of each of this rank's queries."""
+    local, _ = _found(env, own_rows(env, queries, x.device) // each, keys)
+    return x.index_select(dim, local)
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------
+
+
+def never_empty(op: Callable[..., Any], dim: int, x: Tensor, *args: Any, **options: Any) -> Any:
+    """``op(x, …)``, whose results keep ``dim``, where the op's kernel wants at least one row in it."""
+    if x.shape[dim]:
+        return op(x, *args, **options)
+    found = op(_one_more(x, dim), *args, **options)
+    return found.narrow(dim, 0, 0) if isinstance(found, Tensor) else tuple(one.narrow(dim, 0, 0) for one in found)
+
+
+def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+    """The sum of ``op(…)``, a loss of each row: its kernel's own sum is not defined where there are no rows (``multi_margin_loss``)."""
+    return op(*args, **options).sum()
+
+
+def convolution(
+    op: Callable[..., Tensor], rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **options: Any
+) -> Tensor:
+    """``op``, one of torch's convolutions in one group, whose kernels want a channel at both ends: a rank may have none of either; ``rows`` is that
+    dim of the weight which has those that come in."""
+    channels = x.dim() - weight.dim() + 1
+    count = weight.shape[1 - rows]
+    if not weight.shape[rows]:
+        x, weight = _one_more(x, channels), _one_more(weight, rows)
+    if not count:
+        weight = _one_more(weight, 1 - rows)
+        bias = None if bias is None else _one_more(bias, 0)
+    return op(x, weight, bias, *args, **options).narrow(channels, 0, count)
+
+
+def _one_more(x: Tensor, dim: int) -> Tensor:
+    """With one more in ``dim``, of zeros."""
+    shape = list(x.shape)
+    shape[dim] = 1
+    return torch.cat([x, x.new_zeros(shape)], dim)
