@@ -30,6 +30,8 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path("src/shardwise")
 TIMEOUT = 60  # seconds for one test: some bugs are hangs
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+ORDER = ("core", "lower", "parallel", "shard", "units", "runtime", "verify", "train", "checkpoint", "data", "estimate", "initial")
+"""Whose tests come first among the rest; those that start processes come last."""
 ENDED = {0, 5}  # exit codes of pytest: all passed, nothing to run
 
 
@@ -71,9 +73,26 @@ def mutants() -> list[Mutant]:
     return [Mutant(**one) for one in tomllib.loads(Path(__file__).with_suffix(".toml").read_text())["mutant"]]
 
 
+def folders(root: Path) -> list[str]:
+    """Of all tests, in the order in which they run."""
+    found = sorted(path.name for path in (root / "tests").iterdir() if next(path.glob("test_*.py"), None))
+    return [f"tests/{name}" for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))]
+
+
 def failure(root: Path, paths: list[str], workers: int) -> str | None:
     """The first test that fails, of those in ``paths``; "hang" or "crash" where pytest itself has ended."""
-    command = [sys.executable, "-m", "pytest", "-n", str(workers), "--dist=worksteal", "-x", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        str(workers),
+        "--dist=load",
+        "--maxschedchunk=8",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+    ]
     command += [f"--timeout={TIMEOUT}", *paths]
     path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
@@ -101,7 +120,7 @@ def examine(mutant: Mutant, workers: int) -> Result:
         test = failure(root, [own], workers) if (root / own).exists() else None
         inside = test is not None
         if test is None:
-            test = failure(root, ["tests", f"--ignore={own}"], workers)
+            test = failure(root, [each for each in folders(root) if each != own], workers)
     return Result(mutant.file, mutant.bug, test, inside, round(time.monotonic() - begun, 1))
 
 
@@ -126,7 +145,7 @@ def main() -> None:
         return
     if given.baseline:
         with copy() as root:
-            test = failure(root, ["tests"], given.workers)
+            test = failure(root, folders(root), given.workers)
         sys.exit(None if test is None else f"{test} fails where no bug is planted")
     known = {(one.file, one.bug) for one in results}
     for number, one in enumerate(mutants()):
