@@ -111,15 +111,15 @@ def copy() -> Iterator[Path]:
         yield root
 
 
-def examine(mutant: Mutant, workers: int) -> Result:
-    """Plant a bug in a copy of the checkout and run the tests there."""
+def examine(mutant: Mutant, workers: int, quick: bool) -> Result:
+    """Plant a bug in a copy of the checkout and run the tests there; ``quick``: those of its package alone."""
     begun = time.monotonic()
     with copy() as root:
         mutant.plant(root)
         own = f"tests/{mutant.package}"
         test = failure(root, [own], workers) if (root / own).exists() else None
         inside = test is not None
-        if test is None:
+        if test is None and not quick:
             test = failure(root, [each for each in folders(root) if each != own], workers)
     return Result(mutant.file, mutant.bug, test, inside, round(time.monotonic() - begun, 1))
 
@@ -136,6 +136,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], metavar="FILE|NUMBER", help="beginnings of files, or numbers from 0")
     parser.add_argument("--results", type=Path, default=ROOT / "mutants.json")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that run tests")
+    parser.add_argument("--quick", action="store_true", help="run the tests of a bug's own package alone; keep what they find")
     parser.add_argument("--baseline", action="store_true", help="plant nothing: all tests have to pass in a copy")
     parser.add_argument("--table", action="store_true", help="print the results as a table and end")
     given = parser.parse_args()
@@ -152,9 +153,11 @@ def main() -> None:
         wanted = not given.only or any(one.file.startswith(each) or each == str(number) for each in given.only)
         if not wanted or (one.file, one.bug) in known:
             continue
-        results.append(examine(one, given.workers))
-        given.results.write_text(json.dumps([asdict(each) for each in results], indent=1))
-        print(f"{number:3d} {one.file}: {one.bug}: {results[-1].test or 'NOT CAUGHT'} ({results[-1].seconds:.0f} s)", flush=True)
+        found = examine(one, given.workers, given.quick)
+        print(f"{number:3d} {one.file}: {one.bug}: {found.test or 'NOT CAUGHT'} ({found.seconds:.0f} s)", flush=True)
+        if found.test or not given.quick:
+            results.append(found)
+            given.results.write_text(json.dumps([asdict(each) for each in results], indent=1))
     caught = sum(one.test is not None for one in results)
     print(f"{caught} of {len(results)} caught")
 
