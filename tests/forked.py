@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -38,6 +39,8 @@ PRELOADED = (
 )  # fmt: skip
 SET_CHILD_SUBREAPER = 36  # of prctl(2)
 ROOM = 1 << 16  # bytes for the command lines, and for the environments, that the system shows for forked processes
+KEPT = 8  # file descriptors, beside the standard ones, that a process can be given
+APART = 512  # a file descriptor beyond those that are given
 PLAIN = {"-u"}  # options of the interpreter that change nothing here
 
 
@@ -54,7 +57,7 @@ class Server:
         folder, number = os.path.dirname(os.path.abspath(__file__)), theirs.fileno()
         code = f"import sys; sys.path.insert(0, {folder!r}); import forked; del sys.path[0]; forked.main({number})"
         room, nothing = "-" * ROOM, subprocess.DEVNULL
-        with theirs:
+        with theirs, fresh():
             process = subprocess.Popen(
                 [sys.executable, "-c", code, room],
                 env={**os.environ, "ROOM": room},
@@ -103,7 +106,7 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
 ):  # fmt: skip
     global _server
     words = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(args)]
-    program = None if shell or executable or preexec_fn or pass_fds else _program(words)
+    program = None if shell or executable or preexec_fn else _program(words)
     if program is None:
         _unforked(
             self, args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
@@ -115,9 +118,15 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     sys.stdout.flush()
     variables = {os.fsdecode(name): os.fsdecode(value) for name, value in (os.environ if env is None else env).items()}
     folder = os.fsdecode(os.getcwd() if cwd is None else cwd)
-    command = {"program": program, "env": variables, "cwd": os.path.abspath(folder), "session": bool(more[5])}
+    command = {
+        "program": program,
+        "env": variables,
+        "cwd": os.path.abspath(folder),
+        "session": bool(more[5]),
+        "kept": list(pass_fds),
+    }
     streams = [own if given == -1 else given for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-    self.pid = _server.start(command, streams)
+    self.pid = _server.start(command, [*streams, *pass_fds])
     self._child_created = True
     self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -154,7 +163,7 @@ def _program(words: Sequence[str]) -> list[str] | None:
 def serve(requests: socket.socket) -> None:
     """Fork a process for each request until there is nobody left who could make one.  Returns in those processes only."""
     while True:
-        header, streams, _, _ = socket.recv_fds(requests, 8, 3)
+        header, streams, _, _ = socket.recv_fds(requests, 8, 3 + KEPT)
         if not header:
             os._exit(0)
         command = json.loads(_receive(requests, int.from_bytes(header, "big")))
@@ -180,9 +189,11 @@ def serve(requests: socket.socket) -> None:
 def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
     """Make this process look like one that was started for the command."""
     global _command
-    for own, given in enumerate(streams):
+    apart = [fcntl.fcntl(each, fcntl.F_DUPFD, APART) for each in streams]  # so that none is where another belongs
+    os.closerange(3, APART)
+    for own, given in zip((0, 1, 2, *command["kept"]), apart, strict=True):
         os.dup2(given, own)
-    os.closerange(3, 1 << 16)
+    os.closerange(APART, 1 << 16)
     if command["session"]:
         os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # even where a shell started the tests in the background
