@@ -21,7 +21,9 @@ from typing import Any
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
+from shardwise.lower.stages import StageSplit
 from shardwise.parallel.data import SHARDS, batch_axes, placement
+from shardwise.parallel.versions import double_buffered_version, stashed_version
 from shardwise.units.trace import Bucket, Trace, Unit
 
 PRIME = 2**31 - 1
@@ -111,50 +113,76 @@ def updated(w: int, state: int, gradient: int, decided: int) -> tuple[int, int]:
 # ---- one device --------------------------------------------------------------------------------------------------------
 
 
-def one_device(toy: Toy, microbatches: int, rows: int, steps: int) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
-    """Loss and norm of each step, and the parameters after the last, of batches of so many microbatches in parts of ``rows``."""
-    parameters = {b.index: toy.initial(b) for b in toy.trace.buckets}
-    states = {index: [0] * len(values) for index, values in parameters.items()}
-    found = []
-    for _ in range(steps):
-        gradients = {index: [0] * len(values) for index, values in parameters.items()}
-        loss = 0
-        for m in range(microbatches):
-            weight = sum(targets(m, r) for r in range(rows))
-            for r in range(rows):
-                loss += _rows(toy, parameters, gradients, weight, (m, r))
-        learning = [b.index for b in toy.trace.buckets if b.learns]
-        norm = sum(g * g for index in learning for g in gradients[index]) % PRIME
-        for index in learning:
-            both = [
-                updated(w, s, g, verdict(norm))
-                for w, s, g in zip(parameters[index], states[index], gradients[index], strict=True)
-            ]
-            parameters[index], states[index] = [w for w, _ in both], [s for _, s in both]
-        found.append((loss % PRIME, norm))
-    return found, parameters
+@dataclass
+class Device:
+    """One device that trains on batch after batch with the versions of the weights that a plan's schedule is defined by.
 
+    ``history`` has for each bucket its values after 0, 1, ... updates since the pipeline was empty.
+    """
 
-def _rows(
-    toy: Toy, parameters: Mapping[int, Sequence[int]], gradients: dict[int, list[int]], weight: int, rows: tuple[int, int]
-) -> int:
-    """The loss of some rows; their gradients are added."""
-    live: dict[str, int] = {}
-    saved: dict[int, tuple[int, int]] = {}
-    for unit in toy.trace.units:
-        saved[unit.index] = s, w = toy.sum(unit, live, rows), toy.factor(unit, lambda b: parameters[b.index])
-        live |= toy.outputs(unit, s, w)
-    pending: dict[str, int] = defaultdict(int)
-    pending["loss"] = weight
-    for unit in reversed([u for u in toy.trace.units if u.differentiable]):
-        s, w = saved[unit.index]
-        arrived = toy.arriving(unit, pending)
-        for name, gradient in toy.leaving(unit, arrived, w).items():
-            pending[name] += gradient
-        for bucket in toy.used(unit):
-            new = toy.gradient(unit, bucket, arrived, s)
-            gradients[bucket.index] = [(g + n) % PRIME for g, n in zip(gradients[bucket.index], new, strict=True)]
-    return live["loss"] * weight
+    toy: Toy
+    plan: Plan
+    rows: int
+
+    def __post_init__(self) -> None:
+        self.stages = StageSplit.of(self.toy.trace, self.plan)
+        self.history = {b.index: [self.toy.initial(b)] for b in self.toy.trace.buckets}
+        self.states = {index: [0] * len(values[0]) for index, values in self.history.items()}
+
+    def window(self, batches: int) -> list[tuple[int, int]]:
+        """Train from an empty pipeline to an empty pipeline: loss and norm of each batch."""
+        self.history = {index: values[-1:] for index, values in self.history.items()}
+        return [self.batch(number) for number in range(batches)]
+
+    def batch(self, number: int) -> tuple[int, int]:
+        loss, gradients = 0, {index: [0] * len(values[0]) for index, values in self.history.items()}
+        for m in range(number * self.plan.microbatches, (number + 1) * self.plan.microbatches):
+            weight = sum(targets(m, r) for r in range(self.rows))
+            for r in range(self.rows):
+                loss += self._rows(gradients, weight, m, r)
+        learning = [b for b in self.toy.trace.buckets if b.learns]
+        squares = {b.index: sum(g * g for g in gradients[b.index]) % PRIME for b in learning}
+        norm = sum(squares.values()) % PRIME
+        for bucket in learning:
+            index, own = bucket.index, norm
+            if self.plan.stages_alone:
+                mine = self.stages.holders(bucket)
+                own = sum(squares[other.index] for other in learning if self.stages.holders(other) == mine) % PRIME
+            before = zip(self.history[index][-1], self.states[index], gradients[index], strict=True)
+            both = [updated(w, s, g, verdict(own)) for w, s, g in before]
+            self.history[index].append([w for w, _ in both])
+            self.states[index] = [s for _, s in both]
+        return loss % PRIME, norm
+
+    def _version(self, unit: Unit, m: int) -> int:
+        """The number of updates in the weights that a unit uses for a microbatch."""
+        if self.plan.stages_alone:
+            return stashed_version(m, self.stages.stage[unit.index], self.stages.stages, self.plan.vertical_sync)
+        if self.plan.double_buffered:
+            return double_buffered_version(m, self.plan.microbatches)
+        return m // self.plan.microbatches
+
+    def _rows(self, gradients: dict[int, list[int]], weight: int, m: int, r: int) -> int:
+        """The loss of some rows; their gradients are added."""
+        toy = self.toy
+        live: dict[str, int] = {}
+        saved: dict[int, tuple[int, int]] = {}
+        for unit in toy.trace.units:
+            version = self._version(unit, m) if toy.used(unit) else 0
+            w = toy.factor(unit, lambda b, version=version: self.history[b.index][version])  # type: ignore[misc]
+            saved[unit.index] = s, w = toy.sum(unit, live, (m, r)), w
+            live |= toy.outputs(unit, s, w)
+        pending: dict[str, int] = defaultdict(int)
+        pending["loss"] = weight
+        for unit in reversed([u for u in toy.trace.units if u.differentiable]):
+            s, w = saved[unit.index]
+            arrived = toy.arriving(unit, pending)
+            for name, gradient in toy.leaving(unit, arrived, w).items():
+                pending[name] += gradient
+            for bucket in toy.used(unit):
+                new = toy.gradient(unit, bucket, arrived, s)
+                gradients[bucket.index] = [(g + n) % PRIME for g, n in zip(gradients[bucket.index], new, strict=True)]
+        return live["loss"] * weight
 
 
 # ---- all ranks ---------------------------------------------------------------------------------------------------------
@@ -188,8 +216,8 @@ class World:
         self.exchanges: dict[object, Exchange] = {}
         self.ranks = [Rank(self, toy, plan, class_of(programs, plan.mesh, rank), rank) for rank in range(plan.mesh.size)]
 
-    def step(self) -> list[dict[str, int]]:
-        """Run every program once; loss and norm as each rank reports them."""
+    def step(self) -> list[dict[int, dict[str, int]]]:
+        """Run every program once; loss and norm of each batch as each rank reports them."""
         self.exchanges.clear()
         running = {rank.rank: rank.run() for rank in self.ranks}
         while running:
@@ -228,7 +256,7 @@ class Rank:
         self.position = 0
         self.under_way: dict[int, Post] = {}
         self.counts: dict[object, int] = defaultdict(int)
-        self.reported: dict[str, int] = {}
+        self.reported: dict[int, dict[str, int]] = {}  # by batch
 
     def _nothing(self, bucket: int) -> Values:
         return [None] * (EACH if self.rule[bucket].grad == "S" else self.toy.numel)
@@ -290,11 +318,11 @@ class Rank:
     # ---- computing -------------------------------------------------------------------------------------------------------
 
     def whole(self, one: Instruction) -> Callable[[Bucket], Values]:
-        """A bucket as this instruction may read it: in a slot, or where it rests."""
+        """A bucket as this instruction may read it: in a slot, as an old version, or where it rests."""
 
         def find(bucket: Bucket) -> Values:
             for place in one.reads:
-                if place.kind == "slot" and self.memory[place][0] == bucket.index:
+                if place.kind in ("slot", "stash") and self.memory[place][0] == bucket.index:
                     found: Values = self.memory[place][1]
                     return found
             assert Buffer("param", bucket.index) in one.reads, f"{one} does not read bucket {bucket.index}"
@@ -539,26 +567,31 @@ class Rank:
         self.state[b] = [s for _, s in both]
         goal[:] = [None] * len(goal)
 
+    def do_stash(self, one: Instruction) -> None:
+        (place,) = one.writes
+        assert place not in self.memory, f"{one}: the slot is in use"
+        self.memory[place] = one.bucket, list(self.param[one.bucket])
+
     def do_report(self, one: Instruction) -> None:
-        self.reported |= {p.kind: self.memory[p] for p in one.reads if p.kind in ("loss", "norm")}
+        self.reported[one.version] = {p.kind: self.memory[p] for p in one.reads if p.kind in ("loss", "norm")}
 
 
 def differences(toy: Toy, plan: Plan, programs: Sequence[Program], steps: int = 2) -> list[str]:
     """What ranks report or hold after some steps that one device does not."""
     world = World(toy, plan, programs)
     rows = plan.mesh.axis_size(batch_axes(plan))
-    losses, parameters = one_device(toy, plan.microbatches, rows, steps)
-    found = []
-    for number, (loss, norm) in enumerate(losses):
+    device, found = Device(toy, plan, rows), []
+    for number in range(steps):
+        truth = dict(enumerate({"loss": loss, "norm": norm} for loss, norm in device.window(programs[0].batches)))
         for rank, reported in enumerate(world.step()):
-            if reported != {"loss": loss, "norm": norm}:
-                found.append(f"step {number}, rank {rank}: {reported}, not {loss} and {norm}")
+            if reported != truth:
+                found.append(f"step {number}, rank {rank}: {reported}, not {truth}")
     for rank, bucket in itertools.product(world.ranks, toy.trace.buckets):
         if any(b.index == bucket.index and i.op is Op.STEP for i in rank.program.instructions for b in i.writes):
             values = rank.param[bucket.index]
             at = rank.held(bucket.index, values)
-            truth = parameters[bucket.index]
-            part = truth[at] if len(values) == toy.numel else truth[rank.own]
+            whole = device.history[bucket.index][-1]
+            part = whole[at] if len(values) == toy.numel else whole[rank.own]
             if values[at] != part:
                 found.append(f"rank {rank.rank}: bucket {bucket.index} differs")
     return found

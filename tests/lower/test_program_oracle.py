@@ -77,18 +77,39 @@ def planned(schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches
     return pipeline(plan, pp, schedule) if pp > 1 else plan
 
 
+def asynchronous() -> Iterator[tuple[Any, ...]]:
+    """The same of asynchronous plans, with the batches of a window."""
+    how = (("none", "selective", "full"), ("use", "forward", "step"), ("microbatch", "step"), ("auto", "bf16"), (0, 1, 2))
+    draw = random.Random(1).choice
+    for _ in range(DRAWN):
+        schedule, pp, microbatches = draw(("pipedream", "pipedream-2bw")), draw((2, 3, 4)), draw((1, 2, 3, 4, 5))
+        zero, sync, way = draw(range(4)), draw((False, True)), tuple(map(draw, how))
+        case = (draw(("gpt", "llama")), schedule, pp, draw(DP), zero, microbatches, draw((1, 2, 3, 4, 7)), sync, way)
+        with suppress(ConfigError):
+            plan = late(*case[1:])
+            if not plan.stages_alone or case[0] == "llama":  # tied weights would be updated by each stage for itself
+                yield case
+
+
+def late(
+    schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches: int, window: int, sync: bool, way: tuple[Any, ...]
+) -> Plan:
+    plan = data_parallel(planned("1f1b", 1, dp, zero, microbatches, way), dp[0], zero, dp[1])
+    return pipeline(plan.replace(window=window, vertical_sync=sync), pp, schedule)
+
+
 def columns(case: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*case[:-1], *case[-1])
 
 
-CASES = list(synchronous())
+CASES, LATE = list(synchronous()), sorted(set(asynchronous()), key=str)
 
 
 def wrong(
-    one: Trace, plan: Plan, change: Callable[[tuple[Program, ...]], tuple[Program, ...]] = lambda programs: programs
-) -> list[str]:
+    one: Trace, plan: Plan, change: Callable[[tuple[Program, ...]], tuple[Program, ...]] = lambda programs: programs, batches: int = 1
+) -> list[str]:  # fmt: skip
     """What a plan's programs compute otherwise than one device."""
-    return differences(Toy(one, plan.mesh.axis_size("dp")), plan, change(lower(one, plan)))
+    return differences(Toy(one, plan.mesh.axis_size("dp")), plan, change(lower(one, plan, batches=batches)))
 
 
 @pytest.mark.parametrize("case", list(covering(CASES, columns)), ids=str)
@@ -102,6 +123,15 @@ def test_programs_compute_what_one_device_computes(traces: dict[str, Trace], cas
 def test_all_programs_compute_what_one_device_computes(traces: dict[str, Trace], schedule: str) -> None:
     for name, *rest in (case for case in CASES if case[1] == schedule):
         assert wrong(traces[name], planned(*rest)) == [], (name, rest)
+
+
+@pytest.mark.parametrize("case", list(covering(LATE, columns)), ids=str)
+def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_defined_by(
+    traces: dict[str, Trace], case: tuple[Any, ...]
+) -> None:
+    name, *rest = case
+    plan = late(*rest)
+    assert wrong(traces[name], plan, batches=plan.window) == []
 
 
 # ---- the oracle finds what is wrong ------------------------------------------------------------------------------------
