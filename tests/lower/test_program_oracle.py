@@ -32,12 +32,20 @@ PP, DP = (1, 2, 3), ((1, 1), (2, 1), (3, 1), (4, 2), (2, 2))
 
 @pytest.fixture(scope="module")
 def traces() -> dict[str, Trace]:
-    """Of a model with tied embeddings, and of one without."""
+    """Of a model with tied embeddings, of one without, and of one with a weight that every other block has."""
     batch = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("input_ids", "labels")}
     return {
         "gpt": trace(GPT(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8), batch),
         "llama": trace(Llama(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8), batch),
+        "shared": trace(shared(), batch),
     }
+
+
+def shared() -> Llama:
+    model = Llama(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8)
+    for block in model.blocks[2::2]:
+        block.mlp.up_proj.weight = model.blocks[0].mlp.up_proj.weight
+    return model
 
 
 def synchronous() -> Iterator[tuple[Any, ...]]:
@@ -47,7 +55,7 @@ def synchronous() -> Iterator[tuple[Any, ...]]:
     draw = random.Random(0).choice
     for _ in range(DRAWN):
         case = (
-            draw(("gpt", "llama")),
+            draw(("gpt", "llama", "shared")),
             draw(schedules),
             draw(PP),
             draw(DP),
@@ -84,7 +92,7 @@ def asynchronous() -> Iterator[tuple[Any, ...]]:
     for _ in range(DRAWN):
         schedule, pp, microbatches = draw(("pipedream", "pipedream-2bw")), draw((2, 3, 4)), draw((1, 2, 3, 4, 5))
         zero, sync, way = draw(range(4)), draw((False, True)), tuple(map(draw, how))
-        case = (draw(("gpt", "llama")), schedule, pp, draw(DP), zero, microbatches, draw((1, 2, 3, 4, 7)), sync, way)
+        case = (draw(("gpt", "llama", "shared")), schedule, pp, draw(DP), zero, microbatches, draw((1, 2, 3, 4, 7)), sync, way)
         with suppress(ConfigError):
             plan = late(*case[1:])
             if not plan.stages_alone or case[0] == "llama":  # tied weights would be updated by each stage for itself
@@ -94,8 +102,8 @@ def asynchronous() -> Iterator[tuple[Any, ...]]:
 def late(
     schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches: int, window: int, sync: bool, way: tuple[Any, ...]
 ) -> Plan:
-    plan = data_parallel(planned("1f1b", 1, dp, zero, microbatches, way), dp[0], zero, dp[1])
-    return pipeline(plan.replace(window=window, vertical_sync=sync), pp, schedule)
+    plan = pipeline(planned("1f1b", 1, dp, zero, microbatches, way), pp, schedule)
+    return plan.replace(window=window, vertical_sync=sync)
 
 
 def columns(case: tuple[Any, ...]) -> tuple[Any, ...]:
