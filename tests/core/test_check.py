@@ -423,6 +423,27 @@ def test_messages_must_pair_up() -> None:
         verify(first, second)
 
 
+def test_a_gradient_must_arrive_as_that_of_its_bucket() -> None:
+    first, second = pair()
+    for bucket in (0, 1):
+        first.send(1, microbatch=-1, bucket=bucket)
+    for bucket in (1, 0):
+        second.receive(-1, microbatch=-1, bucket=bucket)
+    with pytest.raises(ProgramError, match="mismatched messages: .* arrives at "):
+        verify(first, second)
+
+
+def test_what_was_freed_is_not_read_until_it_is_written_again() -> None:
+    def program(*again: Instruction) -> Program:
+        use = Instruction(Op.FORWARD, reads=(X,), frees=(X,))
+        return Program("all", (), (Instruction(Op.FORWARD, writes=(X,)), use, *again))
+
+    read, write = Instruction(Op.FORWARD, reads=(X,)), Instruction(Op.FORWARD, writes=(X,))
+    check([program(write, read)], Mesh.of(dp=1))
+    with pytest.raises(ProgramError, match="which .* has freed"):
+        check([program(read)], Mesh.of(dp=1))
+
+
 def test_messages_between_two_ranks_keep_to_one_lane() -> None:
     first, second = pair()
     first.send(1)
