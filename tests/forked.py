@@ -6,8 +6,8 @@ them, as ``Popen`` promises (the server forks twice, and orphans go to the proce
 them has forked a server of its own before it does anything else, for the processes that it starts.
 
 What differs from a fresh interpreter: the modules that are imported, variables that libraries read while they are loaded, and the seed of
-``hash``, which is the server's.  Tests about these are marked ``fresh`` and start real ones,
-as does a smaller set of all others; with SHARDWISE_FRESH=1 in the environment all do.
+``hash``, which is the server's.  Tests about these are marked ``fresh`` and start real ones; with SHARDWISE_FRESH=1 in the environment
+all do.
 """
 
 from __future__ import annotations
@@ -69,18 +69,20 @@ class Server:
         return cls(ours)
 
     @classmethod
-    def forked(cls) -> Server:
-        """One that is a copy of this process, which has done nothing yet; in the processes that it starts this returns as well."""
+    def forked(cls, program: list[str]) -> tuple[Server, list[str]]:
+        """One that is a copy of this process, which has done nothing yet, and what to run.
+
+        In the processes that it starts this returns as well, with a server of their own and their program.
+        """
         ours, theirs = socket.socketpair()
         if os.fork():
             theirs.close()
-            return cls(ours)
+            return cls(ours), program
         ours.close()
         nothing = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(nothing, stream)
-        serve(theirs)
-        return cls.forked()
+        return cls.forked(serve(theirs))
 
     def start(self, command: Mapping[str, Any], streams: Sequence[int]) -> int:
         """The process id of a new child of this process."""
@@ -96,8 +98,6 @@ class Server:
 
 _unforked = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 _server: Server | None = None
-_command: list[str] = []  # of a forked process, as _program() gives it
-_path: list[str] = []  # where an interpreter looks for modules, without PYTHONPATH
 
 
 def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and later
@@ -139,11 +139,12 @@ def install() -> None:
 @contextmanager
 def fresh() -> Iterator[None]:
     """Meanwhile ``subprocess`` starts real interpreters."""
+    before = subprocess.Popen._execute_child  # type: ignore[attr-defined]
     subprocess.Popen._execute_child = _unforked  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        install()
+        subprocess.Popen._execute_child = before  # type: ignore[attr-defined]
 
 
 def _program(words: Sequence[str]) -> list[str] | None:
@@ -160,8 +161,11 @@ def _program(words: Sequence[str]) -> list[str] | None:
     return None if not rest or rest[0].startswith("-") else ["", *rest]
 
 
-def serve(requests: socket.socket) -> None:
-    """Fork a process for each request until there is nobody left who could make one.  Returns in those processes only."""
+def serve(requests: socket.socket) -> list[str]:
+    """Fork a process for each request until there is nobody left who could make one.
+
+    Returns in those processes only: what they are to run, as :func:`_program` gives it.
+    """
     while True:
         header, streams, _, _ = socket.recv_fds(requests, 8, 3 + KEPT)
         if not header:
@@ -179,7 +183,8 @@ def serve(requests: socket.socket) -> None:
                 pass
             requests.detach()
             become(command, streams)
-            return
+            program: list[str] = command["program"]
+            return program
         os.waitpid(middle, 0)
         requests.sendall(os.read(told, 8))
         for each in (*streams, told, tell):
@@ -188,7 +193,6 @@ def serve(requests: socket.socket) -> None:
 
 def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
     """Make this process look like one that was started for the command."""
-    global _command
     apart = [fcntl.fcntl(each, fcntl.F_DUPFD, APART) for each in streams]  # so that none is where another belongs
     os.closerange(3, APART)
     for own, given in zip((0, 1, 2, *command["kept"]), apart, strict=True):
@@ -200,7 +204,6 @@ def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
-    _command = command["program"]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for name, number in (("stdout", 1), ("stderr", 2)):
@@ -213,17 +216,17 @@ def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _obey() -> None:
-    """Run the command as the interpreter would, at the end of which it ends."""
+def _run(program: Sequence[str], path: Sequence[str]) -> None:
+    """Run a program as the interpreter would, which looks for modules in PYTHONPATH and then along ``path``; the process ends with it."""
     import numpy
     import torch
 
-    kind, what, *arguments = _command
+    kind, what, *arguments = program
     random.seed()
     numpy.random.seed()  # noqa: NPY002
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
-    sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *_path]
-    _show([sys.executable, *(_command if kind else _command[1:])])
+    sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *path]
+    _show([sys.executable, *(program if kind else program[1:])])
     if kind == "-m":
         warnings.filterwarnings("ignore", ".* found in sys.modules", RuntimeWarning, "runpy")
         sys.path.insert(0, os.getcwd())
@@ -265,14 +268,13 @@ def _adopt(ours: bool) -> None:
 
 def main(number: int) -> None:
     """The server of :meth:`Server.fresh`, whose socket has this number, and in the processes that it starts their command."""
-    global _server, _path
+    global _server
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    _path = [path for path in sys.path if path and path not in given]
+    paths = [path for path in sys.path if path and path not in given]
     for name in PRELOADED:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()
-    serve(socket.socket(fileno=number))
-    _server = Server.forked()
+    _server, program = Server.forked(serve(socket.socket(fileno=number)))
     install()
-    _obey()
+    _run(program, paths)

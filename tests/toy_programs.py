@@ -168,9 +168,9 @@ class Device:
         live: dict[str, int] = {}
         saved: dict[int, tuple[int, int]] = {}
         for unit in toy.trace.units:
-            version = self._version(unit, m) if toy.used(unit) else 0
-            w = toy.factor(unit, lambda b, version=version: self.history[b.index][version])  # type: ignore[misc]
-            saved[unit.index] = s, w = toy.sum(unit, live, (m, r)), w
+            weights = {b.index: self.history[b.index][self._version(unit, m)] for b in toy.used(unit)}
+            s, w = toy.sum(unit, live, (m, r)), toy.factor(unit, lambda b, weights=weights: weights[b.index])  # type: ignore[misc]
+            saved[unit.index] = s, w
             live |= toy.outputs(unit, s, w)
         pending: dict[str, int] = defaultdict(int)
         pending["loss"] = weight

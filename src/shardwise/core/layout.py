@@ -1,7 +1,8 @@
 """Where one tensor lives on a mesh.
 
-Each mesh axis shards a tensor or has the whole of it on all its ranks.  Dims are factored: a fused qkv dim of 3 x heads x head_size is three factors, and an axis shards one of them, so that the pieces
-of a rank need not be contiguous in the dim.
+Each mesh axis shards a tensor or has the whole of it on all its ranks.  Dims are factored: a fused qkv dim of
+3 x heads x head_size is three factors, and an axis shards one of them, so that the pieces of a rank need not be
+contiguous in the dim.
 """
 
 from __future__ import annotations
