@@ -1,7 +1,7 @@
 """Timing several programs against each other on one machine: all are started at once, then take turns of a few steps.
 
-Machines are shared and drift; only what is measured side by side compares.  A step counts as clean if processes that are not part of
-the benchmark used less than 8 % of a core while it ran.
+Machines are shared and drift; only what is measured side by side compares.  A step counts as clean if processes that
+are not part of the benchmark used less than 8 % of a core while it ran.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ Step = Callable[[], Any]
 
 One that measures something itself has a list ``measured``, with a dict of numbers for every step that it has run."""
 StepMaker = Callable[[int, int], Step]
-"""(rank, ranks) -> the step.  Ranks unpickle it: a function of a module beside this one, or a partial of such a function."""
+"""(rank, ranks) -> the step.  Ranks unpickle it: a function of a module beside this one, or a partial of such a
+function.
+"""
 
 
 class ContenderFailed(RuntimeError):
@@ -55,7 +57,9 @@ class Contender:
     python: str = sys.executable  # that runs them
     seconds: list[float] = field(default_factory=list)
     clean: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # of every step, those of the warm-up first: the mean over the ranks
+    losses: list[float] = field(
+        default_factory=list
+    )  # of every step, those of the warm-up first: the mean over the ranks
     memory: list[dict[str, float]] = field(default_factory=list)  # what each rank took, as :func:`_memory` says
     clean_at: list[int] = field(default_factory=list)  # the places in ``losses`` of the clean steps
     measured: list[list[dict[str, float]]] = field(
@@ -96,9 +100,11 @@ class _Rank:
 
 
 def alternate(contenders: Sequence[Contender], rounds: int, steps: int, warmup: int, until: float = math.inf) -> None:
-    """Run the contenders in turns, ``rounds`` times ``steps`` steps each, after ``warmup`` steps; fills in what they measured.
+    """Run the contenders in turns, ``rounds`` times ``steps`` steps each, after ``warmup`` steps; fills in what they
+    measured.
 
-    No round begins that would probably not be over by ``until``, a time of :func:`time.monotonic`; but the first is always run.
+    No round begins that would probably not be over by ``until``, a time of :func:`time.monotonic`; but the first is
+    always run.
     """
     begun = 0.0
     with ExitStack() as stack:
@@ -193,13 +199,18 @@ def _busy() -> float:
 def _memory() -> dict[str, float]:
     """Bytes of this process.
 
-    ``peak_rss``: the most that was resident, pages shared with other processes in full (not ``ru_maxrss``, which begins with
-    what the parent had).  ``pss``: resident now, a page that n processes share as 1/n.  ``data``: of that, what no file backs, so
-    that the libraries' code does not count, of which the share depends on how many other contenders run.  ``cuda_peak``: the most
-    that tensors took of the GPU.
+    ``peak_rss``: the most that was resident, pages shared with other processes in full (not ``ru_maxrss``, which begins
+    with what the parent had).  ``pss``: resident now, a page that n processes share as 1/n.  ``data``: of that, what no
+    file backs, so that the libraries' code does not count, of which the share depends on how many other contenders run.
+    ``cuda_peak``: the most that tensors took of the GPU.
     """
-    lines = [*Path("/proc/self/status").read_text().splitlines(), *Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]]
-    found = {name: int(rest.split()[0]) * 1024.0 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest}
+    lines = [
+        *Path("/proc/self/status").read_text().splitlines(),
+        *Path("/proc/self/smaps_rollup").read_text().splitlines()[1:],
+    ]
+    found = {
+        name: int(rest.split()[0]) * 1024.0 for name, _, rest in (line.partition(":") for line in lines) if "kB" in rest
+    }
     taken = {"peak_rss": found["VmHWM"], "pss": found["Pss"], "data": found["Pss_Anon"] + found["Pss_Shmem"]}
     torch = sys.modules["torch"]
     if torch.cuda.is_initialized():

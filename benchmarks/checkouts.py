@@ -3,9 +3,10 @@
     git worktree add /tmp/before REVISION
     python benchmarks/checkouts.py /tmp/before . [--rounds 8] [--only "2 ranks" …] [--json FILE]
 
-The task is that of ``zero.py``: a GPT of 512 × 8 layers, 2 rows a rank.  A ratio is the seconds of the first checkout over those of
-the second, so above 1 the second is faster; both are medians over clean steps.  Beside steps it times what a user waits for before
-the first one: ``import shardwise``, and from the start of Python to the end of the first step of one rank.
+The task is that of ``zero.py``: a GPT of 512 × 8 layers, 2 rows a rank.  A ratio is the seconds of the first checkout
+over those of the second, so above 1 the second is faster; both are medians over clean steps.  Beside steps it times
+what a user waits for before the first one: ``import shardwise``, and from the start of Python to the end of the first
+step of one rank.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ def starts(name: str, checkouts: Sequence[Path], rounds: int) -> dict[str, Any]:
                 env={**os.environ, **environment(checkout), **single}, check=True, stdout=subprocess.DEVNULL,
             )  # fmt: skip
             own.append(time.perf_counter() - begun)
-    return figures(name, [statistics.median(own[1:]) for own in taken], f"{rounds} starts of each")  # the first fills caches
+    return figures(
+        name, [statistics.median(own[1:]) for own in taken], f"{rounds} starts of each"
+    )  # the first fills caches
 
 
 def figures(name: str, seconds: Sequence[float], of: str) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
     python benchmarks/checkpoint_stall.py [--rounds 5] [--json]
 
-A GPT of 110 M parameters in fp32 with AdamW's two moments: 1.3 GB of state, replicated on two processes as under DDP, gloo on loopback,
-one thread each.  Ours: each rank saves its half of every flat buffer.  DCP: the full state dict on both ranks, as its users pass it; its
-planner drops duplicates when it writes.  Against each rival two processes are started, in which all save in turns; every file is synced.
+A GPT of 110 M parameters in fp32 with AdamW's two moments: 1.3 GB of state, replicated on two processes as under DDP,
+gloo on loopback, one thread each.  Ours: each rank saves its half of every flat buffer.  DCP: the full state dict on
+both ranks, as its users pass it; its planner drops duplicates when it writes.  Against each rival two processes are
+started, in which all save in turns; every file is synced.
 
-*stall*: how long the call blocks, the slower rank's.  *done*: until the checkpoint is complete on both ranks.  *memory*: what a rank's
-process takes on top of its state, at most: kept between saves, and during one.
+*stall*: how long the call blocks, the slower rank's.  *done*: until the checkpoint is complete on both ranks.
+*memory*: what a rank's process takes on top of its state, at most: kept between saves, and during one.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ def gather_over(group: dist.ProcessGroup) -> Callable[[bytes], list[bytes]]:
     return gather
 
 
-def ours(name: str, rank: int, folder: Path, flats: dict[str, Tensor], buffer: FlatBuffer, bound: int | None) -> Variant:
+def ours(
+    name: str, rank: int, folder: Path, flats: dict[str, Tensor], buffer: FlatBuffer, bound: int | None
+) -> Variant:
     """Each rank saves its half of every flat buffer."""
     shard = buffer.shard(RANKS, rank)
     pieces, offset = [], {entry.name: entry for entry in buffer.entries}
@@ -115,7 +118,9 @@ def ours(name: str, rank: int, folder: Path, flats: dict[str, Tensor], buffer: F
         for entry, box in shard.boxes(buffer):
             start = offset[entry].offset + at[entry]
             at[entry] += box.numel
-            pieces.append(Piece(f"{kind}.{entry}", offset[entry].shape, box, flat[start : start + box.numel].view(box.shape)))
+            pieces.append(
+                Piece(f"{kind}.{entry}", offset[entry].shape, box, flat[start : start + box.numel].view(box.shape))
+            )
     writer = CheckpointWriter(
         folder / name.replace(" ", "_"),
         rank,
@@ -191,7 +196,9 @@ def measure(one: Variant, step: int) -> None:
 
 
 def worker(rank: int, port: int, name: str, rounds: int, folder: Path, results: Any) -> None:
-    """One rank of the processes in which one rival and ours save in turns; a failure ends it at once, the groups' threads with it."""
+    """One rank of the processes in which one rival and ours save in turns; a failure ends it at once, the groups'
+    threads with it.
+    """
     try:
         take_turns(rank, port, name, rounds, folder, results)
     except Exception as error:
@@ -225,14 +232,16 @@ def take_turns(rank: int, port: int, name: str, rounds: int, folder: Path, resul
 
 
 def against(name: str, rounds: int, limit: float) -> list[dict[str, Any]]:
-    """Ours and one rival in turns, the slower rank's figures; OSError or RuntimeError where the rival cannot run here."""
+    """Ours and one rival in turns, the slower rank's figures; OSError or RuntimeError if the rival cannot run here."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_stall_", dir="/tmp"))
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
-    processes = [context.Process(target=worker, args=(rank, port, name, rounds, folder, results)) for rank in range(RANKS)]
+    processes = [
+        context.Process(target=worker, args=(rank, port, name, rounds, folder, results)) for rank in range(RANKS)
+    ]
     try:
         for process in processes:
             process.start()

@@ -3,7 +3,8 @@
     python benchmarks/data_parallel.py [--rounds 12]
 
 A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; global batch 4, AdamW; 2 ranks × 1 thread.
-"tuned" peers get the kernels that shardwise chooses (fused AdamW, the same float32 matmul and allocator settings); "as it comes" is torch's default.
+"tuned" peers get the kernels that shardwise chooses (fused AdamW, the same float32 matmul and allocator settings); "as
+it comes" is torch's default.
 """
 
 from __future__ import annotations

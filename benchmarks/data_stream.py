@@ -2,8 +2,8 @@
 
     python benchmarks/data_stream.py [--mib 256] [--tokenizer tokenizer.json] [--json]
 
-Makes a corpus of so many MiB of varied lines (a quarter as .jsonl, the rest as text files), tokenises it, and streams whole epochs
-through the loader, as one rank and as rank 0 of 2. Memory is sampled over the epoch: it is to be flat.
+Makes a corpus of so many MiB of varied lines (a quarter as .jsonl, the rest as text files), tokenises it, and streams
+whole epochs through the loader, as one rank and as rank 0 of 2. Memory is sampled over the epoch: it is to be flat.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ def main() -> None:
         (root / "corpus").mkdir()
         written = make_corpus(root / "corpus", options.mib)
         arguments: dict[str, Any] = {
-            "tokenizer": options.tokenizer, "validation": 0.01, "cache_dir": str(root / "cache"), "workers": options.workers,
+            "tokenizer": options.tokenizer, "validation": 0.01, "cache_dir": str(root / "cache"),
+            "workers": options.workers,
         }  # fmt: skip
         start = time.perf_counter()
         open_corpus(str(root / "corpus"), **arguments)
@@ -130,7 +131,8 @@ def main() -> None:
         opened = time.perf_counter() - start
         result: dict[str, Any] = {
             "corpus_mib": written / 2**20, "tokenizer": options.tokenizer, "tokens": corpus.cache.train.tokens,
-            "documents": corpus.cache.train.documents, "tokenise_seconds": made, "tokenise_mb_per_second": written / 1e6 / made,
+            "documents": corpus.cache.train.documents, "tokenise_seconds": made,
+            "tokenise_mb_per_second": written / 1e6 / made,
             "open_seconds": opened, "streams": [stream(dataset, parts) for parts in (1, 2)],
         }  # fmt: skip
     finally:
@@ -141,13 +143,15 @@ def main() -> None:
 def report(result: dict[str, Any]) -> str:
     """The result for people."""
     lines = [
-        f"{result['corpus_mib']:.0f} MiB of text, {result['documents']} documents, {result['tokens']} tokens ({result['tokenizer']})",
+        f"{result['corpus_mib']:.0f} MiB of text, {result['documents']} documents, {result['tokens']} tokens "
+        f"({result['tokenizer']})",
         f"tokenised in {result['tokenise_seconds']:.1f} s: {result['tokenise_mb_per_second']:.1f} MB/s",
         f"opened again in {result['open_seconds'] * 1e3:.0f} ms",
     ]
     for one in result["streams"]:
         lines.append(
-            f"rank 0 of {one['ranks']}: {one['tokens_per_second']:.0f} tokens/s over an epoch of {one['seconds']:.1f} s, "
+            f"rank 0 of {one['ranks']}: {one['tokens_per_second']:.0f} tokens/s over an epoch of {one['seconds']:.1f} "
+            "s, "
             f"first batch after {one['first_batch_seconds'] * 1e3:.0f} ms"
         )
         lines.append("  resident MiB: " + " ".join(f"{point['rss_mib']:.0f}" for point in one["memory"]))

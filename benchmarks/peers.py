@@ -20,9 +20,11 @@ CONSTRAINTS = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
 def fsdp2(rank: int, ranks: int, *, task: Task, reshard: bool) -> Step:
-    """``fully_shard`` on each block and the root; ``reshard``: blocks are freed after forward and gathered again for backward.
+    """``fully_shard`` on each block and the root; ``reshard``: blocks are freed after forward and gathered again for
+    backward.
 
-    In bf16 gradients are reduced in fp32, as shardwise does.  The root, embedding and head, stays gathered: torch's default.
+    In bf16 gradients are reduced in fp32, as shardwise does.  The root, embedding and head, stays gathered: torch's
+    default.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -99,7 +101,8 @@ def deepspeed_environment(folder: Path) -> dict[str, str]:
 
 
 def deepspeed_python(folder: Path) -> str:
-    """The Python of a virtual environment in ``folder`` with DeepSpeed and this process's torch; made where it is not there yet.
+    """The Python of a virtual environment in ``folder`` with DeepSpeed and this process's torch; made where it is not
+    there yet.
 
     Raises :class:`NotInstalled`.
     """
@@ -112,7 +115,9 @@ def deepspeed_python(folder: Path) -> str:
     torch_here = [f"torch=={torch.__version__}", "numpy", "setuptools"]
     index = f"https://download.pytorch.org/whl/{torch.__version__.partition('+')[2] or 'cpu'}"
     # what it compiles when it starts on CPU: here, where a missing compiler shows
-    build = "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShareMemCommBuilder').load()"
+    build = (
+        "from deepspeed.accelerator import get_accelerator as a; a().create_op_builder('ShareMemCommBuilder').load()"
+    )
     shutil.rmtree(folder, ignore_errors=True)
     try:
         _run([sys.executable, "-m", "venv", str(folder)])
@@ -129,7 +134,9 @@ def deepspeed_python(folder: Path) -> str:
 
 
 def _run(command: list[str], environment: dict[str, str] | None = None) -> None:
-    done = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env={**os.environ, **(environment or {})}, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
         raise NotInstalled(lines[-1] if lines else f"{command[0]}: exit code {done.returncode}")

@@ -1,18 +1,22 @@
-"""Pipelines against torch.distributed.pipelining, against all ranks busy all the time, and against the simulated timetable.
+"""Pipelines against torch.distributed.pipelining, against all ranks busy all the time, and against the simulated
+timetable.
 
-    python benchmarks/pipeline.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--microbatches 4] [--only 1f1b "torch 1f1b"]
-                                  [--clip-norm 1.0] [--json FILE]
+    python benchmarks/pipeline.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--microbatches 4] [--only 1f1b
+                                  "torch 1f1b"] [--clip-norm 1.0] [--json FILE]
 
-The GPT of the other benchmarks: 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks,
-8 with 4) in 4 microbatches, in 8 where a schedule needs one for each stage; AdamW; nobody clips unless told to.  Embedding and head
-are one tensor on both sides, in the first and in the last stage.  torch gets the same stages, schedule and microbatches, the kernels
-that shardwise chooses (fused AdamW, the float32 matmul, the allocator's settings), a thread a rank and gloo.
+The GPT of the other benchmarks: 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4
+with 2 ranks, 8 with 4) in 4 microbatches, in 8 where a schedule needs one for each stage; AdamW; nobody clips unless
+told to.  Embedding and head are one tensor on both sides, in the first and in the last stage.  torch gets the same
+stages, schedule and microbatches, the kernels that shardwise chooses (fused AdamW, the float32 matmul, the allocator's
+settings), a thread a rank and gloo.
 
-A schedule's contenders take turns in one run, with a limit of their own: shardwise's ranks each by itself, running the same
-program while nobody talks to them.  All ranks busy all the time would take what they take on average ("of ideal").  The times of
-their stages' tasks, without communication, and the schedule's timetable give the simulated step ("of simulated").
+A schedule's contenders take turns in one run, with a limit of their own: shardwise's ranks each by itself, running the
+same program while nobody talks to them.  All ranks busy all the time would take what they take on average ("of ideal").
+The times of their stages' tasks, without communication, and the schedule's timetable give the simulated step ("of
+simulated").
 
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is as in zero.py.
+Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is
+as in zero.py.
 """
 
 from __future__ import annotations
@@ -51,7 +55,11 @@ def contenders(pipeline: Pipeline, only: Sequence[str]) -> list[Contender]:
     makers: dict[str, StepMaker] = {LIMIT: alone, **dict(zip(names(kind), (pipelined, TorchPipeline), strict=False))}
     return [
         Contender(
-            name, functools.partial(make, pipeline=pipeline), pipeline.ranks, connected=name != LIMIT, environment=dict(ALLOCATOR)
+            name,
+            functools.partial(make, pipeline=pipeline),
+            pipeline.ranks,
+            connected=name != LIMIT,
+            environment=dict(ALLOCATOR),
         )
         for name, make in makers.items()
         if name in only or (name == LIMIT and kind.name in only)
@@ -95,7 +103,8 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
         loss, off = ("–", "–") if limit else (f"{losses[-1]:.4f}", f"{row['off']:.0e}")
         print(
             f"{name:21} {row['microbatches']:12}  {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
-            f"  {shares[0]:>8}  {shares[1]:>12}  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}"
+            f"  {shares[0]:>8}  {shares[1]:>12}  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  "
+            f"{row['data'] / 1e6:7.0f}"
             f"  {loss:>14}  {off:>6}  {row['clean_steps']}/{row['steps']}",
             flush=True,
         )
@@ -124,7 +133,9 @@ def tell(verdict: dict[str, Any]) -> None:
         reach = f" (to reach: {verdict['of_simulated_to_reach']})" if verdict["of_simulated_to_reach"] else ""
         parts.append(f"{verdict['of_simulated']:.3f} of the simulated speed{reach}")
     if verdict["faster"] is not None:
-        parts.append(f"{verdict['faster']:.2f} × torch's speed (to reach: {FASTER}) at {verdict['peak_rss']:.2f} of its peak RSS")
+        parts.append(
+            f"{verdict['faster']:.2f} × torch's speed (to reach: {FASTER}) at {verdict['peak_rss']:.2f} of its peak RSS"
+        )
         parts[-1] += f" (at most {SMALLER}), {verdict['pss']:.2f} of its PSS, {verdict['data']:.2f} of its data"
     print(f"{verdict['name']:12} {'; '.join(parts)}")
 
@@ -136,7 +147,9 @@ def parse() -> tuple[argparse.Namespace, Task]:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--microbatches", type=int, default=4, help="at least; some schedules need more")
     every = [name for kind in KINDS.values() for name in names(kind)]
-    parser.add_argument("--only", nargs="+", choices=every, default=every, metavar="NAME", help=f"of: {', '.join(every)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=every, default=every, metavar="NAME", help=f"of: {', '.join(every)}"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--clip-norm", type=float, help="clip gradients to this norm; by default nobody does")
     sizes = [field.name for field in fields(Task) if field.type == "int"]
@@ -152,10 +165,13 @@ def parse() -> tuple[argparse.Namespace, Task]:
             if set(names(kind)) & set(options.only):
                 pipeline = Pipeline(task, kind, ranks, kind.microbatches(options.microbatches, ranks))
                 if pipeline.rows % pipeline.microbatches:
-                    parser.error(f"{kind.name}: {pipeline.microbatches} microbatches of {pipeline.rows} rows are not equal")
+                    parser.error(
+                        f"{kind.name}: {pipeline.microbatches} microbatches of {pipeline.rows} rows are not equal"
+                    )
                 if pipeline.last >= task.layers:
                     parser.error(
-                        f"{kind.name}: {pipeline.last + 1} stages of {task.layers} blocks; legal: one block or more each"
+                        f"{kind.name}: {pipeline.last + 1} stages of {task.layers} blocks; legal: one block or more "
+                        "each"
                     )
     return options, task
 

@@ -1,4 +1,6 @@
-"""How all contenders of the benchmark of pipelines cut model and batch; shardwise's pipeline, and its ranks each by itself."""
+"""How all contenders of the benchmark of pipelines cut model and batch; shardwise's pipeline, and its ranks each by
+itself.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Kind:
         return [rank + ranks * turn for turn in range(self.stages_per_rank)]
 
     def microbatches(self, least: int, ranks: int) -> int:
-        """At least so many, as both sides allow it: one a stage (1F1B, DualPipeV), a multiple of the ranks (interleaved)."""
+        """At least so many, as both sides allow it: one a stage (1F1B, DualPipeV), a multiple of the ranks
+        (interleaved).
+        """
         return max(least, ranks * (2 if self.v else 1))
 
 
@@ -51,7 +55,9 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A GPT in stages over ``ranks`` ranks; a step is one batch of ``task.rows`` rows for each of them, in microbatches."""
+    """A GPT in stages over ``ranks`` ranks; a step is one batch of ``task.rows`` rows for each of them, in
+    microbatches.
+    """
 
     task: Task
     kind: Kind
@@ -75,8 +81,8 @@ class Pipeline:
     def cut(self) -> tuple[range, ...]:
         """The units of each stage.
 
-        The slowest stage is as fast as can be, then the next; where that leaves a choice earlier stages get fewer, as they keep most
-        microbatches.  A unit's cost is its multiplications for a token.
+        The slowest stage is as fast as can be, then the next; where that leaves a choice earlier stages get fewer, as
+        they keep most microbatches.  A unit's cost is its multiplications for a token.
         """
         task = self.task
         hidden = task.hidden or 4 * task.width
@@ -124,8 +130,8 @@ Doing = tuple[str, int, int]
 class Alone:
     """The same program, of a rank that nobody talks to: what it sends is lost, what it receives is zeros.
 
-    ``measured``: for every step the seconds of tasks ``F0``, ``B0``, …, a letter and a stage, on average over microbatches, and of
-    all else in the step (:data:`REST`).
+    ``measured``: for every step the seconds of tasks ``F0``, ``B0``, …, a letter and a stage, on average over
+    microbatches, and of all else in the step (:data:`REST`).
     """
 
     trainer: Any
@@ -137,7 +143,9 @@ class Alone:
 
     def __call__(self) -> float:
         self.began, self.doing, self.spent = time.perf_counter(), None, Counter()
-        self.trainer.engine.step(self.given.fields, self.given.rows)  # the Trainer would look whether numbers are finite
+        self.trainer.engine.step(
+            self.given.fields, self.given.rows
+        )  # the Trainer would look whether numbers are finite
         self._now(None)
         self.measured.append(self._means())
         return 0.0
@@ -154,7 +162,7 @@ class Alone:
         self.began, self.doing = now, doing
 
     def _means(self) -> dict[str, float]:
-        """Seconds of the step just run.  A stage's units without weights that can wait have a whole backward in its I."""
+        """Seconds of the step just run.  In a stage, units without weights that can wait have a whole backward in I."""
         tasks: Counter[Doing] = Counter()
         for doing, seconds in self.spent.items():
             if doing is not None:

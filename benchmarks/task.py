@@ -1,4 +1,6 @@
-"""What the contenders of a benchmark train, and the loops that do it: an ordinary one, alone or with DDP, and shardwise's."""
+"""What the contenders of a benchmark train, and the loops that do it: an ordinary one, alone or with DDP, and
+shardwise's.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Task:
         """The rows of these ranks, on the device."""
         generators = [torch.Generator().manual_seed(rank) for rank in ranks]
         shape = (self.rows, self.sequence + 1)
-        ids = torch.cat([torch.randint(0, self.vocabulary, shape, generator=each) for each in generators]).to(self.place)
+        ids = torch.cat([torch.randint(0, self.vocabulary, shape, generator=each) for each in generators]).to(
+            self.place
+        )
         return {"input_ids": ids[:, :-1].contiguous(), "labels": ids[:, 1:].contiguous()}
 
 
@@ -68,7 +72,9 @@ def fused_adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torc
     return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
 
-def loop(task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], *, autocast: bool) -> Step:
+def loop(
+    task: Task, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor], *, autocast: bool
+) -> Step:
     """One step of an ordinary loop."""
 
     def step() -> Tensor:
@@ -88,7 +94,9 @@ def plain(
     rank: int, ranks: int, *, task: Task, tuned: bool = True, ddp: bool = False, rows_of: int | None = None,
     model: nn.Module | None = None,
 ) -> Step:  # fmt: skip
-    """An ordinary loop, with or without DDP around the model (by default the task's); ``rows_of``: on the rows of so many ranks."""
+    """An ordinary loop, with or without DDP around the model (by default the task's); ``rows_of``: on the rows of so
+    many ranks.
+    """
     if tuned:
         torch.set_float32_matmul_precision("medium")
     model = (task.model() if model is None else model).to(task.place)
@@ -107,7 +115,8 @@ def ours(rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["
 
 
 def divided(
-    rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto", changes: dict[str, Any] | None = None
+    rank: int, ranks: int, *, task: Task, zero: int = 0, backend: Literal["auto", "gloo"] = "auto",
+    changes: dict[str, Any] | None = None
 ) -> tuple[Any, Any]:  # fmt: skip
     """A Trainer whose ranks each have rows of their own, and this rank's batch; ``changes`` are of the plan."""
     from shardwise import OptimizerChoice, Plan, Trainer

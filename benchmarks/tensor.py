@@ -2,17 +2,20 @@
 
     python benchmarks/tensor.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only 1d DTensor] [--json FILE]
 
-The GPT of the other benchmarks: 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; global batch 4 with 2 ranks, 8 with 4, of
-which every rank has all rows; AdamW; nobody clips.  The peer is ``parallelize_module`` (torch_tensor.py) with the kernels that
-shardwise chooses (fused AdamW, the float32 matmul, the allocator's settings), a thread a rank and gloo; once with logits
-gathered for the loss and once under ``loss_parallel``.  In "1d-sp" and in "DTensor SP" norms and residuals are in shards of the sequence.
+The GPT of the other benchmarks: 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; global batch 4 with 2 ranks, 8
+with 4, of which every rank has all rows; AdamW; nobody clips.  The peer is ``parallelize_module`` (torch_tensor.py)
+with the kernels that shardwise chooses (fused AdamW, the float32 matmul, the allocator's settings), a thread a rank and
+gloo; once with logits gathered for the loss and once under ``loss_parallel``.  In "1d-sp" and in "DTensor SP" norms and
+residuals are in shards of the sequence.
 
 Ours communicates in the ranks' common memory, and once "over gloo" as the peers do, which tells what is due to that.
 
-Each of ours takes turns with its peers in one run, with a limit of its own: ranks that compute with their shards of heads, MLP and
-vocabulary and never communicate.  Where the sequence is in shards too, a copy of so many bytes stands for what is gathered.
+Each of ours takes turns with its peers in one run, with a limit of its own: ranks that compute with their shards of
+heads, MLP and vocabulary and never communicate.  Where the sequence is in shards too, a copy of so many bytes stands
+for what is gathered.
 
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is as in zero.py.
+Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is
+as in zero.py.
 """
 
 from __future__ import annotations
@@ -67,7 +70,9 @@ def parse() -> tuple[argparse.Namespace, Task]:
     parser.add_argument("--rounds", type=int, default=8, help=f"turns of {STEPS} steps each")
     parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f"of: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f"of: {', '.join(NAMES)}"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     sizes = [field.name for field in fields(Task) if field.type == "int"]
     for size in sizes:

@@ -1,11 +1,12 @@
 """The peer of shardwise's pipelines: ``torch.distributed.pipelining``, as it is meant to be used.
 
-Stages are made of the GPT's own modules.  Embedding and head are one parameter: the first and the last stage each have it, and
-sum its gradients over both after backward; in a V they are on one rank and have one tensor.
+Stages are made of the GPT's own modules.  Embedding and head are one parameter: the first and the last stage each have
+it, and sum its gradients over both after backward; in a V they are on one rank and have one tensor.
 
-The loss of a microbatch is divided by their number before backward, and ``scale_grads`` is off: torch would divide the gradients
-when a stage has ended its last backward, a tensor of two stages twice.  Outputs are not kept (``return_outputs``: the logits of all
-microbatches).  In bf16 autocast is around the whole step, so that weights are cast once, not for every microbatch.
+The loss of a microbatch is divided by their number before backward, and ``scale_grads`` is off: torch would divide the
+gradients when a stage has ended its last backward, a tensor of two stages twice.  Outputs are not kept
+(``return_outputs``: the logits of all microbatches).  In bf16 autocast is around the whole step, so that weights are
+cast once, not for every microbatch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from task import fused_adamw
 
 
 class Stage(nn.Module):
-    """Some units of a GPT, under the names that it has for their parts: tokens or hidden states in, hidden states or logits out."""
+    """Some units of a GPT, under the names that it has for their parts: tokens or hidden states in, hidden states or
+    logits out.
+    """
 
     def __init__(self, model: nn.Module, units: range) -> None:
         super().__init__()
@@ -41,7 +44,9 @@ class Stage(nn.Module):
 
 
 class TorchPipeline:
-    """One rank.  A step gives the loss times the number of ranks on the rank of the last stage and 0 on others: the mean is the loss."""
+    """One rank.  A step gives the loss times the number of ranks on the rank of the last stage and 0 on others: the
+    mean is the loss.
+    """
 
     def __init__(self, rank: int, ranks: int, *, pipeline: Pipeline) -> None:
         from torch.distributed import pipelining
@@ -58,7 +63,10 @@ class TorchPipeline:
             for stage, at in zip(self.stages, mine, strict=True)
         ]
         self.schedule = getattr(pipelining, str(kind.torch))(
-            modules if kind.stages_per_rank > 1 else modules[0], pipeline.microbatches, loss_fn=self._loss, scale_grads=False
+            modules if kind.stages_per_rank > 1 else modules[0],
+            pipeline.microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
         )
         self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
         self.tied = dist.new_group([0, ranks - 1]) if not kind.v else None

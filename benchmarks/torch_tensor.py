@@ -1,11 +1,14 @@
-"""The peer of shardwise's tensor parallelism, DTensor and ``parallelize_module`` as they are meant to be used, and the limit.
+"""The peer of shardwise's tensor parallelism, DTensor and ``parallelize_module`` as they are meant to be used, and the
+limit.
 
-A DTensor cannot shard queries, keys and values of one weight part by part: its rows are put in the order of heads, so that a rank's share
-of them are whole heads, and there still is one product.  Attention is computed of local tensors.  Embedding and head are one
-parameter in shards of the vocabulary; ``parallelize_module`` makes two of it, which are made one again.
+A DTensor cannot shard queries, keys and values of one weight part by part: its rows are put in the order of heads, so
+that a rank's share of them are whole heads, and there still is one product.  Attention is computed of local tensors.
+Embedding and head are one parameter in shards of the vocabulary; ``parallelize_module`` makes two of it, which are made
+one again.
 
-Without sequence parallelism norms and positions are ordinary parameters, the same on all ranks; fused AdamW takes no mixture of these with
-DTensors, so each kind is a group of its own.  In bf16 autocast is around forward, as in other loops.
+Without sequence parallelism norms and positions are ordinary parameters, the same on all ranks; fused AdamW takes no
+mixture of these with DTensors, so each kind is a group of its own.  In bf16 autocast is around forward, as in other
+loops.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def heads_major(model: nn.Module) -> nn.Module:
 
 
 def parallelized(model: nn.Module, ranks: int, *, sequence: bool, split_loss: bool) -> nn.Module:
-    """This GPT in shards over all ranks; ``sequence``: norms and residuals in shards of the sequence, ``split_loss``: logits stay shards."""
+    """This GPT in shards over all ranks; ``sequence``: norms and residuals in shards of the sequence, ``split_loss``:
+    logits stay shards.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -74,7 +79,13 @@ def parallelized(model: nn.Module, ranks: int, *, sequence: bool, split_loss: bo
 
 
 def dtensor(
-    rank: int, ranks: int, *, task: Task, sequence: bool = False, split_loss: bool = False, model: nn.Module | None = None
+    rank: int,
+    ranks: int,
+    *,
+    task: Task,
+    sequence: bool = False,
+    split_loss: bool = False,
+    model: nn.Module | None = None,
 ) -> Step:
     """An ordinary loop over a parallelized GPT (by default the task's), on the rows of all ranks.
 
@@ -103,8 +114,8 @@ def dtensor(
 def shares(rank: int, ranks: int, *, task: Task, sequence: bool = False, model: nn.Module | None = None) -> Step:
     """What a rank computes, by itself: an ordinary loop over its shards of the GPT and the rows of all.
 
-    Partial sums stay what they are, tokens of others' vocabulary become some of its own; with ``sequence`` its part of the sequence
-    is repeated where those of others would be gathered.
+    Partial sums stay what they are, tokens of others' vocabulary become some of its own; with ``sequence`` its part of
+    the sequence is repeated where those of others would be gathered.
     """
     torch.set_float32_matmul_precision("medium")
     model = heads_major(task.model() if model is None else model)

@@ -1,15 +1,16 @@
 """ZeRO against FSDP2, ZeroRedundancyOptimizer, DeepSpeed, and the limit: ranks that never communicate.
 
-    python benchmarks/zero.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only "zero 3" "FSDP2 reshard"] [--json FILE]
+    python benchmarks/zero.py [--rounds 8] [--ranks 2 4] [--precision fp32 bf16] [--only "zero 3" "FSDP2 reshard"]
+    [--json FILE]
 
 A GPT of 512 × 8 layers, 8 heads, vocabulary 8192, sequence 256; 2 rows a rank (global batch 4 with 2 ranks, 8 with 4);
-AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32 matmul, the
-allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages of 4 ranks
-together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named run together.
+AdamW; gloo for the peers; a thread a rank.  All get the kernels that shardwise chooses: fused AdamW, the float32
+matmul, the allocator's settings.  A stage's contenders take turns in one run, with the limit of their own: all stages
+of 4 ranks together, at about 1 GB a rank, do not fit 24 GiB.  With --only those named run together.
 
-Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is per
-rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out; data is PSS
-without the libraries' files.
+Before that an ordinary loop on one rank trains the whole batch in fp32: all contenders must have its losses.  Memory is
+per rank, that of the rank that takes most: peak RSS counts a page that ranks share in each of them, PSS shares it out;
+data is PSS without the libraries' files.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ def contenders(task: Task, ranks: int, names: Sequence[str], venv: Path) -> list
 
 
 def reference(task: Task, ranks: int) -> list[float]:
-    """The losses of an ordinary loop in fp32 on one rank with the rows of all, before each of the steps that are checked."""
+    """The losses of an ordinary loop in fp32 on one rank with the rows of all, before each of the steps that are
+    checked.
+    """
     make = functools.partial(plain, task=replace(task, precision="fp32"), rows_of=ranks)
     one = Contender("reference", make, 1, environment=ALLOCATOR)
     alternate([one], rounds=0, steps=0, warmup=CHECKED)
@@ -112,17 +115,24 @@ def table(rows: Sequence[dict[str, Any]]) -> None:
         print(
             f"{row['name']:27} {row['seconds'] * 1e3:7.1f}  {row['tokens_per_second']:8.0f}"
             f"  {first['seconds'] / row['seconds']:8.3f}"
-            f"  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}  {row['losses'][at]:14.4f}"
+            f"  {row['peak_rss'] / 1e6:8.0f} {row['pss'] / 1e6:5.0f}  {row['data'] / 1e6:7.0f}  "
+            f"{row['losses'][at]:14.4f}"
             f"  {row['off']:.0e}  {row['clean_steps']}/{row['steps']}"
         )
 
 
-def verdicts(rows: Sequence[dict[str, Any]], stages: Stages = STAGES, to_reach: ToReach = TO_REACH) -> Iterator[dict[str, Any]]:
+def verdicts(
+    rows: Sequence[dict[str, Any]], stages: Stages = STAGES, to_reach: ToReach = TO_REACH
+) -> Iterator[dict[str, Any]]:
     """Each stage against each of its peers, and against the fastest of those it has to reach, where both have run."""
     by = {row["name"]: row for row in rows}
     for stage, peers in stages.items():
         for rivals in dict.fromkeys([*((peer,) for peer in peers), peers]):
-            if stage not in by or not all(peer in by for peer in rivals) or (len(rivals) > 1 and (stage, rivals) not in to_reach):
+            if (
+                stage not in by
+                or not all(peer in by for peer in rivals)
+                or (len(rivals) > 1 and (stage, rivals) not in to_reach)
+            ):
                 continue
             mine, peer = by[stage], min((by[name] for name in rivals), key=lambda row: row["seconds"])
             faster, smaller = to_reach.get((stage, rivals), (None, None))
@@ -137,7 +147,9 @@ def verdicts(rows: Sequence[dict[str, Any]], stages: Stages = STAGES, to_reach: 
 
 
 def tell(verdict: dict[str, Any]) -> None:
-    reach = {key: f" (to reach: {verdict[key]})" if verdict[key] else "" for key in ("faster_to_reach", "memory_to_reach")}
+    reach = {
+        key: f" (to reach: {verdict[key]})" if verdict[key] else "" for key in ("faster_to_reach", "memory_to_reach")
+    }
     print(
         f"{verdict['name']} / {verdict['against']:45} {verdict['faster']:.2f}{reach['faster_to_reach']} "
         f"at {verdict['data']:.2f} of its memory{reach['memory_to_reach']}; "
@@ -148,7 +160,8 @@ def tell(verdict: dict[str, Any]) -> None:
 def wrong(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Who did not train as the reference did; the limit does not, as its ranks never meet."""
     return [
-        f"{row['name']}, {row['precision']}, {row['ranks']} ranks: losses {row['losses'][:CHECKED]} are off by {row['off']:.1e}, "
+        f"{row['name']}, {row['precision']}, {row['ranks']} ranks: losses {row['losses'][:CHECKED]} are off by "
+        f"{row['off']:.1e}, "
         f"more than {row['off_at_most']:.0e}"
         for row in rows
         if row["name"] != LIMIT and not row["off"] <= row["off_at_most"]
@@ -219,7 +232,9 @@ def parse() -> tuple[argparse.Namespace, Task]:
     names = [name for stage, peers in STAGES.items() for name in (stage, *peers)]
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"of: {', '.join(names)}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwise" / "deepspeed"
-    parser.add_argument("--venv", type=Path, default=cache, help="folder of DeepSpeed's virtual environment (made if needed)")
+    parser.add_argument(
+        "--venv", type=Path, default=cache, help="folder of DeepSpeed's virtual environment (made if needed)"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     for field in fields(Task):
         if field.name not in ("precision", "family", "clip_norm"):

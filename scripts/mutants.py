@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Do the tests notice?  Plants the bugs of ``mutants.toml`` one at a time, and runs the default tests up to the first failure.
+"""Do the tests notice?  Plants the bugs of ``mutants.toml`` one at a time, and runs the default tests up to the first
+failure.
 
     scripts/mutants.py                     # all; what a results file has already is not run again
     scripts/mutants.py --only core lower   # those whose file begins with one of these, or by number
     scripts/mutants.py --table             # nothing is run: the results as a table for docs/tests.md
 
-A bug is planted in a copy of the checkout.  It meets the tests of its own package first, then all others.  Results go to
-``mutants.json`` (--results), one after the other: an interrupted run goes on where it was.
+A bug is planted in a copy of the checkout.  It meets the tests of its own package first, then all others.  Results go
+to ``mutants.json`` (--results), one after the other: an interrupted run goes on where it was.
 """
 
 from __future__ import annotations
@@ -30,7 +31,20 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = Path("src/shardwise")
 TIMEOUT = 60  # seconds for one test: some bugs are hangs
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
-ORDER = ("core", "lower", "parallel", "shard", "units", "runtime", "verify", "train", "checkpoint", "data", "estimate", "initial")
+ORDER = (
+    "core",
+    "lower",
+    "parallel",
+    "shard",
+    "units",
+    "runtime",
+    "verify",
+    "train",
+    "checkpoint",
+    "data",
+    "estimate",
+    "initial",
+)
 """Whose tests come first among the rest; those that start processes come last."""
 ENDED = {0, 5}  # exit codes of pytest: all passed, nothing to run
 
@@ -53,7 +67,9 @@ class Mutant:
         path = root / SOURCE / self.file
         text = path.read_text()
         if text.count(self.old) != 1:
-            raise SystemExit(f"{self.file}: the text of {self.bug!r} stands there {text.count(self.old)} times; legal: once")
+            raise SystemExit(
+                f"{self.file}: the text of {self.bug!r} stands there {text.count(self.old)} times; legal: once"
+            )
         path.write_text(text.replace(self.old, self.new))
 
 
@@ -76,7 +92,9 @@ def mutants() -> list[Mutant]:
 def folders(root: Path) -> list[str]:
     """Of all tests, in the order in which they run."""
     found = sorted(path.name for path in (root / "tests").iterdir() if next(path.glob("test_*.py"), None))
-    return [f"tests/{name}" for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))]
+    return [
+        f"tests/{name}" for name in sorted(found, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+    ]
 
 
 def failure(root: Path, paths: list[str], workers: int) -> str | None:
@@ -95,7 +113,9 @@ def failure(root: Path, paths: list[str], workers: int) -> str | None:
     ]
     command += [f"--timeout={TIMEOUT}", *paths]
     path = os.pathsep.join([str(root / "src"), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=root, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
     if done.returncode in ENDED:
         return None
     found = FAILED.search(done.stdout)
@@ -133,10 +153,14 @@ def table(results: list[Result]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], metavar="FILE|NUMBER", help="beginnings of files, or numbers from 0")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="FILE|NUMBER", help="beginnings of files, or numbers from 0"
+    )
     parser.add_argument("--results", type=Path, default=ROOT / "mutants.json")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that run tests")
-    parser.add_argument("--quick", action="store_true", help="run the tests of a bug's own package alone; keep what they find")
+    parser.add_argument(
+        "--quick", action="store_true", help="run the tests of a bug's own package alone; keep what they find"
+    )
     parser.add_argument("--baseline", action="store_true", help="plant nothing: all tests have to pass in a copy")
     parser.add_argument("--table", action="store_true", help="print the results as a table and end")
     given = parser.parse_args()

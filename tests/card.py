@@ -1,9 +1,10 @@
 """A device without hardware: engines run on it, and what would make their host wait for a real one is found.
 
-torch takes "card" for an accelerator (an extension's device type, registered from Python), and its tensors are fake: shapes, dtypes and
-devices without values.  So an op on tensors of two devices is an error, as it would be.  :class:`Waits` sees every op before that, and
-notes those that make the host wait: reads of a device's values, and copies between host and device that do not go their own way.
-Registering lasts as long as the process: use this module in a process of its own.
+torch takes "card" for an accelerator (an extension's device type, registered from Python), and its tensors are fake:
+shapes, dtypes and devices without values.  So an op on tensors of two devices is an error, as it would be.
+:class:`Waits` sees every op before that, and notes those that make the host wait: reads of a device's values, and
+copies between host and device that do not go their own way. Registering lasts as long as the process: use this module
+in a process of its own.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ NAME = "card"
 aten = torch.ops.aten
 
 READS = {
-    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default, aten.masked_select.default,
+    aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default, aten.nonzero.default,
+    aten.masked_select.default,
     aten._unique2.default, aten.unique_dim.default, aten.unique_consecutive.default, aten.bincount.default,
 }  # fmt: skip
 """Ops whose result, or its shape, the host has to read from the device."""
@@ -230,7 +232,8 @@ def watched() -> Iterator[Waits]:
     with (
         patch.multiple(torch.Tensor, **tensor),
         patch.object(torch.UntypedStorage, "data_ptr", lambda self: self._cdata << 20),  # what tells one from another
-        patch.multiple(Backend, **counted, event=lambda self, device, timing=False: Event(waits), synchronize=lambda self, device: waits.note("waits for the device")),
+        patch.multiple(Backend, **counted, event=lambda self, device, timing=False: Event(waits),
+        synchronize=lambda self, device: waits.note("waits for the device")),
         fake,
         waits,
     ):  # fmt: skip

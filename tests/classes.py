@@ -37,7 +37,8 @@ def batch(classes: int, rows: int = 5) -> Fields:
     labels[1, 1:] = -100
     return {
         "ids": torch.randint(0, 10, (rows, SEQUENCE), generator=g), "labels": labels,
-        "soft": torch.rand(rows, SEQUENCE, classes, generator=g).softmax(-1), "mask": torch.rand(rows, SEQUENCE, generator=g),
+        "soft": torch.rand(rows, SEQUENCE, classes, generator=g).softmax(-1),
+        "mask": torch.rand(rows, SEQUENCE, generator=g),
     }  # fmt: skip
 
 
@@ -67,17 +68,21 @@ HOW: dict[str, How] = {
     "dims": lambda m, s, b: F.cross_entropy(s.transpose(1, 2), b["labels"]),
     "dims, all": lambda m, s, b: F.cross_entropy(s.mT, b["labels"], m.weights, label_smoothing=0.1),
     "probabilities": lambda m, s, b: F.cross_entropy(s.flatten(0, 1), b["soft"].flatten(0, 1)),
-    "probabilities, all": lambda m, s, b: F.cross_entropy(s.mT, b["soft"].mT, m.weights, label_smoothing=0.1, reduction="none").sum(),
-    "learned probabilities": lambda m, s, b: F.cross_entropy(s[:, 1:].flatten(0, 1), s[:, :-1].softmax(-1).flatten(0, 1), m.weights),
+    "probabilities, all": lambda m, s,
+    b: F.cross_entropy(s.mT, b["soft"].mT, m.weights, label_smoothing=0.1, reduction="none").sum(),
+    "learned probabilities": lambda m, s,
+    b: F.cross_entropy(s[:, 1:].flatten(0, 1), s[:, :-1].softmax(-1).flatten(0, 1), m.weights),
     "nll": lambda m, s, b: _own(F.log_softmax(s, -1), b),
     "nll, dims": lambda m, s, b: F.nll_loss(F.log_softmax(s.mT, 1), b["labels"], m.weights),
-    "nll, none": lambda m, s, b: (F.nll_loss(s.mT.log_softmax(1), b["labels"], m.weights, reduction="none") * b["mask"]).sum(),
+    "nll, none": lambda m, s,
+    b: (F.nll_loss(s.mT.log_softmax(1), b["labels"], m.weights, reduction="none") * b["mask"]).sum(),
     "nll, sum": lambda m, s, b: F.nll_loss(*_tokens(s.log_softmax(-1), b), reduction="sum") * 0.1,
     "nll, wider": lambda m, s, b: _own(F.log_softmax(s, -1, dtype=torch.float64), b),
     "z": lambda m, s, b: F.cross_entropy(*_tokens(s, b)) + 0.1 * s.logsumexp(-1).square().mean(),
     "kl": lambda m, s, b: F.kl_div(s.log_softmax(-1), b["soft"], reduction="batchmean"),
     "entropy": lambda m, s, b: (s.softmax(-1) * s.log_softmax(-1)).sum(-1).mean() + (s.softmax(-1) * b["soft"]).sum(),
     "masked classes": lambda m, s, b: F.cross_entropy(
-        s.masked_fill(torch.arange(s.shape[-1]) < s.shape[-1] // 2 + 1, -torch.inf).flatten(0, 1), b["labels"].flatten() * 0 + s.shape[-1] - 1
+        s.masked_fill(torch.arange(s.shape[-1]) < s.shape[-1] // 2 + 1, -torch.inf).flatten(0, 1),
+        b["labels"].flatten() * 0 + s.shape[-1] - 1
     ),
 }  # fmt: skip

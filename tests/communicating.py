@@ -14,7 +14,9 @@ KINDS = {
 
 
 def communicated(trace: Trace) -> Counter[tuple[str, str, str]]:
-    """(kind, op that needs it, module path) of each move, and of each op that communicates by itself, once for each unit that has it."""
+    """(kind, op that needs it, module path) of each move, and of each op that communicates by itself, once for each
+    unit that has it.
+    """
     found: Counter[tuple[str, str, str]] = Counter()
     for node in (n for unit in trace.units if unit.graph is not None for n in unit.graph.nodes):
         path = node.meta.get("path", "")

@@ -1,7 +1,8 @@
 """Shared by all tests: one thread for each rank, no network, and no GPU but for the tests that are marked ``gpu``.
 
-Those run by themselves, with ``pytest -m gpu tests/device`` (``make test-gpu``), in one process.  All others behave everywhere as on a
-machine without a GPU: what hides it is in the environment, so that workers and processes that tests start do not see it either.
+Those run by themselves, with ``pytest -m gpu tests/device`` (``make test-gpu``), in one process.  All others behave
+everywhere as on a machine without a GPU: what hides it is in the environment, so that workers and processes that tests
+start do not see it either.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def _on_gpu(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before a test module is imported; torch looks at its devices when it is first asked for one."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells let what they start in the background: not what is tested
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # as shells let what they start in the background: not what is tested
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if not _on_gpu(config):
         os.environ.update(HIDDEN)
@@ -95,7 +98,7 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What tests start is forked with everything imported (see :mod:`forked`), but for those that are marked ``fresh``."""
+    """What tests start is forked with everything imported (see :mod:`forked`), except where marked ``fresh``."""
     if request.node.get_closest_marker("fresh") is None:
         yield
     else:

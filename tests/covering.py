@@ -13,7 +13,9 @@ def covering(
     cases: Sequence[Case],
     columns: Callable[[Case], tuple[Any, ...]] = tuple,
 ) -> Iterator[Case]:
-    """Those in which any two columns have every pair of values that some case has: greedily, the case with most new ones next."""
+    """Those in which any two columns have every pair of values that some case has: greedily, the case with most new
+    ones next.
+    """
     found = {case: set(itertools.combinations(enumerate(columns(case)), 2)) for case in cases}
     left = set().union(*found.values())
     while left:
@@ -23,7 +25,9 @@ def covering(
 
 
 def few(cases: Sequence[Mapping[str, Any]], count: int) -> set[int]:
-    """The indices of ``count`` cases with as many values as possible: each adds most new ones, and is far from those chosen before."""
+    """The indices of ``count`` cases with as many values as possible: each adds most new ones, and is far from those
+    chosen before.
+    """
     values = [{(name, repr(value)) for name, value in case.items()} for case in cases]
     chosen: list[int] = []
     seen: set[tuple[str, str]] = set()

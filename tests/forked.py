@@ -1,13 +1,15 @@
-"""Python processes that start with torch and shardwise imported: what tests and the commands that they test start with ``subprocess``.
+"""Python processes that start with torch and shardwise imported: what tests and the commands that they test start with
+``subprocess``.
 
-A Python process of a test spends two to three seconds of a core on imports, and a command with four ranks is five processes.  Here a
-*server*, a process of one thread that has imported everything and done nothing, forks them instead.  They are children of whoever starts
-them, as ``Popen`` promises (the server forks twice, and orphans go to the process that has declared itself their reaper), and each of
-them has forked a server of its own before it does anything else, for the processes that it starts.
+A Python process of a test spends two to three seconds of a core on imports, and a command with four ranks is five
+processes.  Here a *server*, a process of one thread that has imported everything and done nothing, forks them instead.
+They are children of whoever starts them, as ``Popen`` promises (the server forks twice, and orphans go to the process
+that has declared itself their reaper), and each of them has forked a server of its own before it does anything else,
+for the processes that it starts.
 
-What differs from a fresh interpreter: the modules that are imported, variables that libraries read while they are loaded, and the seed of
-``hash``, which is the server's.  Tests about these are marked ``fresh`` and start real ones; with SHARDWISE_FRESH=1 in the environment
-all do.
+What differs from a fresh interpreter: the modules that are imported, variables that libraries read while they are
+loaded, and the seed of ``hash``, which is the server's.  Tests about these are marked ``fresh`` and start real ones;
+with SHARDWISE_FRESH=1 in the environment all do.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ from pathlib import Path
 from typing import Any
 
 PRELOADED = (
-    "torch", "torch._dynamo", "torch.export", "torch.distributed.elastic.multiprocessing", "torch.distributed.launcher.api",
+    "torch", "torch._dynamo", "torch.export", "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.launcher.api",
     "torch._functorch.aot_autograd", "torch.fx.experimental.validator", "sympy.tensor.tensor", "torch.distributed.run",
     "shardwise", "shardwise.cli.main", "shardwise.cli.train", "shardwise.launch.training", "shardwise.launch.worker",
     "shardwise.launch.run", "shardwise.launch.ready", "shardwise.launch.forecast", "shardwise.models",
@@ -105,7 +108,9 @@ def _execute_child(  # noqa: PLR0917 - the interpreter's own method, 3.11 and la
     p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, *more,
 ):  # fmt: skip
     global _server
-    words = [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(args)]
+    words = (
+        [os.fsdecode(word) for word in args] if not isinstance(args, str | bytes | os.PathLike) else [os.fsdecode(args)]
+    )
     program = None if shell or executable or preexec_fn else _program(words)
     if program is None:
         _unforked(
@@ -148,7 +153,9 @@ def fresh() -> Iterator[None]:
 
 
 def _program(words: Sequence[str]) -> list[str] | None:
-    """What a command line lets Python run, as ["-m" or "-c" or "", what, arguments ...]; None if it is not for this interpreter."""
+    """What a command line lets Python run, as ["-m" or "-c" or "", what, arguments ...]; None if it is not for this
+    interpreter.
+    """
     first, *rest = words
     if Path(first).parent == Path(sys.executable).parent and Path(first).read_bytes()[:2] == b"#!":
         return ["", *words]
@@ -217,7 +224,9 @@ def become(command: Mapping[str, Any], streams: Sequence[int]) -> None:
 
 
 def _run(program: Sequence[str], path: Sequence[str]) -> None:
-    """Run a program as the interpreter would, which looks for modules in PYTHONPATH and then along ``path``; the process ends with it."""
+    """Run a program as the interpreter would, which looks for modules in PYTHONPATH and then along ``path``; the
+    process ends with it.
+    """
     import numpy
     import torch
 
@@ -243,10 +252,15 @@ def _run(program: Sequence[str], path: Sequence[str]) -> None:
 
 
 def _show(command: Sequence[str]) -> None:
-    """Let the system show this command line and these environment variables for the process: in the memory of those it was started with."""
+    """Let the system show this command line and these environment variables for the process: in the memory of those it
+    was started with.
+    """
     with open("/proc/self/stat") as file:
         first, last, env_first, env_last = map(int, file.read().rpartition(")")[2].split()[45:49])
-    for start, end, words in ((first, last, command), (env_first, env_last, [f"{k}={v}" for k, v in os.environ.items()])):
+    for start, end, words in (
+        (first, last, command),
+        (env_first, env_last, [f"{k}={v}" for k, v in os.environ.items()]),
+    ):
         block = "".join(f"{word}\0" for word in words).encode(errors="surrogateescape")[: end - start - 1]
         ctypes.memmove(start, block.ljust(end - start, b"\0"), end - start)
 
@@ -267,7 +281,9 @@ def _adopt(ours: bool) -> None:
 
 
 def main(number: int) -> None:
-    """The server of :meth:`Server.fresh`, whose socket has this number, and in the processes that it starts their command."""
+    """The server of :meth:`Server.fresh`, whose socket has this number, and in the processes that it starts their
+    command.
+    """
     global _server
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [path for path in sys.path if path and path not in given]

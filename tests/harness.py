@@ -89,7 +89,9 @@ class Subject:
         if key not in self.compiled:
             plan = Plan(Mesh.of(dp=dp), microbatches, recompute, "fp64", dropout=self.dropout)  # type: ignore[arg-type]
             traces = next((c._traces for c in self.compiled.values()), {})
-            self.compiled[key] = Compiled(self.module, plan, self.batch, self.loss, training=self.training, _traces=traces)
+            self.compiled[key] = Compiled(
+                self.module, plan, self.batch, self.loss, training=self.training, _traces=traces
+            )
         return self.compiled[key]
 
 
@@ -137,13 +139,19 @@ def plain_run(subject: Subject, rows: int | None = None) -> Run:
 
 
 def oracle_run(
-    subject: Subject, microbatches: int = 1, rows: int | None = None, steps: int = 1, optimizer: OptimizerChoice | None = None,
+    subject: Subject, microbatches: int = 1, rows: int | None = None, steps: int = 1,
+    optimizer: OptimizerChoice | None = None,
     seed: int = 0,
 ) -> Run:  # fmt: skip
     """As ``plain_run``, over microbatches, with keyed random functions and an optimizer."""
     choice = optimizer or OptimizerChoice("sgd", lr=0.0)
     oracle = Oracle(
-        subject.module, subject.loss, plain_optimizer(choice), microbatches=microbatches, seed=seed, decays=choice.decays
+        subject.module,
+        subject.loss,
+        plain_optimizer(choice),
+        microbatches=microbatches,
+        seed=seed,
+        decays=choice.decays,
     )
     fields = {k: v[:rows] for k, v in subject.batch.items()}
     taken = [oracle.step(fields, choice.learning_rate(s)) for s in range(steps)]
@@ -155,14 +163,18 @@ def oracle_run(
 def errors(ours: Run, truth: Run) -> dict[str, float]:
     """Relative errors by name: of losses, gradients and, where both have it, state.
 
-    A tensor's error is against the larger of its own norm and 1e-6 of the norm of all; a gradient that one side lacks is infinitely
-    wrong, and so is what is not finite on one side only.
+    A tensor's error is against the larger of its own norm and 1e-6 of the norm of all; a gradient that one side lacks
+    is infinitely wrong, and so is what is not finite on one side only.
     """
     found: dict[str, float] = {}
     for i, (a, b) in enumerate(zip(ours.losses, truth.losses, strict=True)):
-        found[f"loss {i}"] = 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else _finite(abs(a - b) / max(abs(b), 1e-30))
+        found[f"loss {i}"] = (
+            0.0 if a == b or (math.isnan(a) and math.isnan(b)) else _finite(abs(a - b) / max(abs(b), 1e-30))
+        )
     for what, mine, theirs in (("gradient", ours.gradients, truth.gradients), ("state", ours.state, truth.state)):
-        norm = math.sqrt(sum(float(v.double().norm()) ** 2 for v in theirs.values() if bool(v.double().isfinite().all())))
+        norm = math.sqrt(
+            sum(float(v.double().norm()) ** 2 for v in theirs.values() if bool(v.double().isfinite().all()))
+        )
         names = mine.keys() | theirs.keys() if what == "gradient" else mine.keys() & theirs.keys()
         for name in names:
             found[f"{what} {name}"] = (
@@ -191,22 +203,26 @@ def _worst(mine: Fields, theirs: Fields) -> tuple[float, str]:
 
 
 def parity(
-    module: nn.Module | Subject, batch: Fields | None = None, loss: Loss | None = None, *, dp: Iterable[int] | int = (2, 3),
+    module: nn.Module | Subject, batch: Fields | None = None, loss: Loss | None = None, *,
+    dp: Iterable[int] | int = (2, 3),
     rows: Iterable[int | None] = (None,), microbatches: int = 1, recompute: str = "none", keyed: bool = False,
     steps: int = 1, optimizer: OptimizerChoice | None = None, dropout: str = "exact", training: bool = True,
     tolerance: float = TOLERANCE, opaque: bool = False,
 ) -> Trace:  # fmt: skip
-    """Assert that the traced module computes what the plain one does, for every ``dp`` and number of ``rows`` (None: all).
+    """Assert that the traced module computes what the plain one does, for every ``dp`` and number of ``rows`` (None:
+    all).
 
-    ``keyed``, microbatches and steps ask for the oracle of ``shardwise.verify`` as the truth, else it is plain autograd.  Returns the
-    trace, for further questions.
+    ``keyed``, microbatches and steps ask for the oracle of ``shardwise.verify`` as the truth, else it is plain
+    autograd.  Returns the trace, for further questions.
     """
     subject = module if isinstance(module, Subject) else Subject(module, batch or {}, loss, dropout, training)
     if not opaque:
         assert subject.trace.opaque is None, subject.trace.opaque
     for count in rows:
         if keyed or microbatches > 1 or steps > 1 or optimizer is not None:
-            truth = oracle_run(subject, microbatches if count is None else min(microbatches, count), count, steps, optimizer)
+            truth = oracle_run(
+                subject, microbatches if count is None else min(microbatches, count), count, steps, optimizer
+            )
         else:
             truth = plain_run(subject, count)
         for size in (dp,) if isinstance(dp, int) else dp:

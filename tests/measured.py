@@ -58,14 +58,17 @@ def flops_of_flash(*shapes: Sequence[int], out_shape: Any = None, **_: Any) -> i
 
 def counter() -> FlopCounterMode:
     ops = torch.ops.aten
-    kernels = (ops._scaled_dot_product_flash_attention_for_cpu, ops._scaled_dot_product_flash_attention_for_cpu_backward)
+    kernels = (
+        ops._scaled_dot_product_flash_attention_for_cpu,
+        ops._scaled_dot_product_flash_attention_for_cpu_backward,
+    )
     return FlopCounterMode(display=False, custom_mapping=dict.fromkeys(kernels, flops_of_flash))
 
 
 def real_costs(
     module: nn.Module, found: Trace, batch: Fields, rows: int, comm: ThreadCommunicator | None = None
 ) -> list[UnitCost]:
-    """Run the units of ``found`` on real tensors, as a rank of ``comm`` would, and measure all but ``forward_bytes``."""
+    """Run the units of ``found`` on real tensors, as a rank of ``comm`` would; measure all but ``forward_bytes``."""
     parts, index = (1, 0) if comm is None else (comm.mesh.size, comm.rank)
     env = Env(comm, ("dp",), parts, index, rows, targets=torch.tensor(7) if found.targets else None)
     low, high = shard_range(rows, parts, index)
@@ -76,7 +79,9 @@ def real_costs(
         leaf = own[name].detach().to(shadow_dtype(module, name, own[name], found.precision), copy=True)
         leaves[name] = leaf.requires_grad_(name not in found.frozen)
     buffers = {n: b.clone() for n, b in module.named_buffers()}
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d) or type(m).__name__ == "Conv1D"}
+    weights = {
+        id(m.weight) for m in module.modules() if isinstance(m, nn.Linear | nn.Conv2d) or type(m).__name__ == "Conv1D"
+    }
     splits = {n for n, p in own.items() if id(p) in weights}
     live: dict[str, Tensor] = {}
     costs = []
@@ -87,7 +92,9 @@ def real_costs(
         forward, inner, every, keeping = counter(), counter(), counter(), Keeping()
         with forward, torch.set_grad_enabled(unit.differentiable), keeping:
             outputs = unit.function(env, *given, *data, *inputs)[: len(unit.outputs)]
-        live.update({n: o.detach().requires_grad_(g) for n, o, g in zip(unit.outputs, outputs, unit.output_grads, strict=True)})
+        live.update(
+            {n: o.detach().requires_grad_(g) for n, o, g in zip(unit.outputs, outputs, unit.output_grads, strict=True)}
+        )
         made = storages(outputs)
         good = [o for o, g in zip(outputs, unit.output_grads, strict=True) if g]
         del outputs

@@ -14,7 +14,9 @@ import shardwise
 
 
 def run_processes(ranks: int, command: Sequence[str], timeout: float, **more: object) -> list[str]:
-    """What each of so many ranks of ``python *command`` prints; with ``more`` environment variables.  None of them outlives the call."""
+    """What each of so many ranks of ``python *command`` prints; with ``more`` environment variables.  None of them
+    outlives the call.
+    """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
@@ -23,7 +25,8 @@ def run_processes(ranks: int, command: Sequence[str], timeout: float, **more: ob
     common = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     processes = [
         subprocess.Popen(
-            [sys.executable, *command], env={**common, "RANK": str(rank)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, *command], env={**common, "RANK": str(rank)}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE
         )
         for rank in range(ranks)
     ]  # fmt: skip

@@ -1,5 +1,5 @@
-"""Training on a device without hardware (``card.py``): ``python resident.py CASE...`` prints as JSON what made the host wait in each case, and the
-ops that are known to.
+"""Training on a device without hardware (``card.py``): ``python resident.py CASE...`` prints as JSON what made the host
+wait in each case, and the ops that are known to.
 
 A case is MODEL:PLAN, of :data:`MODELS` and :data:`PLANS`, or MODEL:PLAN:FAULT, which plants one of :data:`FAULTS`.
 """
@@ -120,7 +120,9 @@ FAULTS: dict[str, Any] = {
 
 def train(one: zoo.Model, plan: Plan, device: torch.device, rank: int, compiled: Compiled) -> dict[str, int]:
     """What made the host wait in the last of a few steps of a run's own loop: loader, step, look, metrics."""
-    samples = [{name: value[row] for name, value in one.batch.items()} for row in range(len(next(iter(one.batch.values()))))]
+    samples = [
+        {name: value[row] for name, value in one.batch.items()} for row in range(len(next(iter(one.batch.values()))))
+    ]
     folder = Path(tempfile.mkdtemp())
     with card.watched() as waits:
         waits.since = WARM

@@ -50,8 +50,8 @@ class Net(nn.Module):
 
 
 def layouts(first: str = "tp", second: str = "tp") -> dict[str, Layout]:
-    """Of the parameters that are sharded: uneven (7 words), fused, by columns, and, over three ranks, with nothing for one of them (a head
-    of two).  Some are sharded over ``first``, some over ``second``, the words over both."""
+    """Of the parameters that are sharded: uneven (7 words), fused, by columns, and, over three ranks, with nothing for
+    one of them (a head of two).  Some are sharded over ``first``, some over ``second``, the words over both."""
     both = (first,) if first == second else (first, second)
     wide = Factor(WIDTH)
     found = {
@@ -77,7 +77,10 @@ def net() -> Net:
 
 def batch(rows: int = 5) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {"words": torch.randint(0, 7, (rows,), generator=generator), "y": torch.randint(0, 2, (rows,), generator=generator)}
+    return {
+        "words": torch.randint(0, 7, (rows,), generator=generator),
+        "y": torch.randint(0, 2, (rows,), generator=generator),
+    }
 
 
 def place(found: Trace, module: nn.Module, plan: Plan, given: Mapping[str, Layout]) -> None:
@@ -86,7 +89,9 @@ def place(found: Trace, module: nn.Module, plan: Plan, given: Mapping[str, Layou
     found.buckets[:] = _buckets(found.units, module, found.precision, learning, plan.rule, given)
 
 
-def planned(tensor: Mapping[str, int], dp: int = 1, zero: int = 0, replicas: int = 1, pp: int = 1, **fields: Any) -> Plan:
+def planned(
+    tensor: Mapping[str, int], dp: int = 1, zero: int = 0, replicas: int = 1, pp: int = 1, **fields: Any
+) -> Plan:
     """A plan over these tensor-parallel axes."""
     mesh = Mesh(tuple(Axis(name, size) for name, size in tensor.items()))
     return pipeline(data_parallel(Plan(mesh=mesh, **{"precision": "fp64", **fields}), dp, zero, replicas), pp)

@@ -11,7 +11,8 @@ from shardwise.core.timetable import Task
 from shardwise.lower import step
 
 Key = Callable[[int, int], tuple[int, ...]]
-"""(microbatch, number of microbatches) → after which microbatch the second part comes; ties are broken by what follows."""
+"""(microbatch, number of microbatches) → after which microbatch the second part comes; ties are broken by what follows.
+"""
 
 ORDERS: dict[str, Key] = {
     "at once": lambda m, number: (m,),
@@ -24,7 +25,9 @@ ORDERS: dict[str, Key] = {
 
 def ordered(microbatches: int, order: str) -> list[Task]:
     """1F1B of one stage, with W where ``order`` has it."""
-    keyed = [((m, -microbatches - 2, at), Task(kind, 0, m)) for m in range(microbatches) for at, kind in enumerate("FI")]
+    keyed = [
+        ((m, -microbatches - 2, at), Task(kind, 0, m)) for m in range(microbatches) for at, kind in enumerate("FI")
+    ]
     keyed += [((*ORDERS[order](m, microbatches), 0)[:3], Task("W", 0, m)) for m in range(microbatches)]
     return [task for _, task in sorted(keyed)]
 

@@ -1,8 +1,11 @@
-"""A device of a type that torch does not have, "standin", as an extension would bring one: ``python standin.py CASE...``.
+"""A device of a type that torch does not have, "standin", as an extension would bring one: ``python standin.py
+CASE...``.
 
-Registered with torch like any other, it is this process's accelerator.  Its tensors have values, which the CPU computes out of sight; an op
-on tensors of two devices is an error, as it is everywhere.  So plans are verified on it, in threads with streams that do nothing.  A case is
-MODEL:PLAN of ``device/test_verify_on_device.py``, MODEL:PLAN:apart where the oracle leaves on the host what is there, or "facts"; each prints a line of JSON.  Registering lasts as long as the process.
+Registered with torch like any other, it is this process's accelerator.  Its tensors have values, which the CPU computes
+out of sight; an op on tensors of two devices is an error, as it is everywhere.  So plans are verified on it, in threads
+with streams that do nothing.  A case is MODEL:PLAN of ``device/test_verify_on_device.py``, MODEL:PLAN:apart where the
+oracle leaves on the host what is there, or "facts"; each prints a line of JSON.  Registering lasts as long as the
+process.
 """
 
 from __future__ import annotations
@@ -122,7 +125,9 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = "cpu" if goal else asked
     result = func(*_memory(args), **_memory(kwargs))
     written = [
-        v for one, v in zip(func._schema.arguments, args, strict=False) if one.alias_info is not None and one.alias_info.is_write
+        v
+        for one, v in zip(func._schema.arguments, args, strict=False)
+        if one.alias_info is not None and one.alias_info.is_write
     ]
     if isinstance(result, Tensor) and len(written) == 1 and isinstance(written[0], Tensor):
         return written[0]
@@ -164,9 +169,12 @@ def facts(device: torch.device) -> dict[str, Any]:
         backend.keep(torch.ones(3, device=device))
     stream = backend.stream(device)
     return {
-        "here": here == backend, "type": backend.type, "kind": backend.kind, "asynchronous": backend.asynchronous, "rocm": backend.rocm,
-        "count": backend.count, "devices": [str(backend.device(rank)) for rank in range(3)], "name": backend.name(device), "transport": backend.transport,
-        "memory": backend.free_and_total(device), "event": event.device.type, "stream": stream.device.type, "tf32": backend.tf32, "pins": backend.pins,
+        "here": here == backend, "type": backend.type, "kind": backend.kind, "asynchronous": backend.asynchronous,
+        "rocm": backend.rocm,
+        "count": backend.count, "devices": [str(backend.device(rank)) for rank in range(3)],
+        "name": backend.name(device), "transport": backend.transport,
+        "memory": backend.free_and_total(device), "event": event.device.type, "stream": stream.device.type,
+        "tf32": backend.tf32, "pins": backend.pins,
         "widest": str(backend.widest_float),
     }  # fmt: skip
 

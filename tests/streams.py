@@ -1,9 +1,10 @@
 """Streams without a device: ranks that are threads each have one, and what is read or written before its turn is found.
 
-Tensors are the CPU's, so every value is right whatever the order.  What would go wrong on a device is found by clocks: each stream counts
-its ops, an event holds what its stream knew when it was recorded, and a stream that waits for it knows that too.  An op may read only what
-its stream knows to be written, may write only what it knows to be read, and may read memory of another stream's only if the allocator was
-told, which would give it away otherwise while the op is pending.
+Tensors are the CPU's, so every value is right whatever the order.  What would go wrong on a device is found by clocks:
+each stream counts its ops, an event holds what its stream knew when it was recorded, and a stream that waits for it
+knows that too.  An op may read only what its stream knows to be written, may write only what it knows to be read, and
+may read memory of another stream's only if the allocator was told, which would give it away otherwise while the op is
+pending.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Memory:
 
 
 class Streams:
-    """Those of one run, and in ``found`` what was wrong; ``deaf``: waiting for an event does nothing, ``mute``: nor does telling the allocator."""
+    """Those of one run, and in ``found`` what was wrong; ``deaf``: waiting for an event does nothing, ``mute``: nor
+    does telling the allocator.
+    """
 
     def __init__(self, deaf: bool = False, mute: bool = False) -> None:
         self.found: list[str] = []

@@ -76,9 +76,13 @@ def alive(tasks: tuple[Task, ...]) -> int:
 
 
 def any_order(home: Sequence[int], microbatches: int, draw: random.Random) -> Timetable:
-    """Tasks in an order that ranks can compute, one drawn after the other among all that could be next; backward now whole, now in two."""
+    """Tasks in an order that ranks can compute, one drawn after the other among all that could be next; backward now
+    whole, now in two.
+    """
     last = len(home) - 1
-    left = [Task(kind, s, m) for s in range(last + 1) for m in range(microbatches) for kind in draw.choice(("FB", "FIW"))]
+    left = [
+        Task(kind, s, m) for s in range(last + 1) for m in range(microbatches) for kind in draw.choice(("FB", "FIW"))
+    ]
     found: list[list[Task]] = [[] for _ in range(1 + max(home))]
     done: set[tuple[str, int, int]] = set()
     while left:

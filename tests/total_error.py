@@ -19,5 +19,7 @@ def total_error(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> floa
     if ours.keys() != truth.keys() or any(ours[name].shape != truth[name].shape for name in truth):
         return math.inf
     floating = [name for name in truth if truth[name].is_floating_point()]
-    mine, theirs = (torch.cat([side[name].detach().cpu().double().flatten() for name in floating]) for side in (ours, truth))
+    mine, theirs = (
+        torch.cat([side[name].detach().cpu().double().flatten() for name in floating]) for side in (ours, truth)
+    )
     return relative_error(mine, theirs)

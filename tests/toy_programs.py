@@ -1,12 +1,14 @@
 """An oracle of programs: it runs those of all ranks on toy units in exact integers, and one device beside them.
 
-A unit multiplies.  With the parameters ``w`` of its buckets, the live tensors ``a`` that it reads and a constant ``x`` of its rows,
+A unit multiplies.  With the parameters ``w`` of its buckets, the live tensors ``a`` that it reads and a constant ``x``
+of its rows,
 
     s = Σ c·a + x,   W = 1 + Σ κ·w,   each output = d · s · W   (modulo a prime)
 
-so a wrong, stale, missing or doubled operand changes everything that follows, and its derivatives are exact.  Every buffer that a program
-frees is forgotten at once, and every element that nobody has written is None, with which nothing can be computed.  Collectives and
-messages take their operands when they are issued, and their results come when somebody waits for them.
+so a wrong, stale, missing or doubled operand changes everything that follows, and its derivatives are exact.  Every
+buffer that a program frees is forgotten at once, and every element that nobody has written is None, with which nothing
+can be computed.  Collectives and messages take their operands when they are issued, and their results come when
+somebody waits for them.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class Toy:
 
     def sum(self, unit: Unit, inputs: Mapping[str, int], rows: object) -> int:
         """s of a unit."""
-        return (sum(constant("c", unit.index, n) * inputs[n] for n in unit.inputs) + constant("x", unit.index, rows)) % PRIME
+        return (
+            sum(constant("c", unit.index, n) * inputs[n] for n in unit.inputs) + constant("x", unit.index, rows)
+        ) % PRIME
 
     @staticmethod
     def outputs(unit: Unit, s: int, w: int) -> dict[str, int]:
@@ -110,12 +114,13 @@ def updated(w: int, state: int, gradient: int, decided: int) -> tuple[int, int]:
     return (5 * w - state) % PRIME, state
 
 
-# ---- one device --------------------------------------------------------------------------------------------------------
+# ---- one device ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Device:
-    """One device that trains on batch after batch with the versions of the weights that a plan's schedule is defined by.
+    """One device that trains on batch after batch with the versions of the weights that a plan's schedule is defined
+    by.
 
     ``history`` has for each bucket its values after 0, 1, ... updates since the pipeline was empty.
     """
@@ -185,7 +190,7 @@ class Device:
         return live["loss"] * weight
 
 
-# ---- all ranks ---------------------------------------------------------------------------------------------------------
+# ---- all ranks -------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -214,7 +219,9 @@ class World:
 
     def __init__(self, toy: Toy, plan: Plan, programs: Sequence[Program]) -> None:
         self.exchanges: dict[object, Exchange] = {}
-        self.ranks = [Rank(self, toy, plan, class_of(programs, plan.mesh, rank), rank) for rank in range(plan.mesh.size)]
+        self.ranks = [
+            Rank(self, toy, plan, class_of(programs, plan.mesh, rank), rank) for rank in range(plan.mesh.size)
+        ]
 
     def step(self) -> list[dict[int, dict[str, int]]]:
         """Run every program once; loss and norm of each batch as each rank reports them."""
@@ -265,7 +272,7 @@ class Rank:
         """Where what the optimizer takes lies in a gradient, or in parameters."""
         return self.own if self.rule[bucket].state == "S" and len(values) == self.toy.numel else slice(0, len(values))
 
-    # ---- the order of things ---------------------------------------------------------------------------------------------
+    # ---- the order of things -----------------------------------------------------------------------------------------
 
     def run(self) -> Iterator[None]:
         """Every instruction in order; it yields where it has to wait for others."""
@@ -298,7 +305,13 @@ class Rank:
             self.free(post.one)
 
     def post(
-        self, one: Instruction, members: tuple[int, ...], what: str, value: Any, deliver: Callable[[Any], None], to: object = None
+        self,
+        one: Instruction,
+        members: tuple[int, ...],
+        what: str,
+        value: Any,
+        deliver: Callable[[Any], None],
+        to: object = None,
     ) -> None:
         """Hand in ``value``; ``deliver`` gets those of all members, in their order, when this rank waits."""
         channel = (members, str(one.lane), to) if to is None else (members, to)
@@ -315,7 +328,7 @@ class Rank:
         for buffer in one.frees:
             self.memory.pop(buffer, None)
 
-    # ---- computing -------------------------------------------------------------------------------------------------------
+    # ---- computing ---------------------------------------------------------------------------------------------------
 
     def whole(self, one: Instruction) -> Callable[[Bucket], Values]:
         """A bucket as this instruction may read it: in a slot, as an old version, or where it rests."""
@@ -365,7 +378,10 @@ class Rank:
 
     def do_recompute(self, one: Instruction) -> None:
         unit, (place,) = self.unit(one), one.writes
-        found = self.toy.sum(unit, self.inputs(one), (one.microbatch, self.rows)), self.toy.factor(unit, self.whole(one))
+        found = (
+            self.toy.sum(unit, self.inputs(one), (one.microbatch, self.rows)),
+            self.toy.factor(unit, self.whole(one)),
+        )
         kept = Buffer("kept", one.unit, one.microbatch)
         assert kept not in one.reads or self.memory[kept] == found
         self.memory[place] = found
@@ -401,7 +417,9 @@ class Rank:
         self.add_gradients(one, *self.memory[Buffer("deferred", one.unit, one.microbatch)], "weight")
 
     def add_gradients(self, one: Instruction, arrived: int, s: int, part: str) -> None:
-        """To the gradients that the instruction writes; of a bucket with both kinds of parameters each part of a backward gives some."""
+        """To the gradients that the instruction writes; of a bucket with both kinds of parameters each part of a
+        backward gives some.
+        """
         unit, slots = self.unit(one), dict(one.slots)
         for bucket in self.toy.used(unit):
             names = {p.name for p in bucket.parameters}
@@ -433,7 +451,7 @@ class Rank:
             self.grad[bucket][:] = [0] * self.toy.numel
         return self.grad[bucket]
 
-    # ---- communication ---------------------------------------------------------------------------------------------------
+    # ---- communication -----------------------------------------------------------------------------------------------
 
     def do_count(self, one: Instruction) -> None:
         (place,) = one.writes
@@ -541,7 +559,7 @@ class Rank:
         what = f"bucket {one.bucket}" if one.bucket >= 0 else f"{one.unit} {one.microbatch} {one.tensors}"
         self.post(one, pair, what, value, deliver, "gradients" if one.bucket >= 0 else "tensors")
 
-    # ---- the update ------------------------------------------------------------------------------------------------------
+    # ---- the update --------------------------------------------------------------------------------------------------
 
     def do_norm(self, one: Instruction) -> None:
         """Of this rank's own shard of every gradient; of replicas the first counts."""
@@ -559,7 +577,8 @@ class Rank:
         goal, param = self.grad[b], self.param[b]
         gradient, at = goal[self.held(b, goal)], self.held(b, param)
         both = [
-            updated(known(w), known(s), known(g), decided) for w, s, g in zip(param[at], self.state[b], gradient, strict=True)
+            updated(known(w), known(s), known(g), decided)
+            for w, s, g in zip(param[at], self.state[b], gradient, strict=True)
         ]
         if len(param) == self.toy.numel and self.rule[b].state == "S":
             param[:] = [None] * len(param)  # the other ranks' shards are not those that are here any more

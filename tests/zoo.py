@@ -54,11 +54,13 @@ class Model:
     build: Callable[[], nn.Module]
 
     @staticmethod
-    def of(build: Callable[[], nn.Module], batch: dict[str, Tensor], loss: Callable[[Any, Any], Tensor] | None = None) -> Model:
+    def of(
+        build: Callable[[], nn.Module], batch: dict[str, Tensor], loss: Callable[[Any, Any], Tensor] | None = None
+    ) -> Model:
         return Model(build(), batch, loss, build)
 
 
-# ---- our own ------------------------------------------------------------------------------------------------------------------
+# ---- our own ---------------------------------------------------------------------------------------------------------
 
 
 class MLP(nn.Module):
@@ -77,10 +79,15 @@ class Stage(nn.Module):
 
     def __init__(self, wide: int, out: int, stride: int) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(wide, out, 3, stride, 1, bias=False), nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.conv1, self.conv2 = (
+            nn.Conv2d(wide, out, 3, stride, 1, bias=False),
+            nn.Conv2d(out, out, 3, 1, 1, bias=False),
+        )
         self.norm1, self.norm2 = nn.BatchNorm2d(out), nn.BatchNorm2d(out, momentum=0.3)
         self.short = (
-            nn.Sequential(nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out, affine=False)) if stride > 1 else None
+            nn.Sequential(nn.Conv2d(wide, out, 1, stride, bias=False), nn.BatchNorm2d(out, affine=False))
+            if stride > 1
+            else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -93,7 +100,9 @@ class Stage(nn.Module):
 class ConvNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 4, 3, 1, 1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+        )
         self.stages = nn.ModuleList([Stage(4, 4, 1), Stage(4, 6, 2), Stage(6, 6, 1)])
         self.drop, self.head = nn.Dropout2d(0.2), nn.Linear(6, 3)
 
@@ -105,11 +114,16 @@ class ConvNet(nn.Module):
 
 
 class Pairs(nn.Module):
-    """Two encoders and in-batch negatives both ways (Radford et al. 2021), and a second view of one side (Chen et al. 2020)."""
+    """Two encoders and in-batch negatives both ways (Radford et al. 2021), and a second view of one side (Chen et al.
+    2020).
+    """
 
     def __init__(self, words: int) -> None:
         super().__init__()
-        self.text, self.words = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)), nn.Embedding(words, 6, padding_idx=0)
+        self.text, self.words = (
+            nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6)),
+            nn.Embedding(words, 6, padding_idx=0),
+        )
         self.image = nn.Sequential(nn.Linear(5, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 6))
         self.scale = nn.Parameter(torch.tensor(1.0))
 
@@ -143,7 +157,9 @@ class Tagger(nn.Module):
 
 
 class FusedBlock(nn.Module):
-    """Attention with queries, keys and values in one weight, and two MLPs of unequal width in one, taken apart by split, slices or a view."""
+    """Attention with queries, keys and values in one weight, and two MLPs of unequal width in one, taken apart by
+    split, slices or a view.
+    """
 
     SIZE, WIDTH, LOW, UP = 4, 24, 30, 42  # of a head, of the model, of the MLPs
 
@@ -234,7 +250,9 @@ def own(name: str, words: int) -> Model:
     if name == "llama":
         return Model.of(lambda: Llama(**sizes, kv_heads=2), batch)
     if name == "mlp":
-        return Model.of(MLP, {"x": x, "y": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))}, squared_loss)
+        return Model.of(
+            MLP, {"x": x, "y": torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(7))}, squared_loss
+        )
     if name == "convnet":
         return Model.of(ConvNet, {"image": images(), "label": classes()}, accuracy_loss)
     if name == "pairs":
@@ -245,14 +263,19 @@ def own(name: str, words: int) -> Model:
     return Model.of(lambda: Tagger(words), {"tokens": batch["input_ids"], "labels": batch["labels"]})
 
 
-# ---- transformers --------------------------------------------------------------------------------------------------------------
+# ---- transformers ----------------------------------------------------------------------------------------------------
 
 
 def hugging(name: str, words: int) -> Model:
     import transformers as t
 
     torch.manual_seed(8)
-    common: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    common: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text = {**common, "vocab_size": words, "max_position_embeddings": 32}
     grouped = {**text, "num_key_value_heads": 2}
     kind, _, variant = name.partition(" ")
@@ -260,9 +283,15 @@ def hugging(name: str, words: int) -> Model:
     build: Callable[[Any], nn.Module]
     config: Any
     if kind == "llama":
-        build, config = t.LlamaForCausalLM, t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0)
+        build, config = (
+            t.LlamaForCausalLM,
+            t.LlamaConfig(**grouped, attention_dropout=0.1 if variant == "padded" else 0.0),
+        )
     elif kind == "gpt2":
-        build, config = t.GPT2LMHeadModel, t.GPT2Config(vocab_size=words, n_embd=16, n_layer=2, n_head=4, n_positions=32)
+        build, config = (
+            t.GPT2LMHeadModel,
+            t.GPT2Config(vocab_size=words, n_embd=16, n_layer=2, n_head=4, n_positions=32),
+        )
     elif kind == "opt":
         build, config = t.OPTForCausalLM, t.OPTConfig(**text, ffn_dim=24, word_embed_proj_dim=16)
     elif kind == "bloom":
@@ -284,7 +313,10 @@ def hugging(name: str, words: int) -> Model:
         assert kind == "resnet"
         config = t.ResNetConfig(embedding_size=4, hidden_sizes=[4, 6], depths=[1, 2], layer_type="basic", num_labels=3)
         build = t.ResNetForImageClassification
-        batch = {"pixel_values": torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(3)), "labels": classes()}
+        batch = {
+            "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=torch.Generator().manual_seed(3)),
+            "labels": classes(),
+        }
     if variant in ("padded", "ones"):
         batch = padded(batch, variant == "ones")
     return Model.of(lambda: build(config), batch)
@@ -292,7 +324,8 @@ def hugging(name: str, words: int) -> Model:
 
 OWN = ("gpt", "llama", "mlp", "convnet", "pairs", "tagger", "fused")
 TRANSFORMERS = (
-    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bloom", "bert", "bert padded", "mixtral", "mixtral balanced", "mixtral padded",
+    "llama", "llama padded", "llama ones", "gpt2", "gpt2 padded", "opt", "bloom", "bert", "bert padded", "mixtral",
+    "mixtral balanced", "mixtral padded",
     "qwen3", "qwen3 padded", "vit", "resnet",
 )  # fmt: skip
 

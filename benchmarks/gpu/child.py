@@ -1,4 +1,6 @@
-"""One function in a process of its own: ``python -m gpu.child MODULE:FUNCTION ARGUMENTS``, the arguments and the result as JSON."""
+"""One function in a process of its own: ``python -m gpu.child MODULE:FUNCTION ARGUMENTS``, the arguments and the result
+as JSON.
+"""
 
 from __future__ import annotations
 

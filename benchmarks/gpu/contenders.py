@@ -1,4 +1,6 @@
-"""Who trains beside whom on a card: turns of steps that the device itself times, and the loops that are no peers of the CPU benchmarks."""
+"""Who trains beside whom on a card: turns of steps that the device itself times, and the loops that are no peers of the
+CPU benchmarks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def task_for(device: str, tiny: bool) -> Task:
 
 
 class Stamps:
-    """Moments of a device's queue, or of the host's clock where the device is the host; reading them does not drain the queue."""
+    """Moments of a device's queue, or of the host's clock where the device is the host; reading them does not drain the
+    queue.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend = device, Backend.of(device)
@@ -46,10 +50,12 @@ class Stamps:
 
 
 class Turn:
-    """A step that is a turn of them: ``settle`` steps that are not timed, since memory that was given back is taken again, then ``steps``.
+    """A step that is a turn of them: ``settle`` steps that are not timed, since memory that was given back is taken
+    again, then ``steps``.
 
-    The host issues all of a turn without waiting.  ``measured`` has for each turn the seconds of its timed steps, its first and last loss,
-    and the most bytes that tensors took and that the allocator held.  After a turn cached memory goes back to the card, to the others.
+    The host issues all of a turn without waiting.  ``measured`` has for each turn the seconds of its timed steps, its
+    first and last loss, and the most bytes that tensors took and that the allocator held.  After a turn cached memory
+    goes back to the card, to the others.
     """
 
     def __init__(self, step: Callable[[], Tensor], device: torch.device, settle: int, steps: int) -> None:

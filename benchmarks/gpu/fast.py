@@ -1,7 +1,9 @@
-"""How fast: a Llama of 1.1 B parameters at sequence 4096 in bf16, beside an ordinary loop, that loop compiled, and FSDP2 at world size 1.
+"""How fast: a Llama of 1.1 B parameters at sequence 4096 in bf16, beside an ordinary loop, that loop compiled, and
+FSDP2 at world size 1.
 
-Each contender is a process of its own.  They take turns on the card if the model states of all fit beside the activations of one, and
-otherwise run one after the other.  Then one step of shardwise and one of the ordinary loop are profiled.
+Each contender is a process of its own.  They take turns on the card if the model states of all fit beside the
+activations of one, and otherwise run one after the other.  Then one step of shardwise and one of the ordinary loop are
+profiled.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ def fast(part: Part) -> None:
         facts = in_child("gpu.fast:facts", 180.0, {}, device=options.device, tiny=options.tiny)
         part.figures["facts"] = facts
         part.say(
-            f"{facts['parameters'] / 1e9:.3g} B parameters; {facts['rows']} rows, {'in turns' if facts['together'] else 'one after the other'}"
+            f"{facts['parameters'] / 1e9:.3g} B parameters; {facts['rows']} rows, "
+            f"{'in turns' if facts['together'] else 'one after the other'}"
         )
         task = replace(task, rows=facts["rows"])
         part.figures["rows"] = race(part, task, facts)
@@ -76,7 +79,9 @@ def fast(part: Part) -> None:
 
 
 def facts(device: str, tiny: bool) -> dict[str, Any]:
-    """Parameters, FLOPs a row, the card's peak, and with how many rows all contenders fit, in turns or one after the other."""
+    """Parameters, FLOPs a row, the card's peak, and with how many rows all contenders fit, in turns or one after the
+    other.
+    """
     from shardwise import OptimizerChoice, Plan, Values, record
     from shardwise.estimate.predict import predict
     from shardwise.launch.mfu import model_flops, peak_flops
@@ -92,19 +97,24 @@ def facts(device: str, tiny: bool) -> dict[str, Any]:
     rows, together = task.rows, True
     if free is not None and not tiny:
         choice = OptimizerChoice("adamw", lr=1e-4)
-        peaks = {n: predict(lambda size: made.trace((), size), made.plan, choice, rows=n, device=backend.kind) for n in ROWS}
+        peaks = {
+            n: predict(lambda size: made.trace((), size), made.plan, choice, rows=n, device=backend.kind) for n in ROWS
+        }
         rows, together = choose_rows({n: (sum(p.states.values()), p.peak_bytes) for n, p in peaks.items()}, free)
     peak = peak_flops(backend.device(), task.precision)
     return {
-        "parameters": parameters, "flops_per_row": model_flops(made.general, 1), "peak_flops": peak, "rows": rows, "together": together,
+        "parameters": parameters, "flops_per_row": model_flops(made.general, 1), "peak_flops": peak, "rows": rows,
+        "together": together,
         "sequence": task.sequence, "precision": task.precision, "free_bytes": free,
     }  # fmt: skip
 
 
 def choose_rows(predicted: dict[int, tuple[int, int]], free: int) -> tuple[int, bool]:
-    """The rows of a step, and whether all contenders are on the card at once; ``predicted`` is (states, peak) in bytes, by rows.
+    """The rows of a step, and whether all contenders are on the card at once; ``predicted`` is (states, peak) in bytes,
+    by rows.
 
-    An ordinary loop under autocast keeps up to 1.4 times the activations.  In turns it is worth having fewer rows, but not fewer than two.
+    An ordinary loop under autocast keeps up to 1.4 times the activations.  In turns it is worth having fewer rows, but
+    not fewer than two.
     """
     for together, least in ((True, 2), (False, 1), (True, 1)):
         for rows, (states, peak) in predicted.items():
@@ -165,7 +175,8 @@ def row(one: Contender, task: Task, facts: dict[str, Any], rounds: int) -> dict[
     flops = facts["flops_per_row"] * task.rows
     return {
         "name": one.name, "rows": task.rows, "step_seconds": median, "fastest": min(seconds), "slowest": max(seconds),
-        "tokens_per_second": task.tokens / median, "clean_steps": len(seconds), "turns": len(one.seconds), "turns_to_run": rounds,
+        "tokens_per_second": task.tokens / median, "clean_steps": len(seconds), "turns": len(one.seconds),
+        "turns_to_run": rounds,
         "mfu": None if peak is None else mfu(flops, median, 1, peak), "teraflops": flops / median / 1e12,
         "peak_gib": kept[-1]["peak"] / 2**30 if "peak" in kept[-1] else None, "losses": one.losses,
     }  # fmt: skip
@@ -182,10 +193,15 @@ def _judge(part: Part, found: Sequence[dict[str, Any]], facts: dict[str, Any]) -
             continue
         one["off"] = off(Contender(one["name"], plain, losses=one["losses"][:1]), reference["losses"][:1])
         part.check(
-            f"{one['name']} has the losses of the ordinary loop", one["off"] <= SAME["bf16"], f"off by {one['off']:.0e}; {detail}"
+            f"{one['name']} has the losses of the ordinary loop",
+            one["off"] <= SAME["bf16"],
+            f"off by {one['off']:.0e}; {detail}",
         )
     if OURS in by and COMPILED in by:
-        part.say(f"shardwise is at {by[OURS]['tokens_per_second'] / by[COMPILED]['tokens_per_second']:.3f} of the compiled loop")
+        part.say(
+            f"shardwise is at {by[OURS]['tokens_per_second'] / by[COMPILED]['tokens_per_second']:.3f} of the compiled "
+            "loop"
+        )
 
 
 def profiled(part: Part, name: str, task: Task) -> dict[str, Any]:

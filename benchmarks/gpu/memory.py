@@ -1,4 +1,6 @@
-"""How much: the predicted bytes of a step beside the measured ones, and the rows that are predicted to fit beside those that do."""
+"""How much: the predicted bytes of a step beside the measured ones, and the rows that are predicted to fit beside those
+that do.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def memory(part: Part) -> None:
         if not part.time_for(f"memory of {name}", 20.0 if options.tiny else 75.0):
             continue
         with part.guarded(f"memory of {name}"):
-            found = in_child("gpu.memory:one_step", min(part.left, 200.0), environment(options.device), changes=changes, **common)
+            found = in_child(
+                "gpu.memory:one_step", min(part.left, 200.0), environment(options.device), changes=changes, **common
+            )
             part.figures["plans"][name] = found
             _judge(part, name, found)
     for name in ("none", "full") if not options.tiny else ("none",):
@@ -75,7 +79,9 @@ def _judge(part: Part, name: str, found: dict[str, Any]) -> None:
     beside, assumed = measured.get("beside_the_allocator"), Reserve().context
     if beside is not None:
         words = f"assumed {size(assumed)}, measured {size(beside)}"
-        part.check(f"beside the allocator {name} takes no more than `shardwise memory` assumes", beside <= assumed, words)
+        part.check(
+            f"beside the allocator {name} takes no more than `shardwise memory` assumes", beside <= assumed, words
+        )
 
 
 def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]:
@@ -108,10 +114,15 @@ def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]
     for one, bytes_at in (("predicted", expected.peak), ("measured", seen.peak)):
         found[one]["categories"] = {name: int(n) for name, n in bytes_at.items() if name != "reserve"}
     found["measured"]["reserve"] = int(seen.peak.get("reserve", 0))
-    if backend.asynchronous:  # the driver's word, of all processes together: context, libraries and, it is hoped, nobody else
+    if (
+        backend.asynchronous
+    ):  # the driver's word, of all processes together: context, libraries and, it is hoped, nobody else
         backend.synchronize(place)
         free, total = backend.free_and_total(place)
-        found["measured"] |= {"taken_of_the_card": total - free, "beside_the_allocator": total - free - backend.reserved(place)}
+        found["measured"] |= {
+            "taken_of_the_card": total - free,
+            "beside_the_allocator": total - free - backend.reserved(place),
+        }
     return found
 
 
@@ -125,7 +136,8 @@ def predictor(trainer: Any) -> Callable[[int], Any]:
 
 
 def rows_that_fit(device: str, tiny: bool, changes: dict[str, Any], within: float) -> dict[str, Any]:
-    """The most rows that are predicted to fit, and the most that run; more are tried ``within`` so many seconds, until some do not.
+    """The most rows that are predicted to fit, and the most that run; more are tried ``within`` so many seconds, until
+    some do not.
 
     On a CPU a budget stands for the card, and what a step measures says whether it would have fitted.
     """

@@ -12,7 +12,9 @@ from . import profiles
 
 
 def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], float]:
-    """A contender whose one step is recorded instruction by instruction; ``measured`` has how much of communication is hidden."""
+    """A contender whose one step is recorded instruction by instruction; ``measured`` has how much of communication is
+    hidden.
+    """
     from shardwise.runtime.recorder import Recorder
 
     trainer, given = divided(rank, ranks, task=task, zero=zero)
@@ -37,7 +39,9 @@ def recorded(rank: int, ranks: int, *, task: Task, zero: int) -> Callable[[], fl
 
 
 def one_more(rank: int, ranks: int, *, device: str) -> Callable[[], float]:
-    """A contender whose step makes a group of all ranks and warms it up; ``measured`` has what is then missing of the free memory."""
+    """A contender whose step makes a group of all ranks and warms it up; ``measured`` has what is then missing of the
+    free memory.
+    """
     import psutil
     import torch
     import torch.distributed as dist

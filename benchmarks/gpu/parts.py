@@ -1,4 +1,6 @@
-"""What all parts of an acceptance share: options, a bound on their time, verdicts line by line, and a JSON file that is never half written."""
+"""What all parts of an acceptance share: options, a bound on their time, verdicts line by line, and a JSON file that is
+never half written.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ GRACE = 10.0  # seconds that what a part began in time may take longer
 class Options:
     """How a part runs.
 
-    ``device`` is a type of torch's, such as "cuda" or "cpu"; ``tiny`` takes models and sizes that a CPU runs in seconds; ``out`` is the
-    folder of the JSON files; ``minutes`` bounds a part; ``ranks`` is None where each part chooses.
+    ``device`` is a type of torch's, such as "cuda" or "cpu"; ``tiny`` takes models and sizes that a CPU runs in
+    seconds; ``out`` is the folder of the JSON files; ``minutes`` bounds a part; ``ranks`` is None where each part
+    chooses.
     """
 
     device: str
@@ -50,12 +53,15 @@ class TimeIsOver(RuntimeError):
 
 
 class ChildFailed(RuntimeError):
-    """A process that was to measure something ended with an error or was too slow; the message has the last lines that it printed."""
+    """A process that was to measure something ended with an error or was too slow; the message has the last lines that
+    it printed.
+    """
 
 
 @dataclass
 class Part:
-    """One part of the acceptance: it prints a verdict a line, and its file has all of them so far whenever the part ends.
+    """One part of the acceptance: it prints a verdict a line, and its file has all of them so far whenever the part
+    ends.
 
     A verdict is right (True), wrong (False) or unknown (None: it was left out, and the detail says why).
     """
@@ -88,7 +94,9 @@ class Part:
         """Whether there is time for something that takes about so many seconds; otherwise it is left out."""
         if self.left >= seconds:
             return True
-        self.leave_out(what, f"the time was over: {max(self.left, 0):.0f} s were left of {self.options.minutes:g} minutes")
+        self.leave_out(
+            what, f"the time was over: {max(self.left, 0):.0f} s were left of {self.options.minutes:g} minutes"
+        )
         return False
 
     @contextmanager
@@ -107,7 +115,8 @@ class Part:
     def save(self) -> None:
         """Write the part's file, whole or not at all."""
         values = {
-            "part": self.name, "device": self.options.device, "tiny": self.options.tiny, "machine": _machine(self.options.device),
+            "part": self.name, "device": self.options.device, "tiny": self.options.tiny,
+            "machine": _machine(self.options.device),
             "seconds": time.monotonic() - self.begun, "verdicts": self.verdicts, "figures": self.figures,
         }  # fmt: skip
         self.options.out.mkdir(parents=True, exist_ok=True)
@@ -162,7 +171,9 @@ def _driver() -> str | None:
 
 
 def finish(process: subprocess.Popen[str], seconds: float) -> tuple[int | None, str]:
-    """The exit code of a process that leads its own session, and what it printed; None and what there is of it where it was too slow."""
+    """The exit code of a process that leads its own session, and what it printed; None and what there is of it where it
+    was too slow.
+    """
     try:
         output, _ = process.communicate(timeout=max(seconds, 1.0))
         return process.returncode, output
@@ -174,8 +185,12 @@ def finish(process: subprocess.Popen[str], seconds: float) -> tuple[int | None, 
         raise
 
 
-def call(command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-    """Run a command from the repository's root for at most so many seconds; its exit code (None: it was too slow) and all that it printed."""
+def call(
+    command: Sequence[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> tuple[int | None, str]:
+    """Run a command from the repository's root for at most so many seconds; its exit code (None: it was too slow) and
+    all that it printed.
+    """
     process = subprocess.Popen(
         list(command), cwd=ROOT, env={**os.environ, **(environment or {})}, text=True, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -184,7 +199,9 @@ def call(command: Sequence[str], seconds: float, environment: Mapping[str, str] 
 
 
 def in_child(function: str, seconds: float, environment: Mapping[str, str] | None = None, **arguments: Any) -> Any:
-    """What ``function`` ("gpu.module:name") returns in a process of its own, for plain data; :class:`ChildFailed` where it does not."""
+    """What ``function`` ("gpu.module:name") returns in a process of its own, for plain data; :class:`ChildFailed` where
+    it does not.
+    """
     code, output = call([sys.executable, "-m", "gpu.child", function, json.dumps(arguments)], seconds, environment)
     lines = output.splitlines()
     answers = [line for line in lines if line.startswith(FOUND)]
@@ -200,7 +217,9 @@ def parse(
     """The chosen parts, all by default, and the options."""
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of: {', '.join(names)}; by default all")
-    parser.add_argument("--device", help="a type of torch's, such as cuda or cpu; by default the accelerator that there is")
+    parser.add_argument(
+        "--device", help="a type of torch's, such as cuda or cpu; by default the accelerator that there is"
+    )
     parser.add_argument("--tiny", action="store_true", help="small models and few steps, to try the script itself")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu", help="folder of the JSON files")
     parser.add_argument("--minutes", type=float, default=9.0, help="that each part takes at most")

@@ -1,4 +1,6 @@
-"""What a device does in a step: the share of the time in which it is idle, its kernels by class, and how much of communication is hidden."""
+"""What a device does in a step: the share of the time in which it is idle, its kernels by class, and how much of
+communication is hidden.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,22 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("communication", r"nccl|rccl|all_?reduce|all_?gather|reduce_?scatter|gloo|symm_mem"),
     ("attention", r"flash|fmha|mha_|sdpa|scaled_dot_product|attention"),
     ("loss", r"softmax|nll_loss|cross_?entropy|logsumexp"),
-    ("norm and optimizer", r"multi_tensor_apply|fusedadam|adam|norm\w*ops|lpnorm|l2norm|vector_norm|_foreach_norm|linalg_"),
-    ("products", r"gemm|nvjet|cutlass|matmul|(^|::|_)(add|b)?mm(_|$)|s\d+_?tensorop|xmma|splitk|gemv|dot_kernel|cublas|wgmma"),
+    (
+        "norm and optimizer",
+        r"multi_tensor_apply|fusedadam|adam|norm\w*ops|lpnorm|l2norm|vector_norm|_foreach_norm|linalg_",
+    ),
+    (
+        "products",
+        r"gemm|nvjet|cutlass|matmul|(^|::|_)(add|b)?mm(_|$)|s\d+_?tensorop|xmma|splitk|gemv|dot_kernel|cublas|wgmma",
+    ),
     (
         "copies",
         r"memcpy|memset|copy|cat_?array|(^|::)(_?to_copy|clone|cat|fill_|zero_|contiguous)$|fill_?functor|transpose|permute",
     ),
-    ("element-wise", r"elementwise|triton|reduce_kernel|functor|embedding|index|gather|scatter|rms_?norm|layer_?norm|^aten::"),
+    (
+        "element-wise",
+        r"elementwise|triton|reduce_kernel|functor|embedding|index|gather|scatter|rms_?norm|layer_?norm|^aten::",
+    ),
 )
 OTHER = "other"
 
@@ -63,7 +74,9 @@ def hidden_share(communication: Sequence[Span], computing: Sequence[Span]) -> fl
 
 
 def summary(kernels: Sequence[tuple[str, float, float]], steps: int, seconds: float | None = None) -> dict[str, Any]:
-    """Of kernels as (name, start, stop) in ``steps`` steps, which took ``seconds`` (by default from the first start to the last stop)."""
+    """Of kernels as (name, start, stop) in ``steps`` steps, which took ``seconds`` (by default from the first start to
+    the last stop).
+    """
     spans = [(start, stop) for _, start, stop in kernels]
     begun, ended = min(start for start, _ in spans), max(stop for _, stop in spans)
     total = seconds or ended - begun
@@ -92,7 +105,9 @@ def summary(kernels: Sequence[tuple[str, float, float]], steps: int, seconds: fl
 def profile(step: Callable[[], Any], device: torch.device, *, warmup: int = 3, steps: int = 3) -> dict[str, Any]:
     """Profile ``steps`` steps that the host issues without waiting.
 
-    The profiler slows the host, not the kernels: on a card these are set against the time of as many steps without it.  On a CPU ops stand for kernels, each with the time that it does not spend in other ops; there only the classes mean something.
+    The profiler slows the host, not the kernels: on a card these are set against the time of as many steps without it.
+    On a CPU ops stand for kernels, each with the time that it does not spend in other ops; there only the classes mean
+    something.
     """
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
@@ -131,7 +146,9 @@ def _kernels(found: torch.profiler.profile, asynchronous: bool) -> Iterable[tupl
             yield event.name, start, start + event.self_cpu_time_total / 1e6
 
 
-def of_contender(rank: int, ranks: int, *, make: StepMaker, task: Task, warmup: int = 3, steps: int = 3) -> Callable[[], float]:
+def of_contender(
+    rank: int, ranks: int, *, make: StepMaker, task: Task, warmup: int = 3, steps: int = 3
+) -> Callable[[], float]:
     """A contender whose one step is a profile, which ``measured`` has."""
     step, device = make(rank, ranks), task.place
 

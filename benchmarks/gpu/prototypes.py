@@ -1,7 +1,8 @@
-"""What each idea is worth on this card: small programs, each timed the ways it can be done, with the bytes that they take beside their inputs.
+"""What each idea is worth on this card: small programs, each timed the ways it can be done, with the bytes that they
+take beside their inputs.
 
-Every function here is run in a process of its own; it returns, by way, the milliseconds, the bytes at the peak, and the largest relative
-error where the ways may differ.
+Every function here is run in a process of its own; it returns, by way, the milliseconds, the bytes at the peak, and the
+largest relative error where the ways may differ.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def _place(device: str) -> torch.device:
 
 
 def weight_gradient(device: str, tiny: bool) -> dict[str, Any]:
-    """dW += dYᵀ X of a Llama-1B's MLP, bf16 factors and an fp32 sum; the error is that of one addition to zero, against fp64."""
+    """dW += dYᵀ X of a Llama-1B's MLP, bf16 factors and an fp32 sum; the error is that of one addition to zero, against
+    fp64.
+    """
     from shardwise.ops.weight_gradients import Factors, accumulate
 
     place = _place(device)
@@ -121,7 +124,8 @@ def cross_entropy(device: str, tiny: bool) -> dict[str, Any]:
     scores = torch.randn(rows, classes, device=place).bfloat16().requires_grad_()
     target = torch.randint(0, classes, (rows,), device=place)
     options: dict[str, Any] = {
-        "ignore_index": -100, "smoothing": 0.0, "reduction": cross_entropy.MEAN, "counted": False, "log_probabilities": False, "summand": True,
+        "ignore_index": -100, "smoothing": 0.0, "reduction": cross_entropy.MEAN, "counted": False,
+        "log_probabilities": False, "summand": True,
         "share": None, "spread": (),
     }  # fmt: skip
 
@@ -174,7 +178,9 @@ def grouped_query(device: str, tiny: bool) -> dict[str, Any]:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, *wide, is_causal=True), (q, k, v), dy)
 
     def grouped() -> object:
-        return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), dy)
+        return torch.autograd.grad(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), dy
+        )
 
     return measure(place, {"expanded": expanded, "enable_gqa": grouped}, tiny)
 

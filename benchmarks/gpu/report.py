@@ -1,4 +1,5 @@
-"""docs/gpu.md: a text that is kept as it is, and behind a mark the figures of all parts of an acceptance that have been run.
+"""docs/gpu.md: a text that is kept as it is, and behind a mark the figures of all parts of an acceptance that have been
+run.
 
 python -m gpu.report [--out FOLDER] [--doc docs/gpu.md]
 """
@@ -23,12 +24,16 @@ Found = Mapping[str, Mapping[str, Any]]
 def read(out: Path) -> dict[str, dict[str, Any]]:
     """The parts of which there is a file."""
     return {
-        name: json.loads((out / f"{name}.json").read_text(encoding="utf-8")) for name in PARTS if (out / f"{name}.json").exists()
+        name: json.loads((out / f"{name}.json").read_text(encoding="utf-8"))
+        for name in PARTS
+        if (out / f"{name}.json").exists()
     }
 
 
 def rewrite(options: Options) -> Path:
-    """Write the report into the folder of the parts; of a real run on a card also into docs/gpu.md.  The path of the last one written."""
+    """Write the report into the folder of the parts; of a real run on a card also into docs/gpu.md.  The path of the
+    last one written.
+    """
     text = document(DOC.read_text(encoding="utf-8"), read(options.out))
     paths = [options.out / "gpu.md", *([DOC] if options.gpu and not options.tiny else [])]
     for path in paths:
@@ -101,22 +106,30 @@ def _where(found: Found) -> list[str]:
                 f"{one['seconds']:.0f}",
             )
         )
-    return ["## Found", "", *table(("part", "card", "cards", "memory", "driver", "torch", "CUDA", "Python", "seconds"), rows), ""]
+    return [
+        "## Found",
+        "",
+        *table(("part", "card", "cards", "memory", "driver", "torch", "CUDA", "Python", "seconds"), rows),
+        "",
+    ]
 
 
 UNKNOWN: tuple[tuple[str, str], ...] = (
     (
         "right",
-        "gpu-marked tests; `verify` on the device; no wait of the host in a step; the same losses with launches that block; a killed rank",
+        "gpu-marked tests; `verify` on the device; no wait of the host in a step; the same losses with launches that "
+        "block; a killed rank",
     ),
     (
         "fast",
-        "tokens/s and MFU of a Llama-1B beside an ordinary loop, that loop compiled, and FSDP2; idle share; kernels by class",
+        "tokens/s and MFU of a Llama-1B beside an ordinary loop, that loop compiled, and FSDP2; idle share; kernels by "
+        "class",
     ),
     ("memory", "predicted beside measured bytes of none, full, selective and offload; the rows that fit"),
     (
         "prototypes",
-        "what out_dtype, fused cross-entropy, keyed dropout, enable_gqa, fewer launches of STEP and one thread of autograd are worth",
+        "what out_dtype, fused cross-entropy, keyed dropout, enable_gqa, fewer launches of STEP and one thread of "
+        "autograd are worth",
     ),
     ("pipeline", "the default GPT in a pipeline of 2 over NCCL"),
     ("zero", "ZeRO-3 on 2 to 8 cards, and how much of its communication is hidden"),
@@ -144,13 +157,16 @@ def _fast(values: Mapping[str, Any], name: str) -> list[str]:
         how = "in turns" if facts["together"] else "one after the other, for all do not fit the card at once"
         lines += [
             "### Speed", "",
-            f"{facts['parameters'] / 1e9:.2f} B parameters, sequence {facts['sequence']}, {facts['precision']}, {facts['rows']} rows a step, AdamW, "
-            f"gradients clipped; each in a process of its own, {how}; medians over clean steps, which the device times.", "",
+            f"{facts['parameters'] / 1e9:.2f} B parameters, sequence {facts['sequence']}, {facts['precision']}, "
+            f"{facts['rows']} rows a step, AdamW, "
+            f"gradients clipped; each in a process of its own, {how}; medians over clean steps, timed by the device.",
+            "",
         ]  # fmt: skip
         rows = [
             (
                 one["name"], f"{one['step_seconds'] * 1e3:.1f}", f"{one['tokens_per_second']:,.0f}",
-                "" if one["mfu"] is None else f"{one['mfu']:.1%}", _gib(one["peak_gib"]), one["clean_steps"], f"{one.get('off', 0):.0e}",
+                "" if one["mfu"] is None else f"{one['mfu']:.1%}", _gib(one["peak_gib"]), one["clean_steps"],
+                f"{one.get('off', 0):.0e}",
             )
             for one in values["rows"]
         ]  # fmt: skip
@@ -176,8 +192,10 @@ def _memory(values: Mapping[str, Any], name: str) -> list[str]:
         beside = m.get("beside_the_allocator")
         rows.append(
             (
-                plan, _gib(sum(p["states"].values()) / GIB), _gib(sum(m["states"].values()) / GIB), _gib(p["peak"] / GIB),
-                _gib(m["peak"] / GIB), f"{m['peak'] / p['peak'] - 1:+.2%}", _gib(m["reserve"] / GIB), _gib(None if beside is None else beside / GIB),
+                plan, _gib(sum(p["states"].values()) / GIB), _gib(sum(m["states"].values()) / GIB),
+                _gib(p["peak"] / GIB),
+                _gib(m["peak"] / GIB), f"{m['peak'] / p['peak'] - 1:+.2%}", _gib(m["reserve"] / GIB),
+                _gib(None if beside is None else beside / GIB),
             )
         )  # fmt: skip
     head = (
@@ -193,7 +211,9 @@ def _memory(values: Mapping[str, Any], name: str) -> list[str]:
     lines += table(head, rows)
     rows_found = values.get("rows", {})
     if rows_found:
-        cells = [(plan, one["predicted"], one["fitted"], one["refused"] or "none tried") for plan, one in rows_found.items()]
+        cells = [
+            (plan, one["predicted"], one["fitted"], one["refused"] or "none tried") for plan, one in rows_found.items()
+        ]
         lines += ["", *table(("rows of a step", "predicted to fit", "the most that ran", "did not fit"), cells)]
     return lines
 

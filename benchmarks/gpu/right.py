@@ -21,11 +21,13 @@ from .fast import environment
 from .parts import ROOT, Part, call, in_child
 
 LLAMA = (
-    "model.name=llama", "model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2", "data.sequence_length=16",
+    "model.name=llama", "model.width=64", "model.layers=2", "model.heads=4", "model.kv_heads=2",
+    "data.sequence_length=16",
     "data.batch_size=8", "data.validation=0", "train.threads=1",
 )  # fmt: skip
 GPT = (
-    "model.name=gpt", "model.width=64", "model.layers=2", "model.heads=4", "model.dropout=0.1", "data.sequence_length=16",
+    "model.name=gpt", "model.width=64", "model.layers=2", "model.heads=4", "model.dropout=0.1",
+    "data.sequence_length=16",
     "data.batch_size=8", "data.validation=0", "train.threads=1",
 )  # fmt: skip
 BF16 = ("parallel.precision=bf16", "parallel.microbatches=2")
@@ -42,7 +44,8 @@ COVERING: dict[str, tuple[str, ...]] = {
     "llama, pp zb-h1": (*LLAMA, *BF16, "parallel.dp=1", "parallel.pp=2", "parallel.schedule=zb-h1"),
     "gpt, pp zbv": (*GPT, *BF16, "model.layers=4", "parallel.dp=1", "parallel.pp=2", "parallel.schedule=zbv"),
     "llama, pp × zero 3 × tp": (
-        *LLAMA, *BF16, "data.batch_size=8", "parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.zero=3", "parallel.tensor=1d-sp",
+        *LLAMA, *BF16, "data.batch_size=8", "parallel.pp=2", "parallel.dp=2", "parallel.tp=2", "parallel.zero=3",
+        "parallel.tensor=1d-sp",
     ),
     "gpt, zero 2, offload": (*GPT, *BF16, "parallel.dp=2", "parallel.zero=2", "parallel.offload=optimizer"),
 }  # fmt: skip
@@ -60,7 +63,7 @@ def right(part: Part) -> None:
         marked_tests(part, Path(folder))
 
 
-# ---- the host ----------------------------------------------------------------------------------------------------------------
+# ---- the host --------------------------------------------------------------------------------------------------------
 
 
 def waits(part: Part) -> None:
@@ -80,7 +83,9 @@ def waits(part: Part) -> None:
         part.figures["waits"] = found
         for plan, one in found.items():
             if one["warnings"] is None:
-                part.leave_out(f"{what}, {plan}", f"torch tells of no waits on {options.device}; {one['steps']} steps ran")
+                part.leave_out(
+                    f"{what}, {plan}", f"torch tells of no waits on {options.device}; {one['steps']} steps ran"
+                )
                 continue
             worst = "; ".join(f"{n} × {place}" for place, n in one["places"].items())
             part.check(
@@ -91,7 +96,8 @@ def waits(part: Part) -> None:
 
 
 def waits_of_steps(device: str, tiny: bool) -> dict[str, Any]:
-    """Warnings of torch's synchronisation debugger in three steps of each plan, on batches as a loader gives them, with their places.
+    """Warnings of torch's synchronisation debugger in three steps of each plan, on batches as a loader gives them, with
+    their places.
 
     They are None on a device that it does not know: it is CUDA's (and ROCm's) alone.
     """
@@ -100,7 +106,11 @@ def waits_of_steps(device: str, tiny: bool) -> dict[str, Any]:
     from shardwise.backend import Backend
 
     # Larger than tiny: a queue that is never empty; clipping, whose coefficient the host must not read.
-    task = task_for(device, True) if tiny else Task("bf16", "llama", 4096, 512, 4, 8, 4, 1024, 512, 4, device, clip_norm=1.0)
+    task = (
+        task_for(device, True)
+        if tiny
+        else Task("bf16", "llama", 4096, 512, 4, 8, 4, 1024, 512, 4, device, clip_norm=1.0)
+    )
     plans: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute": "selective"},
@@ -139,7 +149,7 @@ def microbatched(task: Task, changes: dict[str, Any]) -> tuple[Any, Any]:
     return trainer, Batch(fields, task.rows, tuple(a for a, _ in spans), tuple(b - a for a, b in spans))
 
 
-# ---- runs --------------------------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
@@ -175,7 +185,9 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
     if not part.time_for(what, 40.0):
         return
     with part.guarded(what):
-        steps = ("train.steps=120", "checkpoint.every=20") if options.tiny else ("train.steps=600", "checkpoint.every=50")
+        steps = (
+            ("train.steps=120", "checkpoint.every=20") if options.tiny else ("train.steps=600", "checkpoint.every=50")
+        )
         reference = runs.whole(folder / "whole", *keys, *steps, seconds=min(part.left / 2, 120.0), environment=hidden)
         after = 30 if options.tiny else 120
         run, found = runs.killed(
@@ -187,7 +199,7 @@ def blocking_and_killed(part: Part, folder: Path, source: str) -> None:
         part.check(what, off == 0.0 and found["named"] and found["went_on"], words)
 
 
-# ---- verify ------------------------------------------------------------------------------------------------------------------
+# ---- verify ----------------------------------------------------------------------------------------------------------
 
 
 def verified(part: Part, source: str) -> None:
@@ -220,10 +232,14 @@ def verify(part: Part, keys: Sequence[str]) -> dict[str, Any] | None:
     if part.left < 20.0:
         return None
     device = ("--device", part.options.device) if part.options.gpu else ()
-    code, output = call([sys.executable, "-m", "shardwise", "verify", "--json", *device, *keys], min(part.left - 5.0, 200.0))
+    code, output = call(
+        [sys.executable, "-m", "shardwise", "verify", "--json", *device, *keys], min(part.left - 5.0, 200.0)
+    )
     start = output.find("{")
     if code is None or start < 0:
-        raise RuntimeError(f"shardwise verify {'was too slow' if code is None else f'ended with code {code}'}: {output[-600:]}")
+        raise RuntimeError(
+            f"shardwise verify {'was too slow' if code is None else f'ended with code {code}'}: {output[-600:]}"
+        )
     found: dict[str, Any] = json.JSONDecoder().raw_decode(output[start:])[0]
     if "error" in found:
         raise RuntimeError(f"shardwise verify: {found['error']}")
@@ -237,7 +253,7 @@ def _knows_device(part: Part) -> bool:
     return "--device" in text
 
 
-# ---- tests -------------------------------------------------------------------------------------------------------------------
+# ---- tests -----------------------------------------------------------------------------------------------------------
 
 
 def marked_tests(part: Part, folder: Path) -> None:

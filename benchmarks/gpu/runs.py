@@ -18,7 +18,8 @@ import psutil
 from .parts import ROOT, ChildFailed, finish
 
 MODEL = (
-    "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "data.validation=0",
+    "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4",
+    "data.validation=0",
     "train.sample_every=0", "train.trace_steps=[]",
 )  # fmt: skip
 """A GPT of two seconds; on a card its steps are a few milliseconds, so killing it takes many of them."""
@@ -33,7 +34,8 @@ class Run:
         self.folder = folder
         command = [sys.executable, "-m", "shardwise", "train", *keys, f"train.run_dir={folder}"]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "COLUMNS": "120", **(environment or {})}, text=True, stdin=subprocess.DEVNULL,
+            command, cwd=ROOT, env={**os.environ, "COLUMNS": "120", **(environment or {})}, text=True,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
@@ -91,13 +93,16 @@ def killed(
     output = " ".join(run.end(seconds).split())
     about = run.folder / "about.json"  # written anew when the ranks are ready again
     return run, {
-        "steps_before": before, "named": f"rank {rank} was killed" in output, "went_on": "starting again from" in output,
+        "steps_before": before, "named": f"rank {rank} was killed" in output,
+        "went_on": "starting again from" in output,
         "restart_seconds": about.stat().st_mtime - begun,
     }  # fmt: skip
 
 
 def apart(first: Sequence[tuple[int, *tuple[float, ...]]], second: Sequence[tuple[int, *tuple[float, ...]]]) -> float:
-    """The largest relative difference of what there is by step, losses and norms; inf where the steps are not the same ones."""
+    """The largest relative difference of what there is by step, losses and norms; inf where the steps are not the same
+    ones.
+    """
     if not first or [one[0] for one in first] != [one[0] for one in second]:
         return float("inf")
     pairs = [(a, b) for one, two in zip(first, second, strict=True) for a, b in zip(one[1:], two[1:], strict=True)]

@@ -1,4 +1,5 @@
-"""The acceptance of shardwise on the 2 to 8 cards of one host: a pipeline, ZeRO-3, tensor parallelism, a rank that is killed, communicators.
+"""The acceptance of shardwise on the 2 to 8 cards of one host: a pipeline, ZeRO-3, tensor parallelism, a rank that is
+killed, communicators.
 
 On a CPU the ranks talk over shared memory, or gloo.  ``several.sh`` starts it.
 """
@@ -28,7 +29,10 @@ from .parts import MOST_RANKS, Options, Part, main
 
 CHECKED = 4  # steps whose losses are compared
 LIMIT = "ranks that never communicate"
-SAME_STEPS, SAME_LOSSES = 10, 1e-4  # so many losses in fp32 are this close (relative): later, rounding has grown to more
+SAME_STEPS, SAME_LOSSES = (
+    10,
+    1e-4,
+)  # so many losses in fp32 are this close (relative): later, rounding has grown to more
 
 
 def ranks_of(options: Options) -> int:
@@ -47,7 +51,7 @@ def enough(part: Part, what: str, seconds: float) -> int:
     return ranks if part.time_for(what, seconds) else 0
 
 
-# ---- runs --------------------------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 def pipeline(part: Part) -> None:
@@ -85,7 +89,8 @@ def pipeline(part: Part) -> None:
         first = {title: [one[:2] for one in run.curve()[:SAME_STEPS]] for title, run in found.items()}
         apart = runs.apart(first["one rank"], first["pp = 2"])
         speed = {
-            title: statistics.median(step["tokens_per_second"] for step in one.metrics()[5:]) for title, one in found.items()
+            title: statistics.median(step["tokens_per_second"] for step in one.metrics()[5:])
+            for title, one in found.items()
         }
         part.figures["pipeline"] = {"apart": apart, "tokens_per_second": speed}
         words = f"apart by {apart:.0e}; " + ", ".join(f"{title} {n:,.0f} tokens/s" for title, n in speed.items())
@@ -107,7 +112,8 @@ def killed(part: Part) -> None:
             else (("train.steps=600", "checkpoint.every=50"), 120)
         )
         keys = (
-            *runs.MODEL, runs.text_file(folder), *steps, f"data.batch_size={2 * ranks}", f"train.devices={ranks}", "train.threads=1",
+            *runs.MODEL, runs.text_file(folder), *steps, f"data.batch_size={2 * ranks}", f"train.devices={ranks}",
+            "train.threads=1",
             f"parallel.dp={ranks}", "parallel.zero=3", "train.deterministic=true",
         )  # fmt: skip
         each: dict[str, Any] = {"environment": hidden(options), "seconds": min(part.left / 2, 200.0)}
@@ -124,7 +130,7 @@ def hidden(options: Options) -> dict[str, str]:
     return {} if options.gpu else {"CUDA_VISIBLE_DEVICES": ""}
 
 
-# ---- how well communication is hidden ----------------------------------------------------------------------------------------
+# ---- how well communication is hidden --------------------------------------------------------------------------------
 
 
 def zero(part: Part) -> None:
@@ -138,7 +144,9 @@ def tensor(part: Part) -> None:
 
 
 def beside(part: Part, name: str, make: Callable[..., Step], recorded: Callable[..., Step] | None = None) -> None:
-    """Losses beside an ordinary loop's on the rows of all ranks, then speed, and the share of communication that is hidden."""
+    """Losses beside an ordinary loop's on the rows of all ranks, then speed, and the share of communication that is
+    hidden.
+    """
     options = part.options
     ranks = enough(part, f"{name} on several ranks", 40.0)
     if not ranks:
@@ -177,7 +185,9 @@ def speed(part: Part, name: str, make: Callable[..., Step], ranks: int, task: Ta
     with part.guarded(what):
         every = [
             Contender(
-                title, functools.partial(turns, make=functools.partial(maker, task=task), task=task, settle=settle, steps=steps), ranks,
+                title,
+                functools.partial(turns, make=functools.partial(maker, task=task), task=task, settle=settle,
+                steps=steps), ranks,
                 connected, environment(options.device),
             )
             for title, (maker, connected) in makers.items()
@@ -198,7 +208,9 @@ def speed(part: Part, name: str, make: Callable[..., Step], ranks: int, task: Ta
 def overlap(
     part: Part, name: str, make: Callable[..., Step], recorded: Callable[..., Step] | None, ranks: int, task: Task
 ) -> None:  # fmt: skip
-    """The share of the time of communication in which a rank also computes: of kernels on a card, of instructions on a CPU."""
+    """The share of the time of communication in which a rank also computes: of kernels on a card, of instructions on a
+    CPU.
+    """
     what = f"the share of communication that {name} hides"
     gpu = part.options.gpu
     if not gpu and recorded is None:
@@ -218,7 +230,7 @@ def overlap(
         part.check(what, len(shares) == ranks and all(-1e-9 <= share <= 1 for share in shares), f"{words}, by rank")
 
 
-# ---- communicators -----------------------------------------------------------------------------------------------------------
+# ---- communicators ---------------------------------------------------------------------------------------------------
 
 
 def communicators(part: Part) -> None:
@@ -229,7 +241,9 @@ def communicators(part: Part) -> None:
         return
     with part.guarded(what):
         device = part.options.device
-        one = Contender(what, functools.partial(on_ranks.one_more, device=device), ranks, environment=environment(device))
+        one = Contender(
+            what, functools.partial(on_ranks.one_more, device=device), ranks, environment=environment(device)
+        )
         count = 3 if part.options.tiny else 8
         alternate([one], rounds=1, steps=count, warmup=0)
         taken = [[step["bytes"] for step in rank] for rank in one.measured]

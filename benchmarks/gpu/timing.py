@@ -17,7 +17,8 @@ SECONDS = 0.15  # of one round of a way
 
 
 def measure(device: torch.device, ways: Mapping[str, Callable[[], object]], tiny: bool) -> dict[str, dict[str, Any]]:
-    """By way: the median milliseconds of rounds in which they take turns, and on a card the bytes beside what was there before.
+    """By way: the median milliseconds of rounds in which they take turns, and on a card the bytes beside what was there
+    before.
 
     A way that cannot run here has the reason under "unknown".
     """
@@ -31,7 +32,8 @@ def measure(device: torch.device, ways: Mapping[str, Callable[[], object]], tiny
             backend.synchronize(device)
         except Exception as error:  # noqa: BLE001 - a kernel or a compiler that is missing is what this is to find out
             found[name] = {
-                "unknown": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+                "unknown": f"{type(error).__name__}: "
+                f"{str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
             }
             continue
         found[name] = {"bytes": _bytes(device, way)}

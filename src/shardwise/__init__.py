@@ -29,7 +29,8 @@ _HOMES = {
     "record": "shardwise.initial.initial",
 }
 __all__ = [
-    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer", "Values", "record",
+    "Checkpoints", "distribute", "LossScaleError", "Mesh", "NonFiniteError", "OptimizerChoice", "Plan", "Trainer",
+    "Values", "record",
 ]  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What torch offers on one type of device: the only place that tells one maker's devices from another's.
 
-Everything else asks a :class:`Backend`, so CUDA, ROCm (which torch calls "cuda" too), XPU, MPS and a device that an extension of torch
-registers go through the same door.  What torch itself has for all of them (``torch.accelerator``, ``torch.Event``, ``torch.Stream``, the
-table of distributed backends) is used as it is.
+Everything else asks a :class:`Backend`, so CUDA, ROCm (which torch calls "cuda" too), XPU, MPS and a device that an
+extension of torch registers go through the same door.  What torch itself has for all of them (``torch.accelerator``,
+``torch.Event``, ``torch.Stream``, the table of distributed backends) is used as it is.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
 Kind = Literal["cpu", "gpu"]
-"""Which kernels compute, for tables of what they take: those of a CPU, or those of a device with memory and queues of its own."""
+"""Which kernels compute, for tables of what they take: those of a CPU, or those of a device with memory and queues of
+its own.
+"""
 
 CPU = "cpu"
 CUDA = "cuda"  # also of ROCm
@@ -37,16 +39,18 @@ XCCL = "xccl"
 RECORDED = "2000"  # collectives that a process remembers: those of some steps
 _HOST = (CPU, "meta")
 
-# What a process on such a device should have in its environment before torch starts the device; a user's own value stays.
-#   expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost to fragmentation.
-#   CUDA_DEVICE_MAX_CONNECTIONS: hardware queues.  With 1, which Megatron sets, a gather would wait for the products issued before it.
+# What a process on such a device should have in its environment before torch starts the device; a user's own value
+# stays. expandable_segments: the caching allocator grows its segments in place of making new ones, so that less is lost
+# to fragmentation. CUDA_DEVICE_MAX_CONNECTIONS: hardware queues.  With 1, which Megatron sets, a gather would wait for
+# the products issued before it.
 _ENVIRONMENT: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {CUDA: {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}}
 )
 
 # What makes a process on such a device repeat itself, for use before its libraries start.
-#   CUBLAS_WORKSPACE_CONFIG: products in several streams take workspaces of one size each, and with them the same algorithms.
-#   NCCL_ALGO, NCCL_PROTO: sums are taken in the order of a ring, which depends on nothing that NCCL measures or tunes.
+# CUBLAS_WORKSPACE_CONFIG: products in several streams take workspaces of one size each, and with them the same
+# algorithms. NCCL_ALGO, NCCL_PROTO: sums are taken in the order of a ring, which depends on nothing that NCCL measures
+# or tunes.
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _REPEATABLE: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {CUDA: {CUBLAS: ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}}
@@ -56,7 +60,9 @@ _LEGAL = {CUBLAS: (":4096:8", ":16:8")}
 
 @dataclass(frozen=True)
 class Backend:
-    """One ``type`` of device, in torch's words: "cpu", "cuda", "xpu", "mps", or the name that an extension has registered."""
+    """One ``type`` of device, in torch's words: "cpu", "cuda", "xpu", "mps", or the name that an extension has
+    registered.
+    """
 
     type: str
 
@@ -73,7 +79,9 @@ class Backend:
 
     @staticmethod
     def built() -> Backend:
-        """That of the accelerator that this torch is made for, whether or not there is one here: the driver is not asked, nothing starts."""
+        """That of the accelerator that this torch is made for, whether or not there is one here: the driver is not
+        asked, nothing starts.
+        """
         found = torch.accelerator.current_accelerator(check_available=False)
         return Backend(CPU if found is None else found.type)
 
@@ -102,14 +110,17 @@ class Backend:
 
     @property
     def transport(self) -> str | None:
-        """The backend of ``torch.distributed`` between devices of this type: "gloo", "nccl" (also RCCL), "xccl", or an extension's.
+        """The backend of ``torch.distributed`` between devices of this type: "gloo", "nccl" (also RCCL), "xccl", or an
+        extension's.
 
         None where torch knows of none, and for MPS: a machine has one device of it.
         """
         return None if self.type == "mps" else dist.Backend.default_device_backend_map.get(self.type)
 
     def urgent_group(self) -> Any:
-        """Options of one new process group, whose operations are taken up before what computes; None where there are none to choose."""
+        """Options of one new process group, whose operations are taken up before what computes; None where there are
+        none to choose.
+        """
         if self.transport != NCCL or not dist.is_nccl_available():
             return None
         return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
@@ -136,11 +147,11 @@ class Backend:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's optimizers without a fused kernel keep their counters of steps on the device, where a step can be skipped without
-        asking the host."""
+        """Whether torch's optimizers without a fused kernel keep their counters of steps on the device, where a step
+        can be skipped without asking the host."""
         return self.type != "mps"
 
-    # ---- what this torch can do with it ----------------------------------------------------------------------------------
+    # ---- what this torch can do with it ------------------------------------------------------------------------------
 
     @property
     def maker(self) -> str:
@@ -166,7 +177,8 @@ class Backend:
         return ""
 
     def without_kernels(self, first: int) -> list[tuple[str, tuple[int, int]]]:
-        """Names and compute capabilities of those of the ``first`` devices that no kernel of this torch runs on: "no kernel image".
+        """Names and compute capabilities of those of the ``first`` devices that no kernel of this torch runs on: "no
+        kernel image".
 
         Known of CUDA's alone.  The driver is asked, but nothing is allocated on a device.
         """
@@ -174,7 +186,9 @@ class Backend:
             return []
         kernels = torch.cuda.get_arch_list()
         capabilities = [torch.cuda.get_device_capability(index) for index in range(min(first, self.count))]
-        lacking = [index for index, capability in enumerate(capabilities) if kernels and not runs_on(capability, kernels)]
+        lacking = [
+            index for index, capability in enumerate(capabilities) if kernels and not runs_on(capability, kernels)
+        ]
         return [(torch.cuda.get_device_name(index), capabilities[index]) for index in lacking]
 
     @property
@@ -183,13 +197,15 @@ class Backend:
         return " ".join(torch.cuda.get_arch_list()) if self.type == CUDA else ""
 
     def uuid(self, device: torch.device) -> str:
-        """What tells a card of NVIDIA's from all others, whatever a process calls it; of others "": AMD's can have one in common."""
+        """What tells a card of NVIDIA's from all others, whatever a process calls it; of others "": AMD's can have one
+        in common.
+        """
         if self.type != CUDA or self.rocm:
             return ""
         found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
         return found if found.strip("0-") else ""
 
-    # ---- queues ----------------------------------------------------------------------------------------------------------
+    # ---- queues ------------------------------------------------------------------------------------------------------
 
     def select(self, device: torch.device) -> None:
         """Make it the current device of this thread; one without an index is that already."""
@@ -204,11 +220,13 @@ class Backend:
     @property
     def widest_float(self) -> torch.dtype:
         """The widest type of floating-point numbers that it has: MPS lacks float64, and so do some XPUs."""
-        lacks = self.type == "mps" or (self.type == "xpu" and self.count > 0 and not torch.xpu.get_device_properties(0).has_fp64)
+        lacks = self.type == "mps" or (
+            self.type == "xpu" and self.count > 0 and not torch.xpu.get_device_properties(0).has_fp64
+        )
         return torch.float32 if lacks else torch.float64
 
     def event(self, device: torch.device, *, timing: bool = False) -> torch.Event:
-        """A new event, recorded in the device's current stream; two with ``timing`` give the milliseconds between them."""
+        """A new event, recorded in the current stream; two with ``timing`` give the time between them, in ms."""
         made = torch.Event(device=device, enable_timing=timing)
         made.record(torch.accelerator.current_stream(device))  # without it: in that of the thread's current device
         return made
@@ -228,14 +246,18 @@ class Backend:
             yield
 
     def keep(self, x: Tensor) -> None:
-        """Let nobody have the memory of ``x``, should it be let go of, before the current stream has done what is issued to it by then."""
+        """Let nobody have the memory of ``x``, should it be let go of, before the current stream has done what is
+        issued to it by then.
+        """
         if self.asynchronous:
             x.record_stream(torch.accelerator.current_stream(x.device))
 
-    # ---- copies ----------------------------------------------------------------------------------------------------------
+    # ---- copies ------------------------------------------------------------------------------------------------------
 
     def to_device(self, x: Tensor, device: torch.device) -> Tensor:
-        """``x`` on the device.  The host does not wait for the copy, which is from page-locked memory: torch keeps that until then."""
+        """``x`` on the device.  The host does not wait for the copy, which is from page-locked memory: torch keeps that
+        until then.
+        """
         if x.device.type == self.type:
             return x
         if x.device.type != CPU or not self.pins:
@@ -243,7 +265,7 @@ class Backend:
         x = x.contiguous()
         return (x if x.is_pinned() else x.pin_memory()).to(device, non_blocking=True)
 
-    # ---- memory ----------------------------------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     @property
     def pins(self) -> bool:
@@ -264,7 +286,11 @@ class Backend:
 
     def allocated(self, device: torch.device) -> int:
         """Bytes of live tensors of this process."""
-        return int(self._module.current_allocated_memory() if self.type == "mps" else torch.accelerator.memory_allocated(device))
+        return int(
+            self._module.current_allocated_memory()
+            if self.type == "mps"
+            else torch.accelerator.memory_allocated(device)
+        )
 
     def most_allocated(self, device: torch.device) -> int:
         """The most bytes of live tensors since :meth:`reset_peak`; of MPS, which keeps no record, those now."""
@@ -272,21 +298,23 @@ class Backend:
 
     def reserved(self, device: torch.device) -> int:
         """Bytes that this process's allocator has taken from the device."""
-        return int(self._module.driver_allocated_memory() if self.type == "mps" else torch.accelerator.memory_reserved(device))
+        return int(
+            self._module.driver_allocated_memory() if self.type == "mps" else torch.accelerator.memory_reserved(device)
+        )
 
     def reset_peak(self, device: torch.device) -> None:
         """Begin a new record for :meth:`most_allocated`."""
         if self.type != "mps":
             torch.accelerator.reset_peak_memory_stats(device)
 
-    # ---- kernels ---------------------------------------------------------------------------------------------------------
+    # ---- kernels -----------------------------------------------------------------------------------------------------
 
     def wide_product(self, dtype: torch.dtype | None) -> WideProduct | None:
-        """What multiplies matrices of ``dtype``, bf16 or fp16, into float32 ones, without rounding the sums on the way and without memory of
-        its own; None where there is nothing to widen, or no kernel.
+        """What multiplies matrices of ``dtype``, bf16 or fp16, into float32 ones, without rounding the sums on the way
+        and without memory of its own; None where there is nothing to widen, or no kernel.
 
-        A device that this process has started is asked, by some small products that the host waits for; of any other what torch documents
-        is believed: CUDA has such kernels.
+        A device that this process has started is asked, by some small products that the host waits for; of any other
+        what torch documents is believed: CUDA has such kernels.
         """
         if not self.asynchronous or dtype not in (torch.bfloat16, torch.float16):
             return None
@@ -294,7 +322,7 @@ class Backend:
         has = multiplies_wide(into_float32, torch.device(self.type), dtype) if started else self.type == CUDA
         return into_float32 if has else None
 
-    # ---- processes -------------------------------------------------------------------------------------------------------
+    # ---- processes ---------------------------------------------------------------------------------------------------
 
     @property
     def tf32(self) -> bool:
@@ -314,7 +342,8 @@ class Backend:
     def numa_options(self, ranks: int) -> NumaOptions | None:
         """How torchelastic shall bind so many ranks to the CPUs beside their devices; None: not at all.
 
-        That takes several NUMA nodes, a device for each rank and the program numactl, and torch knows where CUDA's devices are alone.
+        That takes several NUMA nodes, a device for each rank and the program numactl, and torch knows where CUDA's
+        devices are alone.
         """
         nodes = len(list(Path("/sys/devices/system/node").glob("node[0-9]*")))
         if self.type != CUDA or self.count < ranks or nodes < 2 or shutil.which("numactl") is None:
@@ -325,19 +354,25 @@ class Backend:
 
     @contextmanager
     def forked_generator(self) -> Iterator[None]:
-        """Put torch's generators back at the end: the CPU's and that of the current device, so that no other device is started."""
+        """Put torch's generators back at the end: the CPU's and that of the current device, so that no other device is
+        started.
+        """
         started = self.asynchronous and getattr(self._module, "is_initialized", bool)()
         devices = [torch.accelerator.current_device_index()] if started else []
         with torch.random.fork_rng(devices=devices, device_type=self.type if started else CUDA):
             yield
 
     def prepare(self, environment: dict[str, str] | os._Environ[str]) -> None:
-        """Put into an environment what helps a process on such a device, where the user has not said otherwise; before the device starts."""
+        """Put into an environment what helps a process on such a device, where the user has not said otherwise; before
+        the device starts.
+        """
         for name, value in _ENVIRONMENT.get(self.type, {}).items():
             environment.setdefault(name, value)
 
     def prepare_repeatable(self, environment: dict[str, str] | os._Environ[str]) -> None:
-        """Put into an environment what :meth:`repeatable` needs in it; :class:`ConfigError` where the user's own value cannot serve."""
+        """Put into an environment what :meth:`repeatable` needs in it; :class:`ConfigError` where the user's own value
+        cannot serve.
+        """
         for name, value in _REPEATABLE.get(self.type, {}).items():
             found = environment.setdefault(name, value)
             if found not in _LEGAL.get(name, (found,)):
@@ -348,7 +383,10 @@ class Backend:
     def repeatable(self) -> Iterator[None]:
         """Meanwhile torch computes with kernels that give the same bits each time, and raises where it has none."""
         memory: Any = torch.utils.deterministic
-        before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        before, warned = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         fill, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
         torch.use_deterministic_algorithms(True)
         # It would fill all new memory with NaN: time for nothing, since every element that is read has been written.
@@ -356,7 +394,9 @@ class Backend:
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warned)  # which tells torch.compile too; the debug mode does not
+            torch.use_deterministic_algorithms(
+                before, warn_only=warned
+            )  # which tells torch.compile too; the debug mode does not
             memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fill, benchmark
 
     def repeats(self, environment: Mapping[str, str]) -> dict[str, str]:
@@ -364,8 +404,9 @@ class Backend:
         return {name: environment[name] for name in _REPEATABLE.get(self.type, {}) if name in environment}
 
     def flight_recorder(self, files: str, pipes: str | None = None) -> dict[str, str]:
-        """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file ``files`` + rank when
-        one of them times out, or somebody writes into the pipe ``pipes`` + rank + ".pipe", which it makes; nothing where it keeps none.
+        """Environment of a rank whose communication backend keeps its last collectives, and writes them into the file
+        ``files`` + rank when one of them times out, or somebody writes into the pipe ``pipes`` + rank + ".pipe", which
+        it makes; nothing where it keeps none.
 
         Names differ between versions of torch: the newer ones begin with TORCH_FR.
         """
@@ -385,14 +426,16 @@ class Backend:
 def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
     """Whether one of ``kernels``, such as "sm_80" and "compute_90", runs on a card of a compute capability.
 
-    Machine code (sm) runs on cards of its own major version that are not older; what is to be compiled (compute) on all that are not older;
-    what is of one architecture (sm_90a) on that alone.
+    Machine code (sm) runs on cards of its own major version that are not older; what is to be compiled (compute) on all
+    that are not older; what is of one architecture (sm_90a) on that alone.
     """
     for name in kernels:
         match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
         if match is None:
             return True  # a name that is unknown here: torch knows better
         made, exact = (int(match[2]), int(match[3])), match[4] == "a"
-        if made == capability or (not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])):
+        if made == capability or (
+            not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])
+        ):
             return True
     return False

@@ -1,7 +1,9 @@
-"""What the makers' own tools and the kernel say of a machine's GPUs, without torch; and which build of torch is made for them.
+"""What the makers' own tools and the kernel say of a machine's GPUs, without torch; and which build of torch is made
+for them.
 
-``python -I src/shardwise/drivers.py 2.13.0`` prints that build, such as ``cu130`` or ``cpu``: so scripts/install.sh asks before there is a
-torch.  Hence only the standard library is imported.  A tool that is missing, fails or takes too long says nothing.
+``python -I src/shardwise/drivers.py 2.13.0`` prints that build, such as ``cu130`` or ``cpu``: so scripts/install.sh
+asks before there is a torch.  Hence only the standard library is imported.  A tool that is missing, fails or takes too
+long says nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ INDEX = "https://download.pytorch.org/whl/"
 CSV = "--format=csv,noheader"
 Version = tuple[int, int]
 
-# What torch publishes on its index for CUDA on Linux, by its own version; of later versions the last row is taken to hold.
+# What torch publishes on its index for CUDA on Linux, by its own version; of later versions the last row is taken to
+# hold.
 CUDA_BUILDS: Mapping[Version, Sequence[Version]] = {
     (2, 11): ((12, 6), (12, 8), (12, 9), (13, 0)),
     (2, 12): ((12, 6), (13, 0), (13, 2)),
@@ -49,7 +52,9 @@ CHOOSES = {"NVIDIA": "CUDA_VISIBLE_DEVICES", "AMD": "HIP_VISIBLE_DEVICES", "Inte
 
 @dataclass(frozen=True)
 class Driver:
-    """The GPUs of one maker.  ``runs`` is the newest CUDA that the driver can run, ``capabilities`` are the cards', where they are known."""
+    """The GPUs of one maker.  ``runs`` is the newest CUDA that the driver can run, ``capabilities`` are the cards',
+    where they are known.
+    """
 
     maker: str
     cards: tuple[str, ...]
@@ -81,20 +86,22 @@ class Driver:
         return f"no build of torch {torch} has kernels for all of them; hide those of one kind with {self.hides}"
 
     def build(self, torch: str) -> str | None:
-        """The build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a newer driver is needed, or no
-        build serves all cards."""
+        """The build of ``torch``, such as 2.13.0, that is made for these cards and this driver; None where a newer
+        driver is needed, or no build serves all cards."""
         if self.maker == "NVIDIA":
             return _cuda_build(torch, self.runs, self.capabilities)
         return ROCM_BUILD if self.maker == "AMD" else XPU_BUILD
 
 
 def install(torch: str, build: str) -> str:
-    """The command that installs a build of ``torch``; without the +, pip would keep another build of the same version."""
+    """The command that installs a build of ``torch``; without the +, pip keeps another build of the same version."""
     return f"pip install torch=={torch.partition('+')[0]}+{build} --index-url {INDEX}{build}"
 
 
 def found(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Driver | None:
-    """The GPUs that this machine has and ``environment`` does not hide; of several makers NVIDIA's, AMD's, Intel's, in this order."""
+    """The GPUs that this machine has and ``environment`` does not hide; of several makers NVIDIA's, AMD's, Intel's, in
+    this order.
+    """
     makers = (
         (nvidia, ("CUDA_VISIBLE_DEVICES",)),
         (amd, ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")),
@@ -107,7 +114,8 @@ def found(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -
 
 
 def hides(value: str | None) -> bool:
-    """Whether a variable such as CUDA_VISIBLE_DEVICES hides all devices: nothing is visible from the first number on that is none.
+    """Whether a variable such as CUDA_VISIBLE_DEVICES hides all devices: nothing is visible from the first number on
+    that is none.
 
     Intel's variable says which kind of devices it leaves.
     """
@@ -117,13 +125,20 @@ def hides(value: str | None) -> bool:
 
 def nvidia(root: Path = Path("/")) -> Driver | None:
     """By nvidia-smi; without it by the kernel's module, where the machine lets this process have a card."""
-    asked = ("name,driver_version,compute_cap", "name,driver_version")  # drivers before 510 do not know what a capability is
-    listed = next((rows for query in asked if (rows := parse_cards(said("nvidia-smi", f"--query-gpu={query}", CSV)))), [])
+    asked = (
+        "name,driver_version,compute_cap",
+        "name,driver_version",
+    )  # drivers before 510 do not know what a capability is
+    listed = next(
+        (rows for query in asked if (rows := parse_cards(said("nvidia-smi", f"--query-gpu={query}", CSV)))), []
+    )
     if listed:
         runs = parse_cuda(said("nvidia-smi"))
         capabilities = tuple(capability for _, _, capability in listed if capability is not None)
         return Driver("NVIDIA", tuple(name for name, _, _ in listed), listed[0][1], runs, capabilities)
-    if not any((root / "dev").glob("nvidia[0-9]*")):  # a container sees the host's /proc, also when it may not use the cards
+    if not any(
+        (root / "dev").glob("nvidia[0-9]*")
+    ):  # a container sees the host's /proc, also when it may not use the cards
         return None
     told = (_text(file) for file in sorted((root / "proc/driver/nvidia/gpus").glob("*/information")))
     cards = tuple(match[1].strip() for text in told if (match := re.search(r"^Model:(.*)$", text, re.MULTILINE)))
@@ -138,33 +153,45 @@ def amd(root: Path = Path("/")) -> Driver | None:
 
 
 def intel(root: Path = Path("/")) -> Driver | None:
-    """By the kernel, which shows cards and what is part of the processor; that has an address of its own, and is no reason to say anything."""
-    if not any((root / "dev/dri").glob("renderD*")):  # a container sees the host's /sys, also when it may not use the cards
+    """By the kernel, which shows cards and what is part of the processor; that has an address of its own, and is no
+    reason to say anything.
+    """
+    if not any(
+        (root / "dev/dri").glob("renderD*")
+    ):  # a container sees the host's /sys, also when it may not use the cards
         return None
     nodes = sorted((root / "sys/class/drm").glob("renderD*/device"))
-    cards = [node for node in nodes if _text(node / "vendor").strip() == "0x8086" and node.resolve().name != "0000:00:02.0"]
+    cards = [
+        node for node in nodes if _text(node / "vendor").strip() == "0x8086" and node.resolve().name != "0000:00:02.0"
+    ]
     return Driver("Intel", ("Intel GPU",) * len(cards)) if cards else None
 
 
 def holders(uuid: str, own: Collection[int] = ()) -> list[Holder]:
-    """Who else than ``own`` processes holds memory of a card of NVIDIA's, most first; none where the driver does not say."""
+    """Who else than ``own`` processes holds memory of a card of NVIDIA's, most first; none where the driver does not
+    say.
+    """
     query = "--query-compute-apps=pid,process_name,used_memory,gpu_uuid"
     listed = parse_holders(said("nvidia-smi", query, f"{CSV},nounits"))
     there = [one for one in listed if one.uuid == _bare(uuid) and one.pid not in own]
     return sorted(there, key=lambda one: -one.memory)
 
 
-# ---- what tools print --------------------------------------------------------------------------------------------------------
+# ---- what tools print ------------------------------------------------------------------------------------------------
 
 
 def parse_cards(text: str) -> list[tuple[str, str, Version | None]]:
-    """Name, version of the driver and capability, of lines such as ``NVIDIA H200, 570.86.15, 9.0``, or without the last."""
+    """Name, version of the driver and capability, of lines such as ``NVIDIA H200, 570.86.15, 9.0``, or without the
+    last.
+    """
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [(row[0], row[1], _version(row[2]) if len(row) > 2 else None) for row in rows if len(row) > 1]
 
 
 def parse_cuda(text: str) -> Version | None:
-    """The newest CUDA that the driver runs, from the head of what nvidia-smi prints; newer ones call it that of the UMD."""
+    """The newest CUDA that the driver runs, from the head of what nvidia-smi prints; newer ones call it that of the
+    UMD.
+    """
     match = re.search(r"CUDA (?:UMD )?Version\s*:\s*(\d+\.\d+)", text)
     return match and _version(match[1])
 
@@ -175,14 +202,18 @@ def parse_amd(text: str) -> tuple[str, ...]:
 
 
 def parse_holders(text: str) -> list[Holder]:
-    """Of lines such as ``4242, /usr/bin/python3, 70210, GPU-…``, in MiB; in a container names and numbers can be hidden."""
+    """Of lines such as ``4242, /usr/bin/python3, 70210, GPU-…``, in MiB; in a container names and numbers can be
+    hidden.
+    """
     made = []
     for line in text.splitlines():
         first, _, rest = line.partition(",")
         cells = [cell.strip() for cell in rest.rsplit(",", 2)]
         if first.strip().isdigit() and len(cells) == 3:
             name, memory, uuid = cells
-            made.append(Holder(int(first), name.rpartition("/")[2], int(memory) << 20 if memory.isdigit() else 0, _bare(uuid)))
+            made.append(
+                Holder(int(first), name.rpartition("/")[2], int(memory) << 20 if memory.isdigit() else 0, _bare(uuid))
+            )
     return made
 
 
@@ -204,19 +235,21 @@ def said(tool: str, *arguments: str) -> str:
     try:
         told, _ = asked.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
-        os.killpg(asked.pid, signal.SIGKILL)  # with what a wrapper has started; it is not waited for, since a driver may hold it
+        os.killpg(
+            asked.pid, signal.SIGKILL
+        )  # with what a wrapper has started; it is not waited for, since a driver may hold it
         return ""
     return told if asked.returncode == 0 else ""
 
 
-# ---- builds ------------------------------------------------------------------------------------------------------------------
+# ---- builds ----------------------------------------------------------------------------------------------------------
 
 
 def _cuda_build(torch: str, runs: Version | None, capabilities: Sequence[Version]) -> str | None:
     """The newest that the driver knows and all cards have kernels in.
 
-    A driver also runs a newer CUDA of its own major version; of such the oldest is taken.  Where the driver does not say what it runs, it
-    is taken to be able to run all.
+    A driver also runs a newer CUDA of its own major version; of such the oldest is taken.  Where the driver does not
+    say what it runs, it is taken to be able to run all.
     """
     published = CUDA_BUILDS.get(_version(torch) or (0, 0), CUDA_BUILDS[max(CUDA_BUILDS)])
     legal = [one for one in published if all(has_kernels(one, capability) for capability in capabilities)]

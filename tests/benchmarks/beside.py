@@ -15,7 +15,8 @@ from torch_tensor import dtensor, heads_major
 
 
 def beside(rank: int, ranks: int, *, pipeline: Pipeline, summed: bool = True) -> Step:
-    """Steps in fp64; each gives how far the rank's parameters, and the loss where it is, then are from those of an ordinary loop.
+    """Steps in fp64; each gives how far the rank's parameters, and the loss where it is, then are from those of an
+    ordinary loop.
 
     Not ``summed``: without the sum of the embedding's gradients over the first and the last stage.
     """
@@ -38,13 +39,17 @@ def beside(rank: int, ranks: int, *, pipeline: Pipeline, summed: bool = True) ->
 
 
 def in_shards_beside(rank: int, ranks: int, *, task: Task, tied: bool = True, **options: bool) -> Step:
-    """Steps of a parallelized GPT in fp64; each gives how far its parameters, gathered, and its loss then are from an ordinary loop's.
+    """Steps of a parallelized GPT in fp64; each gives how far its parameters, gathered, and its loss then are from an
+    ordinary loop's.
 
     Not ``tied``: its embedding and head are two parameters, as ``parallelize_module`` leaves them.
     """
     torch.set_default_dtype(torch.float64)
     mine, model = task.model(), task.model()
-    peer, loop = dtensor(rank, ranks, task=task, model=mine, **options), plain(0, 1, task=task, rows_of=ranks, model=model)
+    peer, loop = (
+        dtensor(rank, ranks, task=task, model=mine, **options),
+        plain(0, 1, task=task, rows_of=ranks, model=model),
+    )
     if not tied:
         mine.lm_head.weight = torch.nn.Parameter(mine.wte.weight.detach().clone())
 

@@ -1,4 +1,4 @@
-"""The acceptance of GPUs on a CPU at a tiny size: its judgements, and every part; with `full` the scripts as a whole."""
+"""The acceptance of GPUs on a CPU at a tiny size: its judgements and every part; with `full` the whole scripts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verdicts(found: dict[str, Any]) -> dict[str, bool | None]:
     return {one["what"]: one["right"] for one in found["verdicts"]}
 
 
-# ---- how parts judge -----------------------------------------------------------------------------------------------------
+# ---- how parts judge -------------------------------------------------------------------------------------------------
 
 
 def test_a_part_tells_right_from_wrong_from_unknown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,11 @@ def test_a_part_tells_right_from_wrong_from_unknown(tmp_path: Path, capsys: pyte
     assert verdicts(written) == {"one": True, "two": None, "three": False, "four": True}
     assert written["machine"]["torch"] == torch.__version__ and written["machine"]["card"] is None
     out = capsys.readouterr().out
-    assert "right: one: as it should be" in out and "unknown: two: no card" in out and "WRONG: three: ValueError: broken" in out
+    assert (
+        "right: one: as it should be" in out
+        and "unknown: two: no card" in out
+        and "WRONG: three: ValueError: broken" in out
+    )
 
 
 def test_a_part_whose_time_is_over_leaves_out_and_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,37 +88,48 @@ def test_a_child_answers_or_says_why_not() -> None:
 def test_options_that_are_not_legal(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["fats"], ["--minutes", "0"], ["--device", "no such"], ["--ranks", "1"]):
         with pytest.raises(SystemExit):
-            parts.parse("", ["fast"], [*arguments, *(["--device", "cpu"] if "--device" not in arguments else [])], ranks=True)
+            parts.parse(
+                "", ["fast"], [*arguments, *(["--device", "cpu"] if "--device" not in arguments else [])], ranks=True
+            )
         assert "is not legal" in capsys.readouterr().err
     chosen, found = parts.parse("", ["right", "fast"], ["--device", "cpu", "--tiny"])
     assert chosen == ["right", "fast"] and found.tiny and not found.gpu
 
 
-# ---- profiles ------------------------------------------------------------------------------------------------------------
+# ---- profiles --------------------------------------------------------------------------------------------------------
 
 KERNELS = {
     "products": (
         "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTT", "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64",
-        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn", "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>",
+        "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn",
+        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm>",
         "void gemv2T_kernel_val<int, int, __nv_bfloat16>", "aten::mm", "aten::addmm", "aten::bmm",
     ),
     "attention": (
-        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>>", "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
-        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128", "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<64, 128>>",
+        "fmha_cutlassF_bf16_aligned_64x64_rf_sm80",
+        "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x128",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
     ),
     "loss": (
         "void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>",
         "void at::native::(anonymous namespace)::nll_loss_forward_reduce_cuda_kernel_2d<float>", "aten::_log_softmax",
     ),
     "norm and optimizer": (
-        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "void multi_tensor_apply_kernel<LpNormFunctor>",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float>>>", "aten::linalg_vector_norm",
+        "void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>",
+        "void multi_tensor_apply_kernel<LpNormFunctor>",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::NormTwoOps<float, float>>>",
+        "aten::linalg_vector_norm",
     ),
-    "communication": ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclDevKernel_SendRecv"),
-    "copies": ("Memcpy DtoD (Device -> Device)", "Memset (Device)", "void at::native::CatArrayBatchedCopy<c10::BFloat16>", "aten::copy_", "aten::cat"),
+    "communication": ("ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+    "ncclDevKernel_SendRecv"),
+    "copies": ("Memcpy DtoD (Device -> Device)", "Memset (Device)",
+    "void at::native::CatArrayBatchedCopy<c10::BFloat16>", "aten::copy_", "aten::cat"),
     "element-wise": (
-        "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>", "triton_poi_fused_add_mul_3",
-        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float>>>", "aten::mul", "aten::silu_backward",
+        "void at::native::vectorized_elementwise_kernel<4, at::native::BinaryFunctor<float>>",
+        "triton_poi_fused_add_mul_3",
+        "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float, at::native::MeanOps<float>>>", "aten::mul",
+        "aten::silu_backward",
     ),
     "other": ("some_kernel_of_somebody",),
 }  # fmt: skip
@@ -129,7 +144,12 @@ def test_idle_and_hidden_shares() -> None:
     assert profiles.union([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
     assert profiles.hidden_share([(0, 4)], [(1, 2), (3, 5)]) == 0.5
     assert profiles.hidden_share([(0, 4)], []) == 0 and profiles.hidden_share([], [(0, 1)]) is None
-    kernels = [("aten::mm", 0.0, 1.0), ("aten::mul", 2.0, 3.0), ("ncclDevKernel_AllReduce", 2.5, 4.0), ("odd", 9.0, 10.0)]
+    kernels = [
+        ("aten::mm", 0.0, 1.0),
+        ("aten::mul", 2.0, 3.0),
+        ("ncclDevKernel_AllReduce", 2.5, 4.0),
+        ("odd", 9.0, 10.0),
+    ]
     found = profiles.summary(kernels, steps=2)
     assert found["step_seconds"] == 5.0 and found["idle"] == 0.6 and found["kernels"] == 2
     assert found["hidden"] == pytest.approx(1 / 3) and found["other"] == {"odd": 1}
@@ -146,7 +166,7 @@ def test_a_profile_of_a_step() -> None:
     assert 0 <= found["idle"] < 1 and found["classes"]["products"]["launches"] >= 2 and found["step_seconds"] > 0
 
 
-# ---- speed ---------------------------------------------------------------------------------------------------------------
+# ---- speed -----------------------------------------------------------------------------------------------------------
 
 
 def test_rows_are_chosen_by_what_fits() -> None:
@@ -183,7 +203,7 @@ def test_who_trains_otherwise_is_wrong(tmp_path: Path) -> None:
     assert [one["right"] for one in part.verdicts] == [True, False]
 
 
-# ---- memory --------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_prediction_that_is_off_is_wrong(tmp_path: Path) -> None:
@@ -201,7 +221,7 @@ def test_the_largest_number_that_fits() -> None:
         assert memory.most(lambda n, limit=limit: n <= limit) == limit
 
 
-# ---- right ---------------------------------------------------------------------------------------------------------------
+# ---- right -----------------------------------------------------------------------------------------------------------
 
 
 def test_steps_in_which_waits_are_counted() -> None:
@@ -227,7 +247,7 @@ def test_plans_that_are_verified_are_legal(tmp_path: Path) -> None:
     assert set(right.TINY_COVERING) <= set(right.COVERING)
 
 
-# ---- several ranks -------------------------------------------------------------------------------------------------------
+# ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_too_few_ranks_are_unknown(tmp_path: Path) -> None:
@@ -243,7 +263,7 @@ def test_a_recorded_step_says_how_much_is_hidden() -> None:
     assert 0 <= found["hidden"] <= 1 and 0 < found["communication_seconds"] < found["step_seconds"]
 
 
-# ---- the document --------------------------------------------------------------------------------------------------------
+# ---- the document ----------------------------------------------------------------------------------------------------
 
 
 def test_the_document_keeps_its_text_and_shows_what_was_found(tmp_path: Path) -> None:
@@ -259,7 +279,10 @@ def test_the_document_keeps_its_text_and_shows_what_was_found(tmp_path: Path) ->
     text = report.document(before, found)
     assert text.startswith(kept.rstrip()) and report.document(text, found) == text
     assert "No card has run shardwise at full size" in text
-    assert "| memory | memory \\| of none | right | as predicted |" in text and "| memory | rows | unknown | no time |" in text
+    assert (
+        "| memory | memory \\| of none | right | as predicted |" in text
+        and "| memory | rows | unknown | no time |" in text
+    )
     assert "### Memory" in text and "+0.00%" in text.replace("-0.00%", "+0.00%")
     assert text.count("not run yet") == len(report.PARTS) - 1
     with pytest.raises(ValueError, match="is not there"):
@@ -270,7 +293,8 @@ def test_the_document_keeps_its_text_and_shows_what_was_found(tmp_path: Path) ->
 def test_figures_of_a_card() -> None:
     """As the parts write them there; on a CPU some are missing."""
     machine = {
-        "card": "NVIDIA H100 80GB HBM3", "cards": 1, "memory_gib": 79.1, "driver": "580.1", "cores": 16, "python": "3.12.3",
+        "card": "NVIDIA H100 80GB HBM3", "cards": 1, "memory_gib": 79.1, "driver": "580.1", "cores": 16,
+        "python": "3.12.3",
         "torch": "2.11.0", "cuda": "13.0", "cudnn": 9, "system": "Linux",
     }  # fmt: skip
     profile = profiles.summary([("nvjet_a", 0.0, 0.08), ("ncclDevKernel_x", 0.07, 0.09)], 1, 0.1)
@@ -288,17 +312,20 @@ def test_figures_of_a_card() -> None:
     figures: dict[str, dict[str, Any]] = {
         "right": {},
         "fast": {
-            "facts": {"parameters": 1.1e9, "sequence": 4096, "precision": "bf16", "rows": 2, "together": True}, "rows": [row],
+            "facts": {"parameters": 1.1e9, "sequence": 4096, "precision": "bf16", "rows": 2, "together": True},
+            "rows": [row],
             "profiles": {fast.OURS: profile},
         },
         "memory": {
             "plans": {"none": {"predicted": {"states": states, "peak": 2**32}, "measured": measured}},
             "rows": {"none": {"predicted": 30, "fitted": 31, "refused": 33}},
         },
-        "prototypes": {"prototypes": {"a": {"what": "dW", "ways": {"old": {"milliseconds": 2.0, "bytes": 2**20}, "new": {"unknown": "no kernel"}}}}},
+        "prototypes": {"prototypes": {"a": {"what": "dW",
+        "ways": {"old": {"milliseconds": 2.0, "bytes": 2**20}, "new": {"unknown": "no kernel"}}}}},
         "zero": {
             "speed": {"ranks": 8, "contenders": {"ZeRO-3": {"step_seconds": 0.1, "tokens_per_second": 3e5}}},
-            "overlap": [{"hidden": 0.87, "communication_seconds": 0.03}, {"hidden": None, "communication_seconds": 0.0}],
+            "overlap": [{"hidden": 0.87, "communication_seconds": 0.03},
+            {"hidden": None, "communication_seconds": 0.0}],
         },
         "communicators": {"communicators": {"ranks": 1, "bytes": [[2**28, 2**25]]}},
     }  # fmt: skip
@@ -332,12 +359,13 @@ def test_nothing_found_is_unknown() -> None:
     assert "no card has run shardwise so far" in lines and lines.count("| unknown |") == len(report.PARTS)
 
 
-# ---- the scripts ---------------------------------------------------------------------------------------------------------
+# ---- the scripts -----------------------------------------------------------------------------------------------------
 
 
 def script(name: str, *arguments: str, seconds: float, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(BENCHMARKS / "gpu" / name), *arguments], env={**os.environ, "PYTHON": sys.executable, **environment}, cwd="/",
+        [str(BENCHMARKS / "gpu" / name), *arguments], env={**os.environ, "PYTHON": sys.executable, **environment},
+        cwd="/",
         capture_output=True, text=True, timeout=seconds, check=False,
     )  # fmt: skip
 
@@ -345,13 +373,16 @@ def script(name: str, *arguments: str, seconds: float, **environment: str) -> su
 def test_a_bare_checkout_is_enough(tmp_path: Path) -> None:
     """A Python in which shardwise is not installed knows its version; one without torch is refused."""
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH=$PYTHONPATH:{Path(torch.__file__).parents[1]} exec {sys.executable} -S "$@"\n')
+    python.write_text(
+        f'#!/bin/sh\nPYTHONPATH=$PYTHONPATH:{Path(torch.__file__).parents[1]} exec {sys.executable} -S "$@"\n'
+    )
     python.chmod(0o755)
     bare = tmp_path / "bare"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     bare.chmod(0o755)
     command = (
-        f". {BENCHMARKS}/gpu/environment.sh; exec 3>&1; \"$PYTHON\" -c 'import shardwise; print(shardwise.__file__)'; ls $scratch"
+        f'. {BENCHMARKS}/gpu/environment.sh; exec 3>&1; "$PYTHON" -c \'import shardwise; '
+        "print(shardwise.__file__)'; ls $scratch"
     )
     found = subprocess.run(
         ["bash", "-c", command], env={**os.environ, "PYTHON": str(python)}, capture_output=True, text=True, timeout=60
@@ -361,13 +392,15 @@ def test_a_bare_checkout_is_enough(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "has no torch" in refused.stderr
 
 
-# ---- all parts, and the scripts as a whole -------------------------------------------------------------------------------------
+# ---- all parts, and the scripts as a whole ---------------------------------------------------------------------------
 
 EVERY = {**accept.PARTS, **several.PARTS}
 
 
 def here(function: str, seconds: float, environment: Any = None, **arguments: Any) -> Any:
-    """What a child process would answer, without the seconds that it takes to start; arguments and answers are JSON all the same."""
+    """What a child process would answer, without the seconds that it takes to start; arguments and answers are JSON all
+    the same.
+    """
     module, _, name = function.partition(":")
     found = getattr(importlib.import_module(module), name)(**json.loads(json.dumps(arguments)))
     return json.loads(json.dumps(found))
@@ -389,7 +422,9 @@ def as_it_should_be(name: str, figures: dict[str, Any]) -> None:
         assert figures["verify"]["gpt, zero 3, selective"]["largest"] <= 1e-10
     elif name == "fast":
         rows = {row["name"]: row for row in figures["rows"]}
-        assert list(rows) == list(fast.NAMES) and all(row["mfu"] is None and row["off"] <= 5e-3 for row in rows.values())
+        assert list(rows) == list(fast.NAMES) and all(
+            row["mfu"] is None and row["off"] <= 5e-3 for row in rows.values()
+        )
     elif name == "memory":
         assert list(figures["plans"]) == list(memory.PLANS)
         for one in figures["plans"].values():

@@ -38,7 +38,9 @@ def apart(kind: Kind, ranks: int, **options: bool) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        pytest.param(kind.name, ranks, marks=() if (kind.name, ranks) in (("1f1b", 2), ("zbv", 2)) else pytest.mark.full)
+        pytest.param(
+            kind.name, ranks, marks=() if (kind.name, ranks) in (("1f1b", 2), ("zbv", 2)) else pytest.mark.full
+        )
         for kind in KINDS.values()
         for ranks in (2, 4)
         if kind.torch
@@ -98,7 +100,9 @@ def test_torch_by_itself(tmp_path: Path) -> None:
 
 
 def test_the_simulated_step() -> None:
-    """Of two stages that take 3 s for each of 4 microbatches: the second begins with the first's end; then the slower rest."""
+    """Of two stages that take 3 s for each of 4 microbatches: the second begins with the first's end; then the slower
+    rest.
+    """
     one = Pipeline(TINY, KINDS["1f1b"], 2, 4)
     assert simulated(one, [{"F0": 1.0, "B0": 2.0, REST: 0.5}, {"F1": 1.0, "B1": 2.0, REST: 0.25}]) == 15.5
     assert costs([[{"F0": 1.0}, {"F0": 3.0}, {"F0": 2.0}]]) == [{"F0": 2.0}]
@@ -106,5 +110,7 @@ def test_the_simulated_step() -> None:
 
 def test_a_whole_backward_beside_an_input_backward_is_part_of_it() -> None:
     one = Alone(None, None)
-    one.spent.update({None: 1.0, ("F", 0, 0): 2.0, ("F", 0, 1): 4.0, ("I", 0, 0): 5.0, ("B", 0, 0): 1.0, ("B", 0, 1): 9.0})
+    one.spent.update(
+        {None: 1.0, ("F", 0, 0): 2.0, ("F", 0, 1): 4.0, ("I", 0, 0): 5.0, ("B", 0, 0): 1.0, ("B", 0, 1): 9.0}
+    )
     assert one._means() == {REST: 1.0, "F0": 3.0, "I0": 6.0, "B0": 9.0}

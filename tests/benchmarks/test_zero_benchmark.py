@@ -48,7 +48,9 @@ def test_all_train_the_same_but_those_that_never_meet(tmp_path: Path) -> None:
     verdicts = {(said["name"], said["against"]): said for said in found["verdicts"]}
     assert verdicts.keys() == {("zero 3", "FSDP2 reshard")}
     said = verdicts["zero 3", "FSDP2 reshard"]
-    assert said["faster"] == by["FSDP2 reshard"]["seconds"] / by["zero 3"]["seconds"] and said["faster_to_reach"] == 1.35
+    assert (
+        said["faster"] == by["FSDP2 reshard"]["seconds"] / by["zero 3"]["seconds"] and said["faster_to_reach"] == 1.35
+    )
 
 
 def test_who_trains_otherwise_is_named() -> None:

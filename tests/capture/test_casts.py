@@ -56,9 +56,9 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
 def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> VerifiedStep:
     compiled = Compiled(module, Plan(precision=precision), fields)  # type: ignore[arg-type]
     choice = OptimizerChoice(lr=1e-3, eps=1e-4)
-    return run_ranks(Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0)))[0][
-        0
-    ]
+    return run_ranks(
+        Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0))
+    )[0][0]
 
 
 @pytest.mark.parametrize("branch", [False, True], ids=["captured", "one unit"])
@@ -67,7 +67,11 @@ def test_a_model_in_bf16_trains_as_one_in_fp32(precision: str, branch: bool) -> 
     wide = one_step(net(torch.float32, branch), batch(torch.float32), precision)
     low = one_step(net(torch.bfloat16, branch), batch(torch.bfloat16), precision)
     assert low.loss == wide.loss
-    for ours, truth in ((low.gradients, wide.gradients), (low.parameters, wide.parameters), (low.buffers, wide.buffers)):
+    for ours, truth in (
+        (low.gradients, wide.gradients),
+        (low.parameters, wide.parameters),
+        (low.buffers, wide.buffers),
+    ):
         assert ours.keys() == truth.keys() and all(torch.equal(ours[n], truth[n]) for n in truth)
 
 
@@ -85,8 +89,10 @@ def test_low_precision_of_a_model_in_any(precision: str, dtype: torch.dtype, fro
 
 
 MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w), "einsum of a list": lambda x, w: torch.einsum("bi,oi->bo", [x, w]),
-    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([1], [1])), "mv": lambda x, w: w.mv(x[0]), "inner": torch.inner,
+    "einsum": lambda x, w: torch.einsum("bi,oi->bo", x, w), "einsum of a list": lambda x,
+    w: torch.einsum("bi,oi->bo", [x, w]),
+    "tensordot": lambda x, w: torch.tensordot(x, w, dims=([1], [1])), "mv": lambda x, w: w.mv(x[0]),
+    "inner": torch.inner,
     "prelu": lambda x, w: nn.functional.prelu(x, w[0]), "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w.mT, w]),
     "addbmm": lambda x, w: torch.addbmm(x @ w.mT, x[None], w.mT[None]),
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""Run by ``test_folder``: fork a process that saves in a loop, kill it at a random moment, look at what it left; again and again."""
+"""Run by ``test_folder``: fork a process that saves in a loop, kill it at a random moment, look at what it left; again
+and again.
+"""
 
 from __future__ import annotations
 

@@ -62,7 +62,9 @@ def flat_pieces(tensors: Mapping[str, Tensor], rank: int, ranks: int) -> list[Pi
 
 
 def cut_pieces(tensors: Mapping[str, Tensor], rank: int, ranks: int, seed: int) -> list[Piece]:
-    """Random boxes: each tensor is cut at random places of each dim, and the boxes dealt to random ranks; values are strided views."""
+    """Random boxes: each tensor is cut at random places of each dim, and the boxes dealt to random ranks; values are
+    strided views.
+    """
     found = []
     for number, (name, tensor) in enumerate(tensors.items()):
         generator = random.Random(seed * 1000 + number)

@@ -26,7 +26,8 @@ CHOICE = OptimizerChoice("adamw", lr=1e-2)
 
 
 @pytest.mark.parametrize(("name", "weight", "placed"), [
-    ("own fused", "blocks.1.qkv.weight", "[8+4+4:tp*4, 24]"), ("own llama", "blocks.1.attention.k_proj.weight", "[2:tp//2*4, 16]"),
+    ("own fused", "blocks.1.qkv.weight", "[8+4+4:tp*4, 24]"),
+    ("own llama", "blocks.1.attention.k_proj.weight", "[2:tp//2*4, 16]"),
 ])  # fmt: skip
 def test_other_numbers_of_ranks_read_the_same(tmp_path: Path, name: str, weight: str, placed: str) -> None:
     model, empty = zoo.make(name), zoo.make(name)

@@ -136,7 +136,8 @@ def other_value(generator: random.Random, value: Json) -> Json:
     number = value if isinstance(value, int) and not isinstance(value, bool) else 3
     text = value if isinstance(value, str) else "x"
     choices: list[Json] = [
-        None, True, -1, number + 1, number - 1, 10**30, 1.5, "", text + "x", "../" + text, "/etc/passwd", "\ud800", [], {}, [value],
+        None, True, -1, number + 1, number - 1, 10**30, 1.5, "", text + "x", "../" + text, "/etc/passwd", "\ud800", [],
+        {}, [value],
         {"a": value}, str(value), text[::-1],
     ]  # fmt: skip
     return generator.choice([one for one in choices if one != value or type(one) is not type(value)])
@@ -193,7 +194,9 @@ def test_500_mutations_are_refused_by_name(good: Path, tmp_path: Path, chunk: in
 
 
 def test_a_forged_manifest_is_checked_field_by_field(good: Path, tmp_path: Path) -> None:
-    """With the right digest, so that nothing but the checks of types, boxes and headers stands between it and a wrong start."""
+    """With the right digest, so that nothing but the checks of types, boxes and headers stands between it and a wrong
+    start.
+    """
     generator = random.Random(0)
     truth = read_all(good / "step_00000001")
     passed = 0

@@ -34,7 +34,13 @@ from shardwise.core.errors import ConfigError
 
 def llama(**options: Any) -> nn.Module:
     torch.manual_seed(1)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32, **options))
 
 
@@ -88,11 +94,15 @@ def test_from_pretrained_reads_what_export_writes(tmp_path: Path, make: Any, sha
     assert type(found) is type(model) and equal(found, model)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     names = [name for file in files if file.suffix == ".safetensors" for name in load_file(file)]
-    assert len(names) == len(set(names)) == len({id(one) for one in model.state_dict(keep_vars=True).values()}), "tied ones once"
+    assert len(names) == len(set(names)) == len({id(one) for one in model.state_dict(keep_vars=True).values()}), (
+        "tied ones once"
+    )
     if shard_bytes == 9000:
         index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
         assert len(set(index["weight_map"].values())) > 2
-        assert index["metadata"]["total_size"] == sum(one.nbytes for file in files[:-2] for one in load_file(file).values())
+        assert index["metadata"]["total_size"] == sum(
+            one.nbytes for file in files[:-2] for one in load_file(file).values()
+        )
     # and such a folder is where a run can start, as are the checkpoint itself and transformers' own folder
     model.save_pretrained(tmp_path / "theirs")
     for source in (tmp_path / "out", tmp_path / "run" / "step_00000001", tmp_path / "theirs"):
@@ -172,12 +182,16 @@ def test_prefixes_of_hugging_face(tmp_path: Path) -> None:
     load_weights(tmp_path / "head", base)
     assert equal(base, head.transformer)
     tied = Tied()
-    save_file({f"module.{name}": value.clone() for name, value in tied.state_dict().items()}, tmp_path / "ddp.safetensors")
+    save_file(
+        {f"module.{name}": value.clone() for name, value in tied.state_dict().items()}, tmp_path / "ddp.safetensors"
+    )
     found = Tied()
     load_weights(tmp_path / "ddp.safetensors", found)
     assert equal(found, tied)
     # buffers that older versions saved, of which the model says that it has no use for them
-    state: dict[str, Tensor] = {name: value.clone() for name, value in head.state_dict().items() if name != "lm_head.weight"}
+    state: dict[str, Tensor] = {
+        name: value.clone() for name, value in head.state_dict().items() if name != "lm_head.weight"
+    }
     save_file({**state, "transformer.h.0.attn.masked_bias": torch.ones(1)}, tmp_path / "old.safetensors")
     if any("masked_bias" in str(one) for one in getattr(head, "_keys_to_ignore_on_load_unexpected", None) or ()):
         load_weights(tmp_path / "old.safetensors", gpt2())
@@ -195,12 +209,15 @@ def test_weights_that_do_not_fit_are_told_all_at_once(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_weights(path, module)
     assert str(caught.value) == (
-        f'model.weights = "{path}": missing: norm.bias; unexpected: extra; other shapes: norm.weight is [5] instead of [4]; '
+        f'model.weights = "{path}": missing: norm.bias; unexpected: extra; other shapes: norm.weight is [5] instead of '
+        "[4]; "
         "other dtypes: norm.num_batches_tracked is torch.float32 instead of torch.int64"
     )
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items()), "nothing was copied"
     save_file({**right, "head.weight": torch.zeros(9, 4)}, path)
-    with pytest.raises(ConfigError, match="tied in the model, but different in the file: embedding.weight and head.weight"):
+    with pytest.raises(
+        ConfigError, match="tied in the model, but different in the file: embedding.weight and head.weight"
+    ):
         load_weights(path, module)
     save_file({**right, "head.weight": right["embedding.weight"].clone()}, path)
     load_weights(path, module)
@@ -250,7 +267,9 @@ class Bomb:
         return (Path.touch, (self.path,))
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json", "manifest.json"]
+)
 def test_nothing_is_unpickled(tmp_path: Path, name: str) -> None:
     folder, mark = tmp_path / "weights", tmp_path / "mark"
     folder.mkdir()
@@ -270,7 +289,9 @@ def test_other_wrong_sources(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has neither model.safetensors nor"):
         read_weights(tmp_path)
     checkpoint = saved(Tied(), tmp_path / "checkpoints", transformers=False)
-    with pytest.raises(ConfigError, match=f"the folder of a run; legal: one of its checkpoints, such as {checkpoint.path}"):
+    with pytest.raises(
+        ConfigError, match=f"the folder of a run; legal: one of its checkpoints, such as {checkpoint.path}"
+    ):
         read_weights(tmp_path)
     folder = tmp_path / "hf"
     folder.mkdir()

@@ -145,7 +145,9 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.fresh
 def test_killed_at_any_moment_the_last_complete_one_loads(tmp_path: Path) -> None:
-    """30 processes of two ranks, each killed while it saves in a loop; the values of a checkpoint are its step everywhere."""
+    """30 processes of two ranks, each killed while it saves in a loop; the values of a checkpoint are its step
+    everywhere.
+    """
     script = Path(__file__).with_name("killed.py")
     command = [sys.executable, str(script), str(tmp_path / "checkpoints"), "30"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

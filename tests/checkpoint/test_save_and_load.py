@@ -21,7 +21,12 @@ from shardwise.checkpoint.writer import CheckpointWriter, Saved
 from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.layout import Box
 
-META = {"data": {"epoch": 1, "position": 2**60}, "config": "[model]\nname = 'gpt'\n", "rate": 0.1, "list": [1, None, True]}
+META = {
+    "data": {"epoch": 1, "position": 2**60},
+    "config": "[model]\nname = 'gpt'\n",
+    "rate": 0.1,
+    "list": [1, None, True],
+}
 
 
 @pytest.mark.parametrize("n", [1, 2, 3])
@@ -32,7 +37,9 @@ def test_saved_on_n_ranks_loaded_on_m(tmp_path: Path, n: int, m: int, staging: i
         tensors, found = state(seed), blank(state(seed))
         extra = {cut_pieces: (seed,), flat_pieces: ()}
         folder = tmp_path / str(seed)
-        saved = save(folder, 5, [split(tensors, rank, n, *extra[split]) for rank in range(n)], META, staging_bytes=staging)
+        saved = save(
+            folder, 5, [split(tensors, rank, n, *extra[split]) for rank in range(n)], META, staging_bytes=staging
+        )
         assert {one.error for one in saved} == {None}
         assert {one.path for one in saved} == {folder / "step_00000005"} == {latest(folder)}
         load(folder / "step_00000005", [other(found, rank, m, *extra[other]) for rank in range(m)])
@@ -66,7 +73,8 @@ def test_every_dtype_and_the_files_are_safetensors(tmp_path: Path) -> None:
 def test_neighbours_in_memory_and_strided_views_alike(tmp_path: Path) -> None:
     buffer = torch.randn(4096)
     pieces = [
-        Piece("a", (64, 32), Box((row, 0), (row + 1, 32)), buffer[row * 32 : row * 32 + 32].view(1, 32)) for row in range(64)
+        Piece("a", (64, 32), Box((row, 0), (row + 1, 32)), buffer[row * 32 : row * 32 + 32].view(1, 32))
+        for row in range(64)
     ]
     pieces += [whole("t", buffer[2048:].view(32, 64).t()), whole("c", torch.randn(3, dtype=torch.complex64).conj())]
     for bound in (None, 256, 1000):
@@ -99,7 +107,9 @@ def test_what_is_written_is_what_was_there_at_save_and_memory_is_bounded(tmp_pat
         assert all(bool((Checkpoint.open(path).read(name) == step).all()) for name in tensors)
 
 
-def test_save_returns_before_the_disk_is_done_and_the_next_one_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_returns_before_the_disk_is_done_and_the_next_one_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate, fsync = threading.Event(), container.os.fsync
     monkeypatch.setattr(container.os, "fsync", lambda fd: (gate.wait(30), fsync(fd)))
     writer = CheckpointWriter(tmp_path, 0, 1, warn=pytest.fail)
@@ -145,10 +155,16 @@ WRONG = {
     ),
     "twice": ([[whole("x", torch.tensor(1.0))], [whole("x", torch.tensor(1.0))]], "overlap"),
     "dtype": (
-        [[Piece("x", (2,), Box((0,), (1,)), torch.ones(1))], [Piece("x", (2,), Box((1,), (2,)), torch.ones(1).double())]],
+        [
+            [Piece("x", (2,), Box((0,), (1,)), torch.ones(1))],
+            [Piece("x", (2,), Box((1,), (2,)), torch.ones(1).double())],
+        ],
         "F64",
     ),
-    "shape": ([[Piece("x", (2,), Box((0,), (2,)), torch.ones(2))], [Piece("x", (3,), Box((2,), (3,)), torch.ones(1))]], r"\[3\]"),
+    "shape": (
+        [[Piece("x", (2,), Box((0,), (2,)), torch.ones(2))], [Piece("x", (3,), Box((2,), (3,)), torch.ones(1))]],
+        r"\[3\]",
+    ),
     "outside": ([[], [Piece("x", (2,), Box((0,), (3,)), torch.ones(3))]], "rank 1: piece of 'x'.*outside"),
     "values": ([[], [Piece("x", (2,), Box((0,), (2,)), torch.ones(3))]], "rank 1: piece of 'x'.*values of shape"),
     "unknown dtype": (

@@ -1,4 +1,6 @@
-"""State in pieces over tensor-parallel axes, saved under one layout and read under another: bit-equal, each element saved once."""
+"""State in pieces over tensor-parallel axes, saved under one layout and read under another: bit-equal, each element
+saved once.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ Plan = tuple[dict[str, int], dict[str, Any]]
 
 PLANS: list[Plan] = [
     ({"tp": 2}, {}), ({"tp": 3}, {"dp": 2, "zero": 1}), ({}, {"dp": 2, "zero": 3}), ({"tp": 3}, {"dp": 2, "zero": 3}),
-    ({"tp": 2, "ep": 2}, {"dp": 2}), ({"tp": 2}, {"dp": 4, "replicas": 2, "zero": 1}), ({"tp": 2}, {"pp": 2, "dp": 2, "zero": 2}),
+    ({"tp": 2, "ep": 2}, {"dp": 2}), ({"tp": 2}, {"dp": 4, "replicas": 2, "zero": 1}),
+    ({"tp": 2}, {"pp": 2, "dp": 2, "zero": 2}),
     ({}, {}), ({"tp": 3, "ep": 2}, {}),
 ]  # fmt: skip
 CHOICES = {"adamw": OptimizerChoice("adamw", lr=1e-2), "nadam": OptimizerChoice("nadam", lr=1e-2, decay="all")}
@@ -60,7 +63,9 @@ def expected(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
     def flat(memory: Any, name: str) -> Tensor:
         out = torch.zeros(memory.layout.numel, dtype=torch.float64)
         for parameter, view in memory.views(out).items():
-            view.copy_(sharded.local(memory.parameters[parameter], values[name.format(parameter)], comm.mesh, comm.rank))
+            view.copy_(
+                sharded.local(memory.parameters[parameter], values[name.format(parameter)], comm.mesh, comm.rank)
+            )
         return out
 
     for index, memory in engine.memory.buckets.items():
@@ -71,7 +76,9 @@ def expected(engine: Engine, values: dict[str, Tensor]) -> dict[str, Tensor]:
                 for key, value in given.items():
                     name, stop = f"{index} {number} {segment.start} {key}", segment.start + segment.param.numel()
                     first = f"optimizer.{memory.bucket.parameters[0].name}.{key}"
-                    found[name] = flat(memory, f"optimizer.{{}}.{key}")[segment.start : stop] if value.dim() else values[first]
+                    found[name] = (
+                        flat(memory, f"optimizer.{{}}.{key}")[segment.start : stop] if value.dim() else values[first]
+                    )
     return found
 
 
@@ -87,11 +94,15 @@ def fill(engine: Engine, values: dict[str, Tensor]) -> None:
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("kind", CHOICES)
-@pytest.mark.parametrize(("before", "after"), [(0, 1), (1, 7), (7, 3), (2, 4), (3, 5), (4, 6), (5, 0), (6, 8), (8, 2), (1, 1)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(0, 1), (1, 7), (7, 3), (2, 4), (3, 5), (4, 6), (5, 0), (6, 8), (8, 2), (1, 1)]
+)
 def test_checkpoints_go_from_layout_to_layout(tmp_path: Path, before: int, after: int, kind: str) -> None:
-    """Tensor parallelism of two, of three (uneven, with empty pieces), of two axes, of none, under all stages of ZeRO."""
+    """Tensor parallelism of two, of three (uneven, with empty pieces), of two axes, of none, under any ZeRO."""
     choice, values = CHOICES[kind], truth(CHOICES[kind])
-    first, second = (sharded.compiled(sharded.planned(tensor, **fields)) for tensor, fields in (PLANS[before], PLANS[after]))
+    first, second = (
+        sharded.compiled(sharded.planned(tensor, **fields)) for tensor, fields in (PLANS[before], PLANS[after])
+    )
 
     def saving(comm: ThreadCommunicator) -> list[Piece]:
         engine = Engine(first, comm, choice)

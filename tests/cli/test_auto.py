@@ -15,7 +15,8 @@ from shardwise.core.plan import Plan
 from shardwise.core.schedules import SCHEDULES
 from shardwise.report.timetable import milliseconds
 
-RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8", "train.eval_every=0",
+RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8",
+"train.eval_every=0",
        "parallel.pp=2", "parallel.microbatches=4", "parallel.schedule=auto", "train.trace_steps=[1]"]  # fmt: skip
 
 
@@ -39,16 +40,27 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     assert f"{plan.stages_per_rank} stage" in note and f"of {list(plan.stages)} units" in note and "search" in note
 
     chosen, ran = json.loads(shardwise("simulate", str(folder), "--json"))["simulations"]
-    assert f" {milliseconds(chosen['step_seconds'])} a step simulated, bubble {chosen['bubble_of_total']:.2%} of total" in note
+    assert (
+        f" {milliseconds(chosen['step_seconds'])} a step simulated, bubble {chosen['bubble_of_total']:.2%} of total"
+        in note
+    )
     assert "as it ran" in ran["title"]
     (again,) = json.loads(shardwise("simulate", str(folder), "--schedule", "auto", "--json"))["simulations"]
     assert again["step_seconds"] == chosen["step_seconds"]
     others = [
-        name for name in SCHEDULES if SCHEDULES[name].takes(plan.stages_per_rank) and name in ("gpipe", "1f1b", "zb-h1", "zbv")
+        name
+        for name in SCHEDULES
+        if SCHEDULES[name].takes(plan.stages_per_rank) and name in ("gpipe", "1f1b", "zb-h1", "zbv")
     ]
-    known = json.loads(shardwise("simulate", str(folder), *(f"--schedule={name}" for name in others), "--json"))["simulations"]
-    assert len(known) == len(others) and all(one["step_seconds"] >= chosen["step_seconds"] * (1 - 1e-8) for one in known)
-    assert list(dict.fromkeys(_tasks(folder))) == [word.replace("I", "B") for word in plan.timetable[0].split() if word[0] != "W"]
+    known = json.loads(shardwise("simulate", str(folder), *(f"--schedule={name}" for name in others), "--json"))[
+        "simulations"
+    ]
+    assert len(known) == len(others) and all(
+        one["step_seconds"] >= chosen["step_seconds"] * (1 - 1e-8) for one in known
+    )
+    assert list(dict.fromkeys(_tasks(folder))) == [
+        word.replace("I", "B") for word in plan.timetable[0].split() if word[0] != "W"
+    ]
 
     more = shardwise("train", *given, "train.steps=5")
     assert Plan.from_toml((folder / "plan.toml").read_text()) == plan

@@ -39,7 +39,10 @@ def run_dir(tmp_path: Path) -> Path:
 def test_list(run_dir: Path) -> None:
     for path in (run_dir, run_dir / "checkpoints"):
         rows = json.loads(call("list", path, "--json").stdout)["checkpoints"]
-        assert [(row["step"], row["tensors"], row["ranks"], row["error"]) for row in rows] == [(1, 2, 1, None), (2, 2, 1, None)]
+        assert [(row["step"], row["tensors"], row["ranks"], row["error"]) for row in rows] == [
+            (1, 2, 1, None),
+            (2, 2, 1, None),
+        ]
     text = call("list", run_dir).stdout
     assert "step_00000001" in text and "step_00000002" in text and text.count("ok") == 2
     (run_dir / "checkpoints" / "step_00000001" / "manifest.json").write_text("{}")

@@ -47,7 +47,10 @@ def test_help_and_wrong_arguments_need_no_torch() -> None:
 
 def test_arguments_come_in_any_order(tmp_path: Path) -> None:
     config = str(tmp_path / "a.toml")
-    assert split_arguments(["train.steps=3", config, "model.name=gpt"]) == (Path(config), ["train.steps=3", "model.name=gpt"])
+    assert split_arguments(["train.steps=3", config, "model.name=gpt"]) == (
+        Path(config),
+        ["train.steps=3", "model.name=gpt"],
+    )
     assert split_arguments([]) == (None, [])
     with pytest.raises(ConfigError, match="more than one config file"):
         split_arguments(["a.toml", "b.toml"])
@@ -98,7 +101,8 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     assert max(map(len, lines)) <= 80
     rows = {line.split()[0]: line.split()[1:] for line in lines if line.strip()}
     assert rows["mesh"] == ["dp", "1", "x", "tp", "2"] and rows["tensor"] == [tensor]
-    assert [rows[f"blocks.*.{name}"][0] for name in ("attention.qkv.weight", "attention.proj.weight", "mlp.up.bias", "norm1.bias")] == [
+    assert [rows[f"blocks.*.{name}"][0] for name in ("attention.qkv.weight", "attention.proj.weight", "mlp.up.bias",
+    "norm1.bias")] == [
         "3*2:tp*8x16", "16x2:tp*8", "2:tp*32", "16",
     ]  # fmt: skip
     text = "\n".join(" ".join(line.split()) for line in lines)
@@ -127,12 +131,16 @@ def test_show_tells_what_is_sharded_and_what_that_costs(tensor: str) -> None:
     block = sum(c["sent_bytes"] for c in found["collectives"] if c["unit"] == 1)
     assert block == 8 * 1024 * whole * (2 - 1) / 2, "four all-reduces, or their halves"
     summed = {one["name"]: one["summed"] for one in found["parameters"]}
-    assert summed["blocks.1.norm1.weight"] == ([] if tensor == "1d" else ["tp"]) and summed["blocks.1.mlp.up.weight"] == []
+    assert (
+        summed["blocks.1.norm1.weight"] == ([] if tensor == "1d" else ["tp"]) and summed["blocks.1.mlp.up.weight"] == []
+    )
     assert_sums_of_buckets_are_shown(found, text)
 
 
 def assert_sums_of_buckets_are_shown(found: dict[str, Any], text: str) -> None:
-    """Of partial sums over ``tp`` all_reduces, once a step: of 2 ranks each sends what a bucket holds of the parameters, in fp32."""
+    """Of partial sums over ``tp`` all_reduces, once a step: of 2 ranks each sends what a bucket holds of the
+    parameters, in fp32.
+    """
     partial = [one for one in found["parameters"] if one["summed"]]
     (program,) = found["programs"]
     reduced = [i["bucket"] for i in program["instructions"] if i["op"] == "REDUCE" and "bucket" in i]
@@ -149,7 +157,9 @@ def assert_sums_of_buckets_are_shown(found: dict[str, Any], text: str) -> None:
         sorted(reduced),
     )
     assert {p["bucket"] for p in partial} == set(reduced)
-    assert one["sent_bytes"] >= 4 * sum(math.prod(p["shape"]) for p in partial) > 0.8 * one["sent_bytes"], "but for padding"
+    assert one["sent_bytes"] >= 4 * sum(math.prod(p["shape"]) for p in partial) > 0.8 * one["sent_bytes"], (
+        "but for padding"
+    )
     assert re.search(rf"\ngradients b0, [b\d, -]* tp all_reduce {len(reduced)} ", text), text
 
 
@@ -159,7 +169,9 @@ def test_show_keeps_shapes_readable_in_80_columns() -> None:
     lines = call("show", *given).stdout.split("all ranks:")[0].splitlines()
     assert max(map(len, lines)) <= 80
     at = next(i for i, line in enumerate(lines) if line.startswith("blocks.*.attention.qkv.weight "))
-    assert lines[at].split()[1] + lines[at + 1].split()[0] == "3*2:tp_j*8x2:tp_i*8" and lines[at].split()[1].endswith("x")
+    assert lines[at].split()[1] + lines[at + 1].split()[0] == "3*2:tp_j*8x2:tp_i*8" and lines[at].split()[1].endswith(
+        "x"
+    )
 
 
 def test_show_says_that_tensor_alone_changes_nothing() -> None:
@@ -171,7 +183,13 @@ def test_show_says_that_tensor_alone_changes_nothing() -> None:
 def test_show_says_how_many_rows_a_rank_has(kind: str, tp: int, rows: int) -> None:
     """Of 6 of a microbatch: shared out over no axis, over 2, or over 4, where two ranks have two and two have one."""
     shown = call(
-        "show", *TINY, "model.heads=4", f"parallel.tp={tp}", "parallel.dp=1", f"parallel.tensor={kind}", "parallel.microbatches=2"
+        "show",
+        *TINY,
+        "model.heads=4",
+        f"parallel.tp={tp}",
+        "parallel.dp=1",
+        f"parallel.tensor={kind}",
+        "parallel.microbatches=2",
     )
     assert f"12 a step, 6 a microbatch, {rows} a rank" in shown.stdout, shown.output
 
@@ -189,18 +207,26 @@ def test_show_tells_what_follows_from_pins() -> None:
     assert '\nblocks.*.mlp.proj.weight linear blocks.*.mlp.proj, from "*.mlp.up" = "2"\n' in text
     assert "\nnorm.weight whole, for nothing follows\n" in text
     assert "\nlinear mlp.proj reduce_scatter all_gather " in text  # the op that makes what the module returns
-    note = 'note: pins: linear blocks.*.attention.qkv: "*.mlp" = "1" wants a value in pieces of dim 1, and "*.qkv.weight"'
+    note = (
+        'note: pins: linear blocks.*.attention.qkv: "*.mlp" = "1" wants a value in pieces of dim 1, and "*.qkv.weight"'
+    )
     assert note in " ".join(text.split())
     found = json.loads(call("show", *given, "--json").stdout)
     assert found["predicted_seconds"] > 0
     decided = {one["name"]: one["decided"] for one in found["parameters"]}
     assert decided["blocks.1.attention.qkv.weight"] == {"tp": '"*.qkv.weight" = "column"'}
-    assert decided["blocks.1.attention.proj.weight"] == {"tp": 'linear blocks.*.attention.proj, from "*.qkv.weight" = "column"'}
-    assert any(c["path"] == "blocks.1.mlp.proj" and c["forward"][0]["kind"] == "reduce_scatter" for c in found["collectives"])
+    assert decided["blocks.1.attention.proj.weight"] == {
+        "tp": 'linear blocks.*.attention.proj, from "*.qkv.weight" = "column"'
+    }
+    assert any(
+        c["path"] == "blocks.1.mlp.proj" and c["forward"][0]["kind"] == "reduce_scatter" for c in found["collectives"]
+    )
 
 
 def test_show_says_which_axes_reach_over_hosts() -> None:
-    """The ranks that share layers are neighbours, so they are on one host where that has room for them; else there is a note."""
+    """The ranks that share layers are neighbours, so they are on one host where that has room for them; else there is a
+    note.
+    """
     given = [*TINY, "model.heads=4", "parallel.tp=4", "parallel.dp=2", "parallel.pp=2", "parallel.recompute=full"]
     alone, large, small = (
         call("show", *given, *more).stdout for more in (("--per-host", "16"), ("--per-host", "4"), ("--per-host", "2"))
@@ -235,7 +261,12 @@ OF_WEIGHTS = """
         ),  # forward and backward read and write at least operands and results
         (OF_DATA, ["parallel.dp=1", "parallel.tp=2"], "linalg_det", 2 * 4 * (9 + 1) * 4),
         (OF_WEIGHTS, ["parallel.dp=1", "parallel.tp=2"], "linalg_matrix_exp", 2 * 2 * 9 * 4),
-        (OF_WEIGHTS, ["parallel.dp=1", "parallel.tp=2", "parallel.tensor_plan=auto"], "linalg_matrix_exp", 2 * 2 * 9 * 4),
+        (
+            OF_WEIGHTS,
+            ["parallel.dp=1", "parallel.tp=2", "parallel.tensor_plan=auto"],
+            "linalg_matrix_exp",
+            2 * 2 * 9 * 4,
+        ),
     ],
 )
 def test_show_lists_ops_without_a_rule(forward: str, plan: list[str], op: str, least: int, tmp_path: Path) -> None:
@@ -297,7 +328,9 @@ def test_verify_passes_and_tells_how_well(monkeypatch: pytest.MonkeyPatch) -> No
     assert passed.exit_code == 0, passed.output
     assert "3 ranks (threads), 2 microbatches" in passed.stdout and "same as one device: largest error" in passed.stdout
     assert "NOT" not in passed.stdout
-    layer = call("verify", *TINY, "parallel.tp=2", "parallel.dp=2", "parallel.pp=2", "parallel.zero=3", "parallel.tensor=1d-sp")
+    layer = call(
+        "verify", *TINY, "parallel.tp=2", "parallel.dp=2", "parallel.pp=2", "parallel.zero=3", "parallel.tensor=1d-sp"
+    )
     assert layer.exit_code == 0 and "8 ranks (threads), 2 microbatches" in layer.stdout, layer.output
 
     real = verifier.compare
@@ -335,7 +368,12 @@ def test_a_model_that_fails_is_wrong_input(tmp_path: Path) -> None:
         "def model(): return M(3, 1)\n"
         "def rows(): return [{'x': torch.ones(3)}] * 8\n"
     )
-    given = [f"model.factory={file}:model", f"data.factory={file}:rows", "data.batch_size=4", f"train.run_dir={tmp_path}/run"]
+    given = [
+        f"model.factory={file}:model",
+        f"data.factory={file}:rows",
+        "data.batch_size=4",
+        f"train.run_dir={tmp_path}/run",
+    ]
     for command in ("verify", "train"):
         failed = call(command, "--json", *given, "train.devices=1")
         failure = json.loads(failed.stdout)
@@ -380,7 +418,9 @@ def test_verify_on_a_device_that_is_not_here() -> None:
         ("xpu", ["--device", "cuda"], "--device cuda: legal on this machine: cpu, xpu"),
     ],
 )
-def test_verify_on_a_device_that_cannot(here: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_on_a_device_that_cannot(
+    here: str, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Backend, "here", lambda: Backend(here))
     result = call("verify", *TINY, *arguments)
     assert result.exit_code == 2 and words in " ".join(result.stderr.split())

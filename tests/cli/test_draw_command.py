@@ -1,4 +1,6 @@
-"""``shardwise simulate`` and ``shardwise draw``: numbers of schedules, pictures, and a run drawn from what it has recorded."""
+"""``shardwise simulate`` and ``shardwise draw``: numbers of schedules, pictures, and a run drawn from what it has
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def test_simulate_has_the_closed_form_of_1f1b(ranks: int, microbatches: int) -> 
     assert values["step_seconds"] == pytest.approx(3e-3 * (microbatches + ranks - 1))
     assert values["bubble_of_ideal"] == pytest.approx((ranks - 1) / microbatches)
     assert values["bubble_of_total"] == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-    assert [one["peak_activations"] for one in values["by_rank"]] == [min(ranks - r, microbatches) for r in range(ranks)]
+    assert [one["peak_activations"] for one in values["by_rank"]] == [
+        min(ranks - r, microbatches) for r in range(ranks)
+    ]
     assert (values["schedule"], values["ranks"], values["microbatches"], values["stages_per_rank"]) == (
         "1f1b",
         ranks,
@@ -46,15 +50,17 @@ def test_simulate_has_the_closed_form_of_1f1b(ranks: int, microbatches: int) -> 
     assert shown.exit_code == 0 and widest(shown) <= 80
     words = " ".join(shown.stdout.split())
     assert (
-        f"{values['bubble_of_total']:.2%} of the total time of all ranks {values['bubble_of_ideal']:.2%} of the ideal time"
-        in words
+        f"{values['bubble_of_total']:.2%} of the total time of all ranks {values['bubble_of_ideal']:.2%} of the ideal "
+        "time" in words
     )
     found = re.findall(r"^(\d+) +\d+ ms +[\d.]+% +(\d+)$", shown.stdout, re.M)
     assert found == [(str(r), str(min(ranks - r, microbatches))) for r in range(ranks)]
 
 
 def test_stages_share_the_times_of_their_rank() -> None:
-    """So schedules of one model can be compared: v stages a rank divide the bubble of 1F1B by v (Megatron-LM, section 2.2.2)."""
+    """So schedules of one model can be compared: v stages a rank divide the bubble of 1F1B by v (Megatron-LM, section
+    2.2.2).
+    """
     given = ("--ranks", "3", "--microbatches", "6", "--times", "2,3,1,0.5", "--schedule", "zbv", "--schedule", "1f1b")
     values = json.loads(call("simulate", *given, "--json").stdout)["simulations"]
     for one, name, each in zip(values, ("zbv", "1f1b"), (2, 1), strict=True):
@@ -62,9 +68,21 @@ def test_stages_share_the_times_of_their_rank() -> None:
         truth = simulate(timetable(name, 3, 6), costs)
         assert one["step_seconds"] == pytest.approx(truth.seconds) and one["stages_per_rank"] == each
         assert one["critical"] == [[rank, *truth.timetable[rank][at]] for rank, at in truth.critical]
-        assert [r["peak_activations"] for r in one["by_rank"]] == pytest.approx([n / each for n in truth.peak_activations])
+        assert [r["peak_activations"] for r in one["by_rank"]] == pytest.approx(
+            [n / each for n in truth.peak_activations]
+        )
     for each in (2, 3):
-        given = ("--schedule", "interleaved", "--stages-per-rank", str(each), "--ranks", "4", "--microbatches", "8", "--json")
+        given = (
+            "--schedule",
+            "interleaved",
+            "--stages-per-rank",
+            str(each),
+            "--ranks",
+            "4",
+            "--microbatches",
+            "8",
+            "--json",
+        )
         (one,) = json.loads(call("simulate", *given).stdout)["simulations"]
         assert one["bubble_of_ideal"] == pytest.approx(3 / 8 / each)
 
@@ -72,10 +90,15 @@ def test_stages_share_the_times_of_their_rank() -> None:
 @pytest.mark.parametrize("memory", [2.0, 3.0, None])
 def test_auto_is_the_search_within_its_limit(memory: float | None) -> None:
     given = ["--schedule", "auto", "--ranks", "3", "--microbatches", "5", "--times", "1,1.2,0.8,0.1", "--json"]
-    (one,) = json.loads(call("simulate", *given, *([] if memory is None else ["--memory", str(memory)])).stdout)["simulations"]
+    (one,) = json.loads(call("simulate", *given, *([] if memory is None else ["--memory", str(memory)])).stdout)[
+        "simulations"
+    ]
     costs = Costs.uniform(3, 1e-3, 1.2e-3, 0.8e-3, 1e-4)
     truth = auto(3, 5, costs, float("inf") if memory is None else memory)
-    assert one["step_seconds"] == pytest.approx(truth.simulation.seconds) and truth.name.removeprefix("auto ") in one["title"]
+    assert (
+        one["step_seconds"] == pytest.approx(truth.simulation.seconds)
+        and truth.name.removeprefix("auto ") in one["title"]
+    )
     assert [r["peak_activations"] for r in one["by_rank"]] == list(truth.simulation.peak_bytes)
     assert memory is None or max(truth.simulation.peak_bytes) <= memory
 
@@ -102,7 +125,10 @@ def test_draw_writes_what_it_prints(tmp_path: Path) -> None:
     assert len(events) == 4 * 8 * 3 and max(e["ts"] + e["dur"] for e in events) == pytest.approx(1e6 * truth.seconds)
     values = json.loads(call("draw", "--schedule", "zb-h1", "--schedule", "gpipe", "--json").stdout)
     assert [one["title"].split(",")[0] for one in values["drawings"]] == ["zb-h1", "gpipe"]
-    assert values["drawings"][0]["bubble"] == pytest.approx(truth.bubble_of_total) and len(values["drawings"][0]["boxes"]) == 96
+    assert (
+        values["drawings"][0]["bubble"] == pytest.approx(truth.bubble_of_total)
+        and len(values["drawings"][0]["boxes"]) == 96
+    )
 
 
 @pytest.mark.parametrize(
@@ -155,7 +181,9 @@ def test_a_run_is_drawn_beside_its_prediction(tmp_path: Path, text: str, zero: i
     real, simulated = json.loads(call("draw", str(folder), "--json").stdout)["drawings"]
     detailed = of_recorded(folder, whole=False)
     assert simulated["step_seconds"] <= real["step_seconds"] == detailed.step
-    lengths = [sum(b["stop"] - b["start"] for b in simulated["boxes"] if b["kind"] == kind) for kind in ("F", "B", "STEP")]
+    lengths = [
+        sum(b["stop"] - b["start"] for b in simulated["boxes"] if b["kind"] == kind) for kind in ("F", "B", "STEP")
+    ]
     truth = [sum(b.stop - b.start for b in detailed.boxes if b.kind == kind) for kind in ("F", "B", "STEP")]
     assert lengths == pytest.approx(truth)  # the median of two microbatches is their mean
     events = [e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X" and e["pid"] < 2]

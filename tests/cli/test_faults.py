@@ -1,4 +1,4 @@
-"""Runs that are interrupted, killed, or out of disk: they go on from the last checkpoint, as if nothing had happened."""
+"""Runs that are interrupted, killed, or out of disk: they go on from the last checkpoint as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from shardwise.config import Hardware, load_config
 from shardwise.launch.folder import prepare_folder
 
 TINY = [
-    "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2",
+    "model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4",
+    "train.devices=2",
     "data.validation=0", "checkpoint.every=20", "model.dropout=0.1",
 ]  # fmt: skip
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
@@ -203,7 +204,9 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
     """A mount of a few hundred KiB, filled while the run goes on and freed again."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(disk)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(disk)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("cannot mount a small disk here")
     try:
@@ -231,7 +234,9 @@ def test_a_full_disk_costs_a_checkpoint_not_the_run(tmp_path: Path, text: str, w
 
 
 def test_what_is_in_the_folder(tmp_path: Path, text: str, short: Path) -> None:
-    """A finished run is set aside or gets more steps; an unfinished one of another configuration is refused; "never" sets it aside."""
+    """A finished run is set aside or gets more steps; an unfinished one of another configuration is refused; "never"
+    sets it aside.
+    """
     folder = tmp_path / "run"
     shutil.copytree(short, folder)
     first = Command(folder, text, *ALONE, steps=4)
@@ -256,7 +261,9 @@ def test_sigterm_to_all_processes(tmp_path: Path, text: str, whole: Path) -> Non
     for process in (psutil.Process(command.process.pid), *command.ranks()):
         process.send_signal(signal.SIGTERM)
     output = command.end()
-    assert command.process.returncode == 130 and "with a checkpoint; the same command" in " ".join(output.split()), output
+    assert command.process.returncode == 130 and "with a checkpoint; the same command" in " ".join(output.split()), (
+        output
+    )
     assert "starting again" not in output
     assert checkpoints(folder / "checkpoints")[-1].name == f"step_{len(metrics(folder)):08d}"
 

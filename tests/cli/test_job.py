@@ -1,4 +1,4 @@
-"""What surrounds the steps of ``shardwise train``: evaluation, records, exported weights and runs that start from them."""
+"""What surrounds the steps of ``shardwise train``: evaluation, records, exported weights, runs that start from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ TINY = ["data.sequence_length=16", "data.batch_size=4", "train.devices=2"]
 
 def shardwise(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, timeout=100, env=ENVIRONMENT, check=False
+        [sys.executable, "-m", "shardwise", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=ENVIRONMENT,
+        check=False,
     )
 
 
@@ -41,7 +46,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A hundred documents, some of them for validation."""
     folder = tmp_path_factory.mktemp("text")
     rows = [
-        json.dumps({"text": f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3}) for number in range(100)
+        json.dumps({"text": f"{number} bottles of beer on the wall, {number} bottles of beer. " * 3})
+        for number in range(100)
     ]
     (folder / "songs.jsonl").write_text("\n".join(rows))
     return f"data.source={folder / 'songs.jsonl'}"
@@ -51,7 +57,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def llama(tmp_path_factory: pytest.TempPathFactory, text: str) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "run"
     done = shardwise(
-        "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={folder}", "train.steps=12", "train.eval_every=5",
+        "train", *LLAMA, *TINY, text, "data.validation=0.1", f"train.run_dir={folder}", "train.steps=12",
+        "train.eval_every=5",
         "train.tensorboard=true", "data.attention=document",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -112,13 +119,17 @@ def test_plot_of_a_run(llama: Path, tmp_path: Path) -> None:
 def test_sigterm_under_torchrun(tmp_path: Path, text: str) -> None:
     """torchrun passes the signal on; the ranks agree on a step, save, and end."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise", "train",
-        "model.width=16", "model.layers=1", "model.heads=2", *TINY, text, "train.steps=100000", f"train.run_dir={tmp_path}",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise",
+        "train",
+        "model.width=16", "model.layers=1", "model.heads=2", *TINY, text, "train.steps=100000",
+        f"train.run_dir={tmp_path}",
     ]  # fmt: skip
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT)
     try:
         deadline = time.monotonic() + 60
-        while not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5:
+        while (
+            not (tmp_path / "metrics.jsonl").exists() or len((tmp_path / "metrics.jsonl").read_text().splitlines()) < 5
+        ):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
@@ -158,7 +169,8 @@ def test_checkpoints_of_a_model_with_frozen_parameters(tmp_path: Path) -> None:
     """Ranks are processes with hash seeds of their own, and must share the work alike."""
     (tmp_path / "frozen.py").write_text(FROZEN)
     done = shardwise(
-        "train", f"model.factory={tmp_path / 'frozen.py'}:Net", f"data.factory={tmp_path / 'frozen.py'}:Points", "data.batch_size=4",
+        "train", f"model.factory={tmp_path / 'frozen.py'}:Net", f"data.factory={tmp_path / 'frozen.py'}:Points",
+        "data.batch_size=4",
         "train.devices=2", "train.steps=4", "checkpoint.every=2", f"train.run_dir={tmp_path / 'run'}",
     )  # fmt: skip
     assert done.returncode == 0 and "not saved" not in done.stdout, done.stdout
@@ -206,10 +218,13 @@ def test_a_tokenizer_goes_with_the_export(tmp_path: Path, text: str) -> None:
     assert made.returncode == 0, made.stderr
     llama = [LLAMA[0], LLAMA[1].replace("vocab_size=256", "vocab_size=512")]
     done = shardwise(
-        "train", *llama, *TINY, text, f"data.tokenizer={tokenizer}", f"train.run_dir={tmp_path / 'run'}", "train.steps=2",
+        "train", *llama, *TINY, text, f"data.tokenizer={tokenizer}", f"train.run_dir={tmp_path / 'run'}",
+        "train.steps=2",
         "data.validation=0",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert shardwise("checkpoint", "export", str(tmp_path / "run"), str(tmp_path / "model")).returncode == 0
     loaded = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert loaded.eos_token == "<|endoftext|>" and loaded.decode(loaded.encode("9 bottles of beer")) == "9 bottles of beer"
+    assert (
+        loaded.eos_token == "<|endoftext|>" and loaded.decode(loaded.encode("9 bottles of beer")) == "9 bottles of beer"
+    )

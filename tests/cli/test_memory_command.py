@@ -1,4 +1,6 @@
-"""``shardwise memory``, and what ``shardwise train`` does with it: refusals before the start, the file of what was measured."""
+"""``shardwise memory``, and what ``shardwise train`` does with it: refusals before the start, the file of what was
+measured.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,12 @@ from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.report.tables import size
 
 TINY = [
-    "model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=12", "parallel.microbatches=2"
+    "model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=12",
+    "parallel.microbatches=2"
 ]  # fmt: skip
 LLAMA_70B = [
-    "model.name=llama", "model.vocabulary=128256", "model.width=8192", "model.layers=80", "model.heads=64", "model.kv_heads=8",
+    "model.name=llama", "model.vocabulary=128256", "model.width=8192", "model.layers=80", "model.heads=64",
+    "model.kv_heads=8",
     "model.hidden=28672", "model.context=8192", "data.sequence_length=8192", "data.batch_size=1024", "parallel.dp=1024",
     "parallel.zero=3", "parallel.precision=bf16", "parallel.recompute=full",
 ]  # fmt: skip
@@ -40,7 +44,12 @@ def call(*arguments: str) -> Result:
 def shardwise(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "COLUMNS": "80"}
     return subprocess.run(
-        [sys.executable, "-m", "shardwise", *arguments], capture_output=True, text=True, timeout=150, env=environment, check=False
+        [sys.executable, "-m", "shardwise", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=environment,
+        check=False,
     )
 
 
@@ -52,7 +61,11 @@ def rows(text: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     "plan",
-    [(), ("parallel.dp=3", "parallel.zero=2", "parallel.reduced=microbatch"), ("parallel.dp=2", "parallel.offload=optimizer")],
+    [
+        (),
+        ("parallel.dp=3", "parallel.zero=2", "parallel.reduced=microbatch"),
+        ("parallel.dp=2", "parallel.offload=optimizer"),
+    ],
 )
 @pytest.mark.parametrize("device", ["A100-40GB", "cpu=4"])
 def test_tables_have_the_predicted_numbers(plan: tuple[str, ...], device: str) -> None:
@@ -76,7 +89,9 @@ def test_tables_have_the_predicted_numbers(plan: tuple[str, ...], device: str) -
 
 def test_json(tmp_path: Path) -> None:
     picture = tmp_path / "m.svg"
-    shown = call(*TINY, "parallel.dp=2", "parallel.zero=3", "--device", "H100-80GB", "--json", "--picture", str(picture))
+    shown = call(
+        *TINY, "parallel.dp=2", "parallel.zero=3", "--device", "H100-80GB", "--json", "--picture", str(picture)
+    )
     assert shown.exit_code == 0, shown.output
     values = json.loads(shown.stdout)
     config = load_anywhere(None, [*TINY, "parallel.dp=2", "parallel.zero=3"])
@@ -93,7 +108,9 @@ def test_json(tmp_path: Path) -> None:
         assert [sum(p) for p in zip(*one["peaks"].values(), strict=True)] == [
             sum(m.peak.values()) for m in truth.timeline.moments
         ]
-    assert values["fits"] is True and values["device"]["name"] == "H100-80GB" and picture.read_text().startswith("<?xml")
+    assert (
+        values["fits"] is True and values["device"]["name"] == "H100-80GB" and picture.read_text().startswith("<?xml")
+    )
 
 
 def test_a_plan_that_does_not_fit_is_told_with_the_nearest_that_does() -> None:
@@ -137,21 +154,22 @@ torch.export.export = timed
 wall, start = time.time(), time.process_time()
 run(None, sys.argv[1:], True, "A100-80GB", None)
 spent = time.process_time() - start
-resident = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024  # ru_maxrss would be that of pytest, if more
+resident = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
 print(json.dumps([time.time() - wall, spent, sum(inside), resident]), file=sys.stderr)
 """
 
 
 def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
-    """Nothing is materialised.  Most of the time is that of torch.export, which depends on who else computes here: what is ours is
-    measured against it."""
+    """Nothing is materialised.  Most of the time is that of torch.export, which depends on who else computes here: what
+    is ours is measured against it."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT_70B, *LLAMA_70B], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     wall, spent, export, resident = json.loads(done.stderr.splitlines()[-1])
     print(
-        f"70B on 1,024 ranks: {wall:.1f} s, {spent:.1f} s of a core, {export:.1f} s in torch.export; {resident / GIB:.2f} GiB resident"
+        f"70B on 1,024 ranks: {wall:.1f} s, {spent:.1f} s of a core, {export:.1f} s in torch.export; "
+        f"{resident / GIB:.2f} GiB resident"
     )
     worst = json.loads(done.stdout)["ranks"][0]
     share = PARAMETERS_70B / 1024
@@ -162,10 +180,11 @@ def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
     assert spent < 2 * export
 
 
-# ---- runs --------------------------------------------------------------------------------------------------------------
+# ---- runs ------------------------------------------------------------------------------------------------------------
 
 RUN = [
-    "model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=32", "data.batch_size=8", "train.devices=2",
+    "model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=32", "data.batch_size=8",
+    "train.devices=2",
     "train.steps=3", "train.eval_every=3",
 ]  # fmt: skip
 
@@ -197,7 +216,10 @@ def test_train_refuses_what_does_not_fit(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [("parallel.zero=3",), pytest.param(("parallel.precision=bf16", "parallel.recompute=selective"), marks=pytest.mark.full)],
+    [
+        ("parallel.zero=3",),
+        pytest.param(("parallel.precision=bf16", "parallel.recompute=selective"), marks=pytest.mark.full),
+    ],
 )
 def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...]) -> None:
     folder, picture = tmp_path / "run", tmp_path / "m.png"
@@ -211,7 +233,9 @@ def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...
     assert measured["peak_bytes"] == pytest.approx(predicted["peak_bytes"], rel=0.05)
     if plan == ("parallel.zero=3",):
         assert Plan.from_toml((folder / "plan.toml").read_text()).gathered == "step"
-        assert any('parallel.gathered = "step"' in note for note in json.loads((folder / "about.json").read_text())["notes"])
+        assert any(
+            'parallel.gathered = "step"' in note for note in json.loads((folder / "about.json").read_text())["notes"]
+        )
 
     shown = call(str(folder), "--picture", str(picture))
     assert shown.exit_code == 0, shown.output
@@ -225,7 +249,9 @@ def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...
 
 @pytest.mark.full
 def test_a_run_of_one_step_is_not_measured(tmp_path: Path, text: str) -> None:
-    done = shardwise("train", *RUN, text, "train.steps=1", "train.eval_every=1", f"train.run_dir={tmp_path / 'run'}", "--json")
+    done = shardwise(
+        "train", *RUN, text, "train.steps=1", "train.eval_every=1", f"train.run_dir={tmp_path / 'run'}", "--json"
+    )
     assert done.returncode == 0, done.stderr
     shown = call(str(tmp_path / "run"))
     assert shown.exit_code == 0 and "not measured" in shown.stdout and "at the peak" in shown.stdout

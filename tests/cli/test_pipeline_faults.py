@@ -32,7 +32,8 @@ class Training:
         self.folder, self.ranks = folder, list[psutil.Process]()
         self.process = subprocess.Popen(
             [sys.executable, "-m", "shardwise", "train", *TINY, f"train.run_dir={folder}", *arguments],
-            env={**os.environ, "COLUMNS": "400"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "COLUMNS": "400"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
 
     def wait_for_steps(self) -> None:
@@ -114,11 +115,15 @@ def test_a_stage_that_is_stopped_is_named_and_who_waits_for_it(start: Start, pp:
     assert training.process.returncode == 1
     said = output.partition("error: ")[2]
     stopped = (
-        rf"rank {victim} \(stage {victim}\) (has been|is) stopped \(SIGSTOP\)( for 3 s)? at ({AN_INSTRUCTION}|reading the batch)"
+        rf"rank {victim} \(stage {victim}\) (has been|is) stopped \(SIGSTOP\)( for 3 s)? at "
+        rf"({AN_INSTRUCTION}|reading the batch)"
     )
     assert re.match(stopped, said), output
     others = set(range(pp)) - {victim}
-    neighbours = {victim - 1, victim + 1} & others  # at least one of them needs something of it soon, and the rest of that one
+    neighbours = {
+        victim - 1,
+        victim + 1,
+    } & others  # at least one of them needs something of it soon, and the rest of that one
     waits = rf"rank (\d) \(stage \1\) waits \d+ s for \w+ of .*?, at {AN_INSTRUCTION} of step \d+"
     waiting = {int(found[1]) for found in re.finditer(waits, said.partition("train.hang_timeout")[0])}
     assert waiting & neighbours, output
@@ -127,13 +132,17 @@ def test_a_stage_that_is_stopped_is_named_and_who_waits_for_it(start: Start, pp:
 TROUBLED = Path(__file__).parent / "troubled.py"
 
 
-@pytest.mark.parametrize(("pp", "op", "stage"), [(2, "BACKWARD", 1), pytest.param(4, "FORWARD", 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("pp", "op", "stage"), [(2, "BACKWARD", 1), pytest.param(4, "FORWARD", 2, marks=pytest.mark.full)]
+)
 def test_a_stage_that_hangs_is_named_with_its_instruction(start: Start, pp: int, op: str, stage: int) -> None:
     """It sleeps inside of an op of its units: two forwards and two backwards of it are a step."""
     call = 4 * 6 + {"FORWARD": 1, "BACKWARD": 4}[op]
     training = start(
-        f"parallel.pp={pp}", "train.max_restarts=0", f"model.factory={TROUBLED}:stages", f"data.factory={TROUBLED}:points",
-        f"model.arguments={{block={2 * stage}, blocks={2 * pp}, call={call}}}", "data.batch_size=4", "parallel.microbatches=2",
+        f"parallel.pp={pp}", "train.max_restarts=0", f"model.factory={TROUBLED}:stages",
+        f"data.factory={TROUBLED}:points",
+        f"model.arguments={{block={2 * stage}, blocks={2 * pp}, call={call}}}", "data.batch_size=4",
+        "parallel.microbatches=2",
     )  # fmt: skip
     output = training.end(120)
     assert training.process.returncode == 1
@@ -141,5 +150,7 @@ def test_a_stage_that_hangs_is_named_with_its_instruction(start: Start, pp: int,
     assert re.match(rf"rank {stage} \(stage {stage}\) hangs at {op} u\d+ m\d of step 6; ", said), output
     message = said.partition("train.hang_timeout")[0]
     late = stage - 1 if op == "BACKWARD" else (stage + 1) % pp
-    assert re.search(rf"rank {late} \(stage {late}\) waits \d+ s for .*?, at {AN_INSTRUCTION} of step 6", message), output
+    assert re.search(rf"rank {late} \(stage {late}\) waits \d+ s for .*?, at {AN_INSTRUCTION} of step 6", message), (
+        output
+    )
     assert "is here (most recent call first):" in output and "troubled.py" in output  # its Python stack

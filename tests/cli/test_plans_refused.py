@@ -1,4 +1,6 @@
-"""Plans that a model does not allow: an error of ``train``, ``show`` and ``verify`` before a folder is touched or a rank starts."""
+"""Plans that a model does not allow: an error of ``train``, ``show`` and ``verify`` before a folder is touched or a
+rank starts.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,22 @@ from test_commands import call
 
 from shardwise.cli import train, verify
 
-TINY = ["model.width=16", "model.layers=2", "model.heads=4", "data.sequence_length=16", "data.batch_size=4", "parallel.dp=1"]
+TINY = [
+    "model.width=16",
+    "model.layers=2",
+    "model.heads=4",
+    "data.sequence_length=16",
+    "data.batch_size=4",
+    "parallel.dp=1",
+]
 PINNED = ["parallel.tp=2", "parallel.tensor_plan=propagate"]
 NOWHERE = 'parallel.pins={"*.nothing.weight" = "column"}'
 MINE = """
 import torch
 class Net(torch.nn.Linear):
-    def forward(self, x): return super().forward(x).mean() if x.sum().item() > 1e9 else super().forward(x).square().mean()
+    def forward(self, x):
+        y = super().forward(x)
+        return y.mean() if x.sum().item() > 1e9 else y.square().mean()
 def model(): return Net(3, 2)
 def rows(): return [{"x": torch.ones(3)}] * 8
 """
@@ -33,10 +44,12 @@ def no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ([*PINNED, NOWHERE], ['parallel.pins = {"*.nothing.weight" = "column"} (command line): legal: patterns of such names. ',
+    ([*PINNED, NOWHERE],
+    ['parallel.pins = {"*.nothing.weight" = "column"} (command line): legal: patterns of such names. ',
                           '"*.nothing.weight" matches no parameter that is read', 'Did you mean "*.norm.weight"?']),
     ([*PINNED, 'parallel.pins={"wpe.weight" = "2"}'],
-     ["parallel.pins = ", '(command line): legal: 0, 1 and "whole". "wpe.weight" = "2": wpe.weight of [16, 16] has no dim 2']),
+     ["parallel.pins = ",
+     '(command line): legal: 0, 1 and "whole". "wpe.weight" = "2": wpe.weight of [16, 16] has no dim 2']),
     (["parallel.tp=32", "parallel.tensor_plan=propagate", 'parallel.pins={"wpe.weight" = "0"}'],
      ['legal: "whole", or a dim with them. ', "which has no 1 equal parts with a piece for each of 32 ranks"]),
     (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.norm?.weight" = "whole"}'],

@@ -1,4 +1,6 @@
-"""Post-validated updates as a user runs them: the numbers are those with a barrier, the memory is as predicted, and a run goes on."""
+"""Post-validated updates as a user runs them: the numbers are those with a barrier, the memory is as predicted, and a
+run goes on.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from test_auto import shardwise
 
-RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8", "train.eval_every=0",
+RUN = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=8",
+"train.eval_every=0",
        "parallel.pp=2", "parallel.microbatches=4", "parallel.schedule=zb-h2", "parallel.window=8", "checkpoint.every=5",
        "train.trace_steps=[6]", "train.clip_norm=1.4",
        "optimizer.schedule=constant", "optimizer.warmup_steps=0"]  # fmt: skip
@@ -25,14 +28,18 @@ def test_a_run_has_the_numbers_of_one_with_a_barrier(tmp_path: Path) -> None:
         shardwise("train", *given, f"train.run_dir={twice}", f"train.steps={steps}", "parallel.norm=post-validate")
     lines = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (once, twice)]
     assert [one["step"] for one in lines[1]] == list(range(12))
-    assert [(one["loss"], one["grad_norm"]) for one in lines[0]] == [(one["loss"], one["grad_norm"]) for one in lines[1]]
+    assert [(one["loss"], one["grad_norm"]) for one in lines[0]] == [
+        (one["loss"], one["grad_norm"]) for one in lines[1]
+    ]
     first, second = (load_file(run / "weights.safetensors") for run in (once, twice))
     assert all(bool((first[name] == second[name]).all()) for name in first)
 
     assert not any("repeated" in one for one in lines[0])
     again = {one["step"]: one["repeated"] for one in lines[1] if "repeated" in one}
     assert set(again) == {*range(12)} - {4, 9, 11}  # windows end at checkpoints and with the run
-    assert again == {step: int(lines[0][step]["grad_norm"] > 1.4) for step in again} and 0 < sum(again.values()) < len(again)
+    assert again == {step: int(lines[0][step]["grad_norm"] > 1.4) for step in again} and 0 < sum(again.values()) < len(
+        again
+    )
     assert json.loads((twice / "result.json").read_text())["repeated"] == sum(again.values())
 
     memory = json.loads((twice / "memory.json").read_text())

@@ -15,9 +15,12 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.parallel.tensor import tensor_parallel
 
-RUN = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16", "data.batch_size=4",
-       "data.validation=0.5", "train.eval_every=2", "train.eval_batches=3", "checkpoint.every=2", "train.trace_steps=[]",
-       "parallel.precision=fp64", "parallel.microbatches=2", "optimizer.schedule=constant", "optimizer.warmup_steps=0"]  # fmt: skip
+RUN = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16",
+"data.batch_size=4",
+       "data.validation=0.5", "train.eval_every=2", "train.eval_batches=3", "checkpoint.every=2",
+       "train.trace_steps=[]",
+       "parallel.precision=fp64", "parallel.microbatches=2", "optimizer.schedule=constant",
+       "optimizer.warmup_steps=0"]  # fmt: skip
 
 
 Legs = list[tuple[int, dict[str, str]]]
@@ -35,14 +38,19 @@ def test_a_run_goes_on_with_and_without_it(tmp_path: Path) -> None:
     [(4, {"tp": "4", "tensor": "2d"}), (6, {"tp": "2"}), (8, {"tp": "4", "tensor": "2d"})],
     [(4, {"tp": "8", "tensor": "3d"}), (8, {"dp": "2", "zero": "2"})],
     [(4, {"tp": "8", "tensor": "2.5d"}), (8, {"tp": "4", "tensor": "2d"})],
-    [(4, {"tp": "2", "tensor_plan": "auto"}), (6, {"tp": "4", "tensor": "2d", "tensor_plan": "auto"}), (8, {"dp": "2"})],
-], ids=lambda legs: "-".join(one.get("tensor_plan", "") + one.get("tensor", "1d" if "tp" in one else "dp") for _, one in legs))  # fmt: skip
+    [(4, {"tp": "2", "tensor_plan": "auto"}), (6, {"tp": "4", "tensor": "2d", "tensor_plan": "auto"}),
+    (8, {"dp": "2"})],
+],
+ids=lambda legs: "-".join(one.get("tensor_plan", "") + one.get("tensor", "1d" if "tp" in one else "dp") for _,
+one in legs))  # fmt: skip
 def test_every_recipe_goes_on_as_another(tmp_path: Path, legs: Legs) -> None:
     goes_on(tmp_path, legs)
 
 
 def goes_on(tmp_path: Path, legs: Legs) -> None:
-    """A run in several parts, each on ranks of its own, is one on a single rank: losses, evaluations, weights and what it writes."""
+    """A run in several parts, each on ranks of its own, is one on a single rank: losses, evaluations, weights and what
+    it writes.
+    """
     (tmp_path / "text").mkdir()
     for name in "abcdef":
         (tmp_path / "text" / f"{name}.txt").write_text(f"{name} to be or not to be, that is the question. " * 30)
@@ -52,11 +60,16 @@ def goes_on(tmp_path: Path, legs: Legs) -> None:
     for steps, keys in legs:
         told = {"dp": "1", **keys}
         shardwise(
-            "train", *given, f"train.steps={steps}", f"train.run_dir={many}", *(f"parallel.{k}={v}" for k, v in told.items())
+            "train",
+            *given,
+            f"train.steps={steps}",
+            f"train.run_dir={many}",
+            *(f"parallel.{k}={v}" for k, v in told.items()),
         )
         plan = Plan.from_toml((many / "plan.toml").read_text())
         assert plan.mesh == tensor_parallel(
-            Plan(mesh=Mesh.of(dp=int(told["dp"]))), int(told.get("tp", 1)), told.get("tensor", "1d")  # type: ignore[arg-type]
+            Plan(mesh=Mesh.of(dp=int(told["dp"]))), int(told.get("tp", 1)),
+            told.get("tensor", "1d")  # type: ignore[arg-type]
         ).mesh  # fmt: skip
     for name, compared in (("metrics", ("loss", "grad_norm")), ("evaluations", ("validation_loss",))):
         expected, found = lines(one, name), lines(many, name)

@@ -30,7 +30,9 @@ def test_train(text: Path, tmp_path: Path) -> None:
 
 def test_json_is_all_that_is_printed(text: Path, tmp_path: Path) -> None:
     out = tmp_path / "tokenizer.json"
-    done = CliRunner().invoke(app, ["train", str(text), f"{tmp_path}/*.txt", "--out", str(out), "--vocabulary", "9999", "--json"])
+    done = CliRunner().invoke(
+        app, ["train", str(text), f"{tmp_path}/*.txt", "--out", str(out), "--vocabulary", "9999", "--json"]
+    )
     found = json.loads(done.stdout)
     assert found["path"] == str(out)
     assert found["documents"] == 1  # named twice

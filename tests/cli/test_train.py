@@ -20,13 +20,25 @@ from shardwise.data import sample_order
 from shardwise.models import GPT
 
 TROUBLED = Path(__file__).parent / "troubled.py"
-TINY = ["model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2"]
+TINY = [
+    "model.width=16",
+    "model.layers=1",
+    "model.heads=2",
+    "data.sequence_length=16",
+    "data.batch_size=4",
+    "train.devices=2",
+]
 ENVIRONMENT = {**os.environ, "COLUMNS": "80"}
 
 
 def shardwise(*arguments: str, launcher: tuple[str, ...] = ("-m", "shardwise")) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *launcher, *arguments], capture_output=True, text=True, timeout=100, env=ENVIRONMENT, check=False
+        [sys.executable, *launcher, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=ENVIRONMENT,
+        check=False,
     )
 
 
@@ -55,7 +67,11 @@ def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     assert "Traceback" not in done.stdout + done.stderr
 
     config = load_config(folder / "config.toml")
-    assert (config.train.devices, config.train.threads, config.train.steps) == (2, max(1, len(os.sched_getaffinity(0)) // 2), 12)
+    assert (config.train.devices, config.train.threads, config.train.steps) == (
+        2,
+        max(1, len(os.sched_getaffinity(0)) // 2),
+        12,
+    )
     assert Plan.from_toml((folder / "plan.toml").read_text()).mesh.axis_size("dp") == 2
     assert "BACKWARD u0 m0" in (folder / "program.txt").read_text()
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -67,7 +83,9 @@ def test_train_on_two_ranks(tmp_path: Path, text: str) -> None:
     result = json.loads((folder / "result.json").read_text())
     assert (result["loss_first"], result["loss_last"], result["ranks"]) == (metrics[0]["loss"], metrics[-1]["loss"], 2)
     assert (folder / "sample.txt").stat().st_size > 100
-    assert all((folder / "logs" / f"rank_{rank}.log").read_text().count(f"rank {rank}: ready") == 1 for rank in range(2))
+    assert all(
+        (folder / "logs" / f"rank_{rank}.log").read_text().count(f"rank {rank}: ready") == 1 for rank in range(2)
+    )
 
     model = GPT(vocabulary=256, width=16, layers=1, heads=2, context=16)
     load_model(model, folder / "weights.safetensors")
@@ -150,7 +168,9 @@ def test_a_factory_that_cannot_be_imported(tmp_path: Path) -> None:
 
 def test_train_under_torchrun(tmp_path: Path, text: str) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "shardwise")
-    done = shardwise("train", *TINY, text, "train.steps=3", f"train.run_dir={tmp_path / 'run'}", "--json", launcher=launcher)
+    done = shardwise(
+        "train", *TINY, text, "train.steps=3", f"train.run_dir={tmp_path / 'run'}", "--json", launcher=launcher
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout[done.stdout.index("{") : done.stdout.rindex("}") + 1])
     assert (result["ranks"], result["steps"]) == (2, 3)

@@ -55,7 +55,8 @@ def _(x: Tensor, call: int) -> Tensor:
 
 
 late.register_autograd(
-    lambda ctx, grad: (late(grad, ctx.call), None), setup_context=lambda ctx, inputs, output: setattr(ctx, "call", inputs[1])
+    lambda ctx, grad: (late(grad, ctx.call), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "call", inputs[1]),
 )
 
 

@@ -86,8 +86,10 @@ ORDER = 'parallel.timetable=["F0.0 F0.1 B0.0 B0.1", "F1.0 B1.0 F1.1 B1.1"]'
         (["parallel.stages=[1, 2, 3]"], "parallel.stages = .*: legal: a multiple of 2 numbers"),
         (["parallel.stages=[3, 3]", "parallel.stages_per_rank=2"], "parallel.stages = .*: legal: 4 numbers"),
         ([ORDER, "parallel.stages=[1, 1, 2, 2]"], "parallel.stages = .*: legal: 2 numbers"),
-        ([ORDER, "parallel.stages_per_rank=2"], r"parallel.timetable = .*: legal: 2 \(stages_per_rank\) on every rank. Rank 0: its stages are 0"),
-        ([ORDER, "parallel.microbatches=4"], "parallel.timetable = .*: legal: at least microbatches = 4. It has 2 microbatches"),
+        ([ORDER, "parallel.stages_per_rank=2"],
+        r"parallel.timetable = .*: legal: 2 \(stages_per_rank\) on every rank. Rank 0: its stages are 0"),
+        ([ORDER, "parallel.microbatches=4"],
+        "parallel.timetable = .*: legal: at least microbatches = 4. It has 2 microbatches"),
         ([ORDER, "parallel.schedule=1f1b"], 'parallel.timetable = .*: legal: left out, for "1f1b" has its own'),
         (["parallel.timetable=F0.0"], "parallel.timetable = .*: legal: a list, each a text for each rank"),
     ],
@@ -212,13 +214,20 @@ def test_plan_and_optimizer() -> None:
 
 def test_zero_in_the_plan() -> None:
     config = load(
-        "parallel.dp=4", "parallel.zero=3", "parallel.dp_replicate=2", "parallel.gathered=forward", "parallel.reduced=step",
+        "parallel.dp=4", "parallel.zero=3", "parallel.dp_replicate=2", "parallel.gathered=forward",
+        "parallel.reduced=step",
         "parallel.prefetch=2", "parallel.reduce=bf16", "parallel.offload=optimizer", "data.batch_size=16",
     )  # fmt: skip
     plan = build_plan(config)
     assert plan.mesh == Mesh.of(dp_replicate=2, dp=2)
     assert (plan.rule("w").rest, plan.rule("w").grad, plan.rule("w").state) == ("S", "S", "S")
-    assert (plan.gathered, plan.reduced, plan.prefetch, plan.reduce, plan.offload) == ("forward", "step", 2, "bf16", "optimizer")
+    assert (plan.gathered, plan.reduced, plan.prefetch, plan.reduce, plan.offload) == (
+        "forward",
+        "step",
+        2,
+        "bf16",
+        "optimizer",
+    )
 
 
 # --- functions of the user's ---

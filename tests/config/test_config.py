@@ -239,14 +239,16 @@ REFUSED = [
     ("parallel.dp_replicate=3", ["parallel.dp_replicate", "a divisor of parallel.dp = 2: 1, 2"]),
     ("parallel.precision=fp8", ["parallel.precision", '"fp8"', '"fp32", "fp64", "bf16", "fp16"']),
     ("train.loss_scale=dynamic", ["train.loss_scale", '"dynamic"', "left out", 'parallel.precision = "fp16"']),
-    ("train.loss_scale=dynamics", ["train.loss_scale", '"dynamics"', '"dynamic" or a number above 0', 'Did you mean "dynamic"']),
+    ("train.loss_scale=dynamics",
+    ["train.loss_scale", '"dynamics"', '"dynamic" or a number above 0', 'Did you mean "dynamic"']),
     ("train.loss_scale=0", ["train.loss_scale", "0", '"dynamic" or a number above 0 and below 1.7']),
     ("parallel.dp=3", ["data.batch_size", "3 x 1", "6 or 9"]),
     ("parallel.pp=0", ["parallel.pp", "0", "an integer of at least 1"]),
     ("parallel.tp=0", ["parallel.tp", "0", "an integer of at least 1"]),
     ("parallel.tp=1.5", ["parallel.tp", "1.5", "an integer of at least 1"]),
     ("parallel.tensor=4d", ["parallel.tensor", '"4d"', '"1d", "1d-sp", "2d", "2.5d", "3d"']),
-    ("parallel.tensor_plan=auto_", ["parallel.tensor_plan", '"recipe", "auto", "propagate", "table"', 'Did you mean "auto"?']),
+    ("parallel.tensor_plan=auto_",
+    ["parallel.tensor_plan", '"recipe", "auto", "propagate", "table"', 'Did you mean "auto"?']),
     ("parallel.pins=3", ["parallel.pins", 'a table of patterns, such as "*.q_proj.weight" = "column"']),
     ("parallel.pins={}", ["parallel.pins", "a table of patterns"]),
     ('parallel.pins={"*.weight" = 1}', ["parallel.pins", "It holds '*.weight' = 1"]),
@@ -277,7 +279,8 @@ REFUSED = [
     ('data.mix=[{source = "stdlib"}]', ["data.mix", "Part 1 has no weight"]),
     ('data.mix=[{source = "stdlib", weight = 0}]', ["data.mix", "Part 1 has a wrong weight", "a number above 0"]),
     ('data.mix=[{source = "stdlib", wieght = 1}]', ["data.mix", "Part 1", "wieght", 'Did you mean "weight"?']),
-    ('data.mix=[{source = "stdlib", weight = 1}, {source = "/no/such", weight = 1}]', ["data.mix", "/no/such does not exist"]),
+    ('data.mix=[{source = "stdlib", weight = 1}, {source = "/no/such", weight = 1}]',
+    ["data.mix", "/no/such does not exist"]),
     ("data.tokeniser=bytes", ["data.tokeniser", "unknown key", 'Did you mean "tokenizer"?']),
     ("data.tokenizer=/no/such.json", ["data.tokenizer", "cannot read /no/such.json", "shardwise tokenizer train"]),
     ("data.tokenizer=/", ["data.tokenizer", "cannot read /"]),
@@ -342,21 +345,30 @@ TOGETHER = [
     (["parallel.zero=3", "parallel.dp_replicate=2"], ["parallel.zero", "parallel.dp of at least 4"]),
     (["train.devices=4", "parallel.dp=2"], ["parallel.dp", "train.devices = 4"]),
     (["train.devices=4", "parallel.tp=3"], ["parallel.tp", "a divisor of train.devices = 4: 1, 2, 4"]),
-    (["train.devices=12", "parallel.pp=2", "parallel.tp=4"], ["parallel.tp", "train.devices = 12 over parallel.pp = 2: 1, 2, 3, 6"]),
-    (["train.devices=12", "parallel.pp=5", "parallel.tp=4"], ["parallel.pp", "a divisor of train.devices = 12: 1, 2, 3, 4, 6, 12"]),
-    (["train.devices=8", "parallel.dp=4", "parallel.tp=4"], ["parallel.dp", "2, train.devices = 8 over parallel.tp = 4"]),
+    (["train.devices=12", "parallel.pp=2", "parallel.tp=4"],
+    ["parallel.tp", "train.devices = 12 over parallel.pp = 2: 1, 2, 3, 6"]),
+    (["train.devices=12", "parallel.pp=5", "parallel.tp=4"],
+    ["parallel.pp", "a divisor of train.devices = 12: 1, 2, 3, 4, 6, 12"]),
+    (["train.devices=8", "parallel.dp=4", "parallel.tp=4"],
+    ["parallel.dp", "2, train.devices = 8 over parallel.tp = 4"]),
     (["train.devices=8", "parallel.dp=4", "parallel.pp=2", "parallel.tp=2"],
      ["parallel.dp", "2, train.devices = 8 over parallel.pp x parallel.tp = 2 x 2"]),
-    (["parallel.tensor_plan=propagate", 'parallel.pins={a = "0"}'], ["parallel.tensor_plan", '"recipe", or tp of 2 or more']),
-    (["parallel.tp=2", "parallel.tensor_plan=table"], ['parallel.tensor_plan = "table"', '"recipe", "auto", or pins', "there are none"]),
-    (["parallel.tp=2", 'parallel.pins={a = "0"}'], ["parallel.pins", 'none, or tensor_plan = "propagate", "table"', '"a" is not legal']),
-    (["parallel.tp=2", "parallel.tensor_plan=auto", 'parallel.pins={a = "0"}'], ["parallel.pins", "which decides itself"]),
-    (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={a = "colum"}'], ["parallel.pins", '"row"', '"a" = "colum" is not legal. Did you mean "column"?']),
+    (["parallel.tensor_plan=propagate", 'parallel.pins={a = "0"}'],
+    ["parallel.tensor_plan", '"recipe", or tp of 2 or more']),
+    (["parallel.tp=2", "parallel.tensor_plan=table"],
+    ['parallel.tensor_plan = "table"', '"recipe", "auto", or pins', "there are none"]),
+    (["parallel.tp=2", 'parallel.pins={a = "0"}'],
+    ["parallel.pins", 'none, or tensor_plan = "propagate", "table"', '"a" is not legal']),
+    (["parallel.tp=2", "parallel.tensor_plan=auto", 'parallel.pins={a = "0"}'],
+    ["parallel.pins", "which decides itself"]),
+    (["parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={a = "colum"}'],
+    ["parallel.pins", '"row"', '"a" = "colum" is not legal. Did you mean "column"?']),
     (["parallel.tp=4", "parallel.tensor=2d", "parallel.tensor_plan=table", 'parallel.pins={a = "row"}'],
      ["parallel.pins", '"row@tp_i" or "row@tp_j"', "does not say over which axis"]),
     (["parallel.tp=6", "parallel.tensor=2d"],
      ['parallel.tp = 6 (command line): legal: a square, such as 4 or 9. With parallel.tensor = "2d"']),
-    (["parallel.tp=6", "parallel.tensor=2.5d"], ["parallel.tp = 6 (command line): legal: d·q² with d and q of 2 or more, such as 8 or 18. With"]),
+    (["parallel.tp=6", "parallel.tensor=2.5d"],
+    ["parallel.tp = 6 (command line): legal: d·q² with d and q of 2 or more, such as 8 or 18. With"]),
     (["parallel.tp=9", "parallel.tensor=3d"], ["parallel.tp = 9 (command line): legal: a cube, such as 8 or 27. With"]),
     (["parallel.tp=2", "parallel.tensor=3d", "train.devices=4"], ["parallel.tp = 2", "a cube"]),
     (["train.devices=4", "parallel.tp=4", "parallel.zero=1"], ["parallel.zero", "0, or parallel.dp of at least 2"]),
@@ -487,9 +499,11 @@ def test_every_key_of_the_issue_is_there() -> None:
         "data": "source mix text_field tokenizer end_token validation attention cache_dir factory arguments batch_size "
         "sequence_length",
         "optimizer": "name lr betas weight_decay schedule warmup_steps",
-        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
+        "parallel": "pp schedule stages_per_rank stages timetable norm window vertical_sync tp tensor tensor_plan pins "
+        "dp dp_replicate zero gathered prefetch reduced reduce offload microbatches "
         "recompute precision",
-        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches sample_every "
+        "train": "steps seed devices threads clip_norm run_dir dropout hang_timeout loss_scale eval_every eval_batches "
+        "sample_every "
         "max_restarts trace_steps tensorboard tf32 deterministic resume memory_gib",
         "checkpoint": "every keep_last keep_every staging_mib",
     }
@@ -524,13 +538,19 @@ def test_defaults_of_evaluation_and_checkpoints() -> None:
     assert (config.train.eval_batches, config.train.sample_every, config.train.max_restarts) == (20, 0, 3)
     assert (config.train.tensorboard, config.train.resume, config.train.trace_steps) == (False, "auto", (3,))
     assert (
-        load("train.trace_steps=[9, 2, 9]").train.trace_steps == (2, 9) and load("train.trace_steps=[]").train.trace_steps == ()
+        load("train.trace_steps=[9, 2, 9]").train.trace_steps == (2, 9)
+        and load("train.trace_steps=[]").train.trace_steps == ()
     )
     config = load("train.steps=3")
     assert (config.train.eval_every, config.checkpoint.every) == (1, 1)
     assert load("data.validation=0").train.eval_every == 0
     config = load("data.factory=a:b")
-    assert (config.data.validation, config.train.eval_every, config.data.tokenizer, config.data.cache_dir) == (0, 0, None, None)
+    assert (config.data.validation, config.train.eval_every, config.data.tokenizer, config.data.cache_dir) == (
+        0,
+        0,
+        None,
+        None,
+    )
     assert load("checkpoint.every=0", "train.eval_every=0").checkpoint.every == 0
 
 
@@ -560,7 +580,9 @@ def test_the_vocabulary_follows_the_tokenizer(tokenizer: Path) -> None:
     found = problems(f"data.tokenizer={tokenizer}", "data.end_token=<|endoftxt|>")
     assert len(found) == 1
     assert 'data.end_token = "<|endoftxt|>" (command line)' in found[0] and 'Did you mean "<|endoftext|>"?' in found[0]
-    (found,) = problems(f"data.tokenizer={tokenizer}", "data.end_token=a")  # an ordinary token: any text would end documents
+    (found,) = problems(
+        f"data.tokenizer={tokenizer}", "data.end_token=a"
+    )  # an ordinary token: any text would end documents
     assert 'data.end_token = "a" (command line)' in found
 
 
@@ -573,7 +595,9 @@ def test_pins_come_back(tmp_path: Path) -> None:
     assert list((config.parallel.pins or {}).items()) == list(pins.items())
     assert load(toml=config.resolved(), folder=tmp_path) == config
     assert build_plan(config).pins == tuple(pins.items()) and build_plan(config).tensor_plan == "propagate"
-    given = load("parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.q_proj.weight" = "0@tp"}').parallel.pins
+    given = load(
+        "parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.q_proj.weight" = "0@tp"}'
+    ).parallel.pins
     assert given == {"*.q_proj.weight": "0@tp"}
 
 
@@ -673,7 +697,12 @@ def test_resolved_loads_back(
 
 def test_resolved_names_every_key_that_applies() -> None:
     tables = tomllib.loads(load().resolved())
-    left_out = {f"{section}.{f.name}" for section in SECTIONS for f in fields(SECTIONS[section]) if f.name not in tables[section]}
+    left_out = {
+        f"{section}.{f.name}"
+        for section in SECTIONS
+        for f in fields(SECTIONS[section])
+        if f.name not in tables[section]
+    }
     assert left_out == {
         "model.factory",
         "model.transformers",
@@ -714,8 +743,10 @@ VALUES = [
     '"gpt"', '"llama"', '"sgd"',
     "[]", "[0.9, 0.9]", "[[]]", "{}", "{a = 1}", "1979-05-27", "07:32:00", "9" * 30, "1e400", '"\\u0000"',
     "'a:b'", "stdlib", '"/"', '"cosine"', '"full"', '"bf16"', '"fast"',
-    '"document"', '"bytes"', '"stdlib"', '["stdlib"]', '["stdlib", "/"]', '[{source = "stdlib", weight = 1}]', "[{weight = 1}]",
-    '[{source = ["stdlib", "stdlib"], weight = 0.5}, {source = "/", weight = 1}]', '"**"', '"["', '"/dev/null"', '"~nobody/x"',
+    '"document"', '"bytes"', '"stdlib"', '["stdlib"]', '["stdlib", "/"]', '[{source = "stdlib", weight = 1}]',
+    "[{weight = 1}]",
+    '[{source = ["stdlib", "stdlib"], weight = 0.5}, {source = "/", weight = 1}]', '"**"', '"["', '"/dev/null"',
+    '"~nobody/x"',
     '"/etc/hostname/x"', f'"{"x" * 5000}"', '"\\ud800"', '"never"',
 ]  # fmt: skip
 
@@ -760,10 +791,12 @@ def test_500_damaged_configs(tmp_path: Path, tokenizer: Path, seed: int) -> None
         load("model.name=gpt").resolved(),
         load("model.name=llama", "parallel.microbatches=2", "optimizer.schedule=wsd").resolved(),
         load("model.transformers=LlamaForCausalLM", "model.config.hidden_size=64").resolved(),
-        load("model.factory=a:b", "data.factory=c:d", "model.arguments.x=[1, {y = 2}]", "optimizer.name=sgd").resolved(),
+        load("model.factory=a:b", "data.factory=c:d", "model.arguments.x=[1, {y = 2}]",
+        "optimizer.name=sgd").resolved(),
         load(f"data.tokenizer={tokenizer}", "data.attention=document", 'data.source=["stdlib", "/etc"]').resolved(),
         load(
-            'data.mix=[{source = "stdlib", weight = 1}, {source = "/etc/host*", weight = 2}]', "checkpoint.keep_every=5",
+            'data.mix=[{source = "stdlib", weight = 1}, {source = "/etc/host*", weight = 2}]',
+            "checkpoint.keep_every=5",
             f"model.weights={tokenizer}", "checkpoint.staging_mib=10",
         ).resolved(),
     ]  # fmt: skip

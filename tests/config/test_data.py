@@ -90,7 +90,9 @@ def test_a_tokenizer_of_its_own(words: Path, tmp_path: Path) -> None:
 
 
 def test_a_mixture(words: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": f"{n}" + "~" * 50, "n": n}) + "\n" for n in range(40)))
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"text": f"{n}" + "~" * 50, "n": n}) + "\n" for n in range(40))
+    )
     mix = f'data.mix=[{{source = "{words}", weight = 1}}, {{source = "{tmp_path}/*.jsonl", weight = 3}}]'
     found = data(mix, "data.sequence_length=16", "data.validation=0")
     assert isinstance(found.train, Mixture)
@@ -177,7 +179,9 @@ def test_models_that_do_not_take_documents(words: Path, tmp_path: Path) -> None:
         return build_model(load(*shared, *overrides))[0]()
 
     make(f"model.factory={tmp_path}/models.py:Takes")
-    with pytest.raises(ConfigError, match=r'data.attention = "document": the forward of Plain.* has no parameter documents'):
+    with pytest.raises(
+        ConfigError, match=r'data.attention = "document": the forward of Plain.* has no parameter documents'
+    ):
         make(f"model.factory={tmp_path}/models.py:Plain")
     with pytest.raises(
         ConfigError, match=r'data.attention = "document": not with LlamaForCausalLM, for its attention is "eager"'

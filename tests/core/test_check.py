@@ -488,7 +488,9 @@ Graph = dict[tuple[str, int, int], list[tuple[str, int, int]]]
 
 
 def order_graph(programs: dict[int, Program], mesh: Mesh, made: bool) -> Graph:
-    """What has to happen before what, for all ranks: the rules as edges.  ``made``: communicators are there before the step."""
+    """What has to happen before what, for all ranks: the rules as edges.  ``made``: communicators are there before the
+    step.
+    """
     graph: Graph = defaultdict(list)
     meetings: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
     for rank, program in programs.items():
@@ -564,7 +566,9 @@ def random_programs(rng: random.Random, mesh: Mesh) -> list[Program]:
                     (source, Op.SEND, Lane.SEND, step),
                     (target, Op.RECEIVE, Lane.RECEIVE, -step),
                 ):
-                    streams[stage].append([Instruction(op, microbatch=m, peer=(axis, offset), lane=lane) for m in range(count)])
+                    streams[stage].append(
+                        [Instruction(op, microbatch=m, peer=(axis, offset), lane=lane) for m in range(count)]
+                    )
     programs = []
     for stage in range(stages):
         queues = [list(stream) for stream in streams[stage]] + [[Instruction(Op.FORWARD)] for _ in range(2)]
@@ -587,7 +591,9 @@ def test_deadlocks_agree_with_a_graph_of_all_ranks() -> None:
         expected = [has_cycle(order_graph(of_rank, mesh, made)) for made in (True, False)]
         for made in (True, False):
             problem = problem_of(programs, mesh, made)
-            assert problem.startswith("deadlock") == expected[not made], "\n".join(program.text() for program in programs)
+            assert problem.startswith("deadlock") == expected[not made], "\n".join(
+                program.text() for program in programs
+            )
             assert bool(problem) == expected[not made]
         verdicts[expected[0], expected[1]] += 1
     assert verdicts[True, False] == 0

@@ -70,10 +70,14 @@ def test_shards_are_equal_aligned_and_tile_every_tensor(
 
 @settings(max_examples=100, deadline=None)
 @given(items, st.integers(1, 4))
-def test_segments_hold_their_group_and_shards_cut_them(tensors: list[tuple[str, tuple[int, ...], str]], parts: int) -> None:
+def test_segments_hold_their_group_and_shards_cut_them(
+    tensors: list[tuple[str, tuple[int, ...], str]], parts: int
+) -> None:
     buffer = FlatBuffer.pack(tensors, parts, 4)
     group_of = {name: group for name, _, group in tensors}
-    assert [group for group, _, _ in buffer.segments] == list(dict.fromkeys(group_of[entry.name] for entry in buffer.entries))
+    assert [group for group, _, _ in buffer.segments] == list(
+        dict.fromkeys(group_of[entry.name] for entry in buffer.entries)
+    )
     assert all(a[2] <= b[1] for a, b in pairwise(buffer.segments))
     bounds = {group: (start, stop) for group, start, stop in buffer.segments}
     for entry in buffer.entries:
@@ -87,7 +91,9 @@ def test_segments_hold_their_group_and_shards_cut_them(tensors: list[tuple[str, 
 
 
 def test_decay_comes_first_then_the_order_of_appearance() -> None:
-    buffer = FlatBuffer.pack([("b", (3,), "plain"), ("w", (20, 2), "decay"), ("z", (1,), "other"), ("v", (5,), "decay")], 2, 4)
+    buffer = FlatBuffer.pack(
+        [("b", (3,), "plain"), ("w", (20, 2), "decay"), ("z", (1,), "other"), ("v", (5,), "decay")], 2, 4
+    )
     assert buffer.entries == (
         FlatEntry("w", (20, 2), 0),
         FlatEntry("v", (5,), 48),

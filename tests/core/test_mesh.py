@@ -80,7 +80,9 @@ def test_what_sub_axes_leave() -> None:
     assert mesh.beside((outer,)) == ("dp", inner) and mesh.beside((inner, "dp")) == (outer,)
     assert mesh.beside((outer, inner)) == ("dp",)
     assert (
-        joined(("dp", outer, inner)) == ("dp", "tp") and joined((inner, outer)) == (inner, outer) and joined((inner,)) == (inner,)
+        joined(("dp", outer, inner)) == ("dp", "tp")
+        and joined((inner, outer)) == (inner, outer)
+        and joined((inner,)) == (inner,)
     )
 
 

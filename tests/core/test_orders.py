@@ -55,10 +55,12 @@ def test_a_plan_keeps_it() -> None:
         ((TWO[0], TWO[1].replace("1.", "3.")), "timetable: no rank has stage 1; legal: stages 0 to 1"),
         (("F0.0 B0.0", "F1.0 B1.0"), "timetable: it has 1 microbatches; legal: at least microbatches = 2"),
         ((TWO[0] + " W0.1", TWO[1]), "timetable, rank 0: W0.1 is there 2 times; legal: once"),
-        ((TWO[0], "F1.0 F1.1 B1.0"), "rank 1: of stage 1 and microbatch 1 there is F1.1; legal: F1.1 and B1.1, or F1.1, I1.1 and W1.1"),
+        ((TWO[0], "F1.0 F1.1 B1.0"),
+        "rank 1: of stage 1 and microbatch 1 there is F1.1; legal: F1.1 and B1.1, or F1.1, I1.1 and W1.1"),
         ((TWO[0], TWO[1] + " W1.0"), "rank 1: of stage 1 and microbatch 0 there is F1.0, B1.0, W1.0; legal"),
         (("F0.0 F0.1 W0.0 I0.0 B0.1", TWO[1]), "rank 0 has W0.0 next, which waits for B0.0 on rank 0; legal: orders"),
-        (("F0.0 B0.0 F0.1 B0.1", "F1.1 B1.1 F1.0 B1.0"), "rank 0 has B0.0 next, which waits for B1.0 on rank 1; rank 1 has F1.1 next"),
+        (("F0.0 B0.0 F0.1 B0.1", "F1.1 B1.1 F1.0 B1.0"),
+        "rank 0 has B0.0 next, which waits for B1.0 on rank 1; rank 1 has F1.1 next"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_computed_is_refused(texts: Timetable, words: str) -> None:

@@ -45,7 +45,9 @@ def plans(draw: st.DrawFn) -> Plan:
             found = [axis for axis in found if axis.name != "tp"] + [Axis("tp", 2)]
             mesh = Mesh(tuple(found))
         own = [f"@{axis.name}" for axis in found if axis.name not in OTHERS and axis.size > 1]
-        cut = st.builds(operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own))
+        cut = st.builds(
+            operator.add, st.sampled_from(["column", "row", "0", "-1", "2/3", "whole"]), st.sampled_from(own)
+        )
         pins = draw(st.dictionaries(st.text(min_size=1), cut, min_size=1, max_size=3))
     if words["tensor_plan"] == "auto" and draw(st.booleans()):
         counts["tensor_bytes"] = draw(st.integers(1, 10**12))
@@ -53,7 +55,9 @@ def plans(draw: st.DrawFn) -> Plan:
     if traits(words["schedule"]).stages_alone:
         counts["microbatches"], sync = 1, draw(st.booleans())
         words["precision"] = draw(st.sampled_from(("fp32", "fp64", "bf16")))
-    return Plan(mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, pins=pins, **counts, **words)
+    return Plan(
+        mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, pins=pins, **counts, **words
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -110,7 +114,10 @@ def test_replace_checks_anew() -> None:
         ({"microbatches": 0}, "microbatches: 0 is not legal; legal: an integer of at least 1"),
         ({"microbatches": 1.5}, "microbatches: 1.5"),
         ({"microbatches": True}, "microbatches: True"),
-        ({"recompute": "ful"}, 'recompute: \'ful\' is not legal; legal: "none", "selective", "full". Did you mean "full"'),
+        (
+            {"recompute": "ful"},
+            'recompute: \'ful\' is not legal; legal: "none", "selective", "full". Did you mean "full"',
+        ),
         ({"recompute": True}, "recompute: True"),
         (
             {"precision": "bf32"},
@@ -137,12 +144,24 @@ PINNED = {"tensor_plan": "propagate", "mesh": Mesh.of(dp=2, tp=2)}
     ("change", "message"),
     [
         ({"tensor_plan": "propogate"}, "tensor_plan: 'propogate' .*Did you mean \"propagate\""),
-        ({"pins": {"a": "0"}}, 'pins: "a" is not legal with tensor_plan = "recipe", which decides itself; legal: none, or'),
-        ({"tensor_bytes": 9}, 'tensor_bytes: 9 is not legal with tensor_plan = "recipe"; legal: 0, or tensor_plan = "auto"'),
+        (
+            {"pins": {"a": "0"}},
+            'pins: "a" is not legal with tensor_plan = "recipe", which decides itself; legal: none, or',
+        ),
+        (
+            {"tensor_bytes": 9},
+            'tensor_bytes: 9 is not legal with tensor_plan = "recipe"; legal: 0, or tensor_plan = "auto"',
+        ),
         ({"tensor_bytes": -1, "tensor_plan": "auto"}, "tensor_bytes: -1 is not legal"),
         ({"pins": {"a": "0"}, "tensor_plan": "auto"}, 'pins: "a" is not legal with tensor_plan = "auto"'),
-        ({"pins": {"a": "0"}, "tensor_plan": "table"}, 'tensor_plan: "table" .* without ranks .*; legal: "recipe", or tp of 2'),
-        ({**PINNED, "pins": {}}, 'tensor_plan: "propagate" goes by pins, and there are none; legal: "recipe", "auto", or pins'),
+        (
+            {"pins": {"a": "0"}, "tensor_plan": "table"},
+            'tensor_plan: "table" .* without ranks .*; legal: "recipe", or tp of 2',
+        ),
+        (
+            {**PINNED, "pins": {}},
+            'tensor_plan: "propagate" goes by pins, and there are none; legal: "recipe", "auto", or pins',
+        ),
         ({**PINNED, "pins": "a"}, "pins: 'a' is not legal; legal: a mapping"),
         ({**PINNED, "pins": (("a", "0"), ("b", "0"), ("a", "1"))}, 'pins: "a" is there twice; legal: once'),
         ({**PINNED, "pins": {"": "0"}}, "pins: pattern: ''"),
@@ -208,7 +227,9 @@ def test_bad_toml_is_refused(text: str, message: str) -> None:
 
 
 def test_impossible_combinations_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r'parameters "w": S is a shard over the axis dp, which the mesh .* does not have'):
+    with pytest.raises(
+        ConfigError, match=r'parameters "w": S is a shard over the axis dp, which the mesh .* does not have'
+    ):
         Plan(mesh=Mesh.of(tp=2), parameters=(ParameterRule("w", state="S"),))
     with pytest.raises(ConfigError, match='reduce: \'fp32\' is not legal; legal: "auto", "fp64"'):
         Plan(precision="fp64", reduce="fp32")
@@ -219,7 +240,10 @@ def test_impossible_combinations_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"schedule": "pipedream", "microbatches": 3}, 'microbatches: 3 is not legal with schedule "pipedream".*legal: 1'),
+        (
+            {"schedule": "pipedream", "microbatches": 3},
+            'microbatches: 3 is not legal with schedule "pipedream".*legal: 1',
+        ),
         ({"schedule": "pipedream", "precision": "fp16"}, 'precision: "fp16" is not legal.*"bf16"'),
         ({"schedule": "pipedream-2bw", "reduce": "bf16"}, 'reduce: "bf16" is not legal'),
         ({"schedule": "1f1b", "vertical_sync": True}, 'vertical_sync: true is not legal with schedule "1f1b"'),

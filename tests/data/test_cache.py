@@ -128,14 +128,20 @@ def test_any_number_of_workers_gives_the_same_tokens(
     (folder / "rows.jsonl").write_text("".join(json.dumps({"text": f"row {n} " * (n % 9)}) + "\n" for n in range(2000)))
     name = "bytes" if kind == "bytes" else tokenizer_json
     found = [
-        open_corpus(str(folder), tokenizer=name, validation=0.2, cache_dir=str(tmp_path / f"cache{workers}"), workers=workers)
+        open_corpus(
+            str(folder), tokenizer=name, validation=0.2, cache_dir=str(tmp_path / f"cache{workers}"), workers=workers
+        )
         for workers in (1, 2, 5)
     ]
     for side in ("train", "validation"):
         one, *others = [text_of(each, side) for each in found]
         assert len(one) > 1000
         assert all(other == one for other in others)
-    assert sorted(path.name for path in found[1].cache.folder.iterdir()) == ["index.json", "train.bin", "validation.bin"]
+    assert sorted(path.name for path in found[1].cache.folder.iterdir()) == [
+        "index.json",
+        "train.bin",
+        "validation.bin",
+    ]
     if kind == "json":
         made = JsonTokenizer(name)
         tokens = found[0].cache.tokens("train")[0]
@@ -324,7 +330,9 @@ def test_of_two_processes_one_makes_it_and_the_other_waits(folder: Path, tmp_pat
     assert printed[0][-1].startswith("done")
 
 
-def test_a_worker_that_dies_is_an_error_and_leaves_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_dies_is_an_error_and_leaves_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(documents, "PIECE", 2000)
     do = tokenise._Processes._do
 
@@ -394,7 +402,9 @@ def test_too_little_text(tmp_path: Path) -> None:
     path.write_text("12345678")
     found = open_corpus(str(path))
     assert len(found.train(8)) == 1
-    with pytest.raises(ConfigError, match=r"data.source: .*t.txt has 9 tokens, too few.*sequence_length = 9 \(it takes 10\)"):
+    with pytest.raises(
+        ConfigError, match=r"data.source: .*t.txt has 9 tokens, too few.*sequence_length = 9 \(it takes 10\)"
+    ):
         found.train(9)
 
 

@@ -71,7 +71,8 @@ def test_a_cut_never_divides_a_character(tmp_path: Path, place: int) -> None:
 def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(
-        b'{"text": "one"}\n\n   \n{"other": 1, "text": "tw\\u00f6"}\r\n{"text": null}\n{"text": ""}\n{"text": "\\ud800!"}'
+        b'{"text": "one"}\n\n   \n{"other": 1, "text": "tw\\u00f6"}\r\n{"text": null}\n{"text": ""}\n{"text": '
+        b'"\\ud800!"}'
     )
     assert texts(path) == [b"one", "twö".encode(), b"?!"]
 
@@ -87,7 +88,9 @@ def test_jsonl(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("piece", [9, 10**6])
-def test_a_bad_line_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, words: list[str], piece: int) -> None:
+def test_a_bad_line_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, words: list[str], piece: int
+) -> None:
     monkeypatch.setattr(documents, "PIECE", piece)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "one"}\n\n{"text": "two"}\n' + line + b'\n{"text": "five"}\n')
@@ -153,7 +156,9 @@ def test_a_dataset_saved_in_another_format(tmp_path: Path) -> None:
 def test_a_dataset_with_columns_that_cannot_be_decoded(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     features = datasets.Features({"text": datasets.Value("string"), "picture": datasets.Image()})
-    rows = datasets.Dataset.from_dict({"text": ["one"], "picture": [{"bytes": b"no picture", "path": None}]}, features=features)
+    rows = datasets.Dataset.from_dict(
+        {"text": ["one"], "picture": [{"bytes": b"no picture", "path": None}]}, features=features
+    )
     rows.save_to_disk(str(tmp_path / "d"))
     assert texts(tmp_path / "d") == [b"one"]
     message = refusal(tmp_path / "d", "picture")

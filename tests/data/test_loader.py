@@ -37,7 +37,9 @@ class Numbers:
         return {"x": torch.tensor([index, 10 * index]), "y": index}
 
 
-def batches(count: int, size: int, mesh: Mesh, rank: int, batch_size: int, microbatches: int, seed: int = 5) -> list[Batch]:
+def batches(
+    count: int, size: int, mesh: Mesh, rank: int, batch_size: int, microbatches: int, seed: int = 5
+) -> list[Batch]:
     with Loader(Numbers(size), mesh, rank, batch_size, microbatches, seed) as loader:
         return list(islice(loader, count))
 
@@ -341,7 +343,8 @@ def test_a_state_of_other_data_is_refused() -> None:
 
 def test_the_digest_of_a_plain_dataset() -> None:
     digests = [
-        Loader(data, ONE, 0, 4).state_dict()["digest"] for data in (Numbers(5), Numbers(5), Numbers(6), Odd(1), [{"x": 1}])
+        Loader(data, ONE, 0, 4).state_dict()["digest"]
+        for data in (Numbers(5), Numbers(5), Numbers(6), Odd(1), [{"x": 1}])
     ]
     assert digests[0] == digests[1]
     assert len(set(digests)) == 4
@@ -353,7 +356,10 @@ def test_the_digest_of_a_plain_dataset() -> None:
 @settings(deadline=None, max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 3), st.integers(1, 4), st.none() | st.integers(1, 6))
 def test_one_pass_in_order(size: int, batch_size: int, microbatches: int, dp: int, limit: int | None) -> None:
-    passes = [list(one_pass(Numbers(size), Mesh.of(dp=dp), rank, batch_size, microbatches, batches=limit)) for rank in range(dp)]
+    passes = [
+        list(one_pass(Numbers(size), Mesh.of(dp=dp), rank, batch_size, microbatches, batches=limit))
+        for rank in range(dp)
+    ]
     total = size if limit is None else min(size, limit * batch_size)
     assert {len(one) for one in passes} == {-(-total // batch_size)}
     seen = []

@@ -99,7 +99,9 @@ def test_rows_come_from_their_dataset() -> None:
 
 def test_the_digest_tells_mixtures_apart() -> None:
     parts = [part(5, 0), part(3, 1000)]
-    found = {Mixture(p, w).digest for p, w in [(parts, [1, 1]), (parts, [1, 2]), (parts[::-1], [1, 1]), (parts[:1], [1])]}
+    found = {
+        Mixture(p, w).digest for p, w in [(parts, [1, 1]), (parts, [1, 2]), (parts[::-1], [1, 1]), (parts[:1], [1])]
+    }
     assert len(found | {Joined(parts).digest}) == 5
 
 
@@ -117,7 +119,12 @@ def test_the_loader_follows_the_mixture_on_any_mesh() -> None:
     for rank in range(2):
         with Loader(mixture, Mesh.of(dp=2), rank, 5, seed=3) as loader:
             ranks.append(list(islice(loader, 12)))
-    found = [value for pair in zip(*ranks, strict=True) for batch in pair for value in batch.fields["input_ids"][:, 0].tolist()]
+    found = [
+        value
+        for pair in zip(*ranks, strict=True)
+        for batch in pair
+        for value in batch.fields["input_ids"][:, 0].tolist()
+    ]
     assert found == wanted
     assert torch.equal(ranks[0][0].fields["labels"], ranks[0][0].fields["input_ids"] + 1)
     assert sample_order(3, 0, 0, 27, 27).tolist() != expected[0].tolist()
@@ -136,7 +143,9 @@ def test_one_line_for_sources_without_validation(tmp_path: Path) -> None:
         return build_data(load_config(None, shared, hardware=Hardware(cores=1))).notices
 
     end = "0 of 16 documents apart (data.validation = 1e-06)"
-    assert notices(f"data.source={tmp_path}/a", "data.validation=0.000001") == (f"no validation on {tmp_path}/a: {end}",)
+    assert notices(f"data.source={tmp_path}/a", "data.validation=0.000001") == (
+        f"no validation on {tmp_path}/a: {end}",
+    )
     mix = f'data.mix=[{{source = "{tmp_path}/a", weight = 1}}, {{source = "{tmp_path}/b", weight = 1}}]'
     (line,) = notices(mix, "data.validation=0.000001")
     assert line == f"no validation on {tmp_path}/a and 1 more: {end.replace('16', '32')}"

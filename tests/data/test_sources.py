@@ -37,7 +37,14 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_without_hidden_and_binary_and_empty_files(folder: Path) -> None:
     assert names(folder) == ["a.md", "b.txt", "notes", "c.py", "d.jsonl", "zeros.txt"]
     kinds = {os.path.basename(file.path): file.kind for file in find_files(str(folder))}
-    assert kinds == {"a.md": "text", "b.txt": "text", "notes": "text", "c.py": "text", "d.jsonl": "jsonl", "zeros.txt": "text"}
+    assert kinds == {
+        "a.md": "text",
+        "b.txt": "text",
+        "notes": "text",
+        "c.py": "text",
+        "d.jsonl": "jsonl",
+        "zeros.txt": "text",
+    }
     assert all(file.size == os.path.getsize(file.path) and os.path.isabs(file.path) for file in find_files(str(folder)))
 
 

@@ -73,7 +73,8 @@ def test_truncation_and_padding_of_the_file_are_left_aside(tokenizer_json: str, 
     values = json.loads(Path(tokenizer_json).read_text())
     values["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     values["padding"] = {
-        "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "x",
+        "strategy": {"Fixed": 50}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0,
+        "pad_token": "x",
     }  # fmt: skip
     (tmp_path / "t.json").write_text(json.dumps(values))
     plain, other = JsonTokenizer(tokenizer_json), JsonTokenizer(str(tmp_path / "t.json"))

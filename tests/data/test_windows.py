@@ -57,7 +57,9 @@ def test_rows_are_samples_stacked(fields: DocumentFields) -> None:
 @given(st.lists(st.integers(0, 3), min_size=14, max_size=40), st.booleans())
 def test_documents_of_a_window(tokens: list[int], shifted: bool) -> None:
     """Against a walk over the tokens, one by one."""
-    made = [PackedWindows(np.array(tokens, np.uint8), 13, shifted=shifted, end=2, fields=f) for f in ("documents", "mask")]
+    made = [
+        PackedWindows(np.array(tokens, np.uint8), 13, shifted=shifted, end=2, fields=f) for f in ("documents", "mask")
+    ]
     for index in range(len(made[0])):
         ids = tokens[13 * index : 13 * index + 14]
         documents, positions, labels = [], [], []

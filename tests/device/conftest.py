@@ -1,4 +1,6 @@
-"""Each test here runs on the CPU wherever it is, so that it cannot rot, and under the marker ``gpu`` on the machine's GPU."""
+"""Each test here runs on the CPU wherever it is, so that it cannot rot, and under the marker ``gpu`` on the machine's
+GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Devices that nobody here has: one of a type that torch does not know, AMD's, Intel's and Apple's; and who may tell them apart."""
+"""Devices that nobody here has: one of a type that torch does not know, AMD's, Intel's and Apple's; and who may tell
+them apart.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ def standin(*cases: str) -> list[dict[str, Any]]:
 
 
 def test_a_type_that_an_extension_registers() -> None:
-    """All that is asked of a device goes through torch's registry; and plans are verified there, on tensors that have values."""
+    """All that is asked of a device goes through torch's registry; and plans are verified there, on tensors that have
+    values.
+    """
     facts, plan, host, apart = standin("facts", "gpt:pp, zero 3, tp", "literals:zero 3", "literals:zero 3:apart")
     gib = 1 << 30
     assert facts == {
-        "case": "facts", "here": True, "type": "standin", "kind": "gpu", "asynchronous": True, "rocm": False, "count": 2,
-        "devices": ["standin:0", "standin:1", "standin:0"], "name": "Stand-In 9000", "transport": None, "memory": [3 * gib, 4 * gib],
+        "case": "facts", "here": True, "type": "standin", "kind": "gpu", "asynchronous": True, "rocm": False,
+        "count": 2,
+        "devices": ["standin:0", "standin:1", "standin:0"], "name": "Stand-In 9000", "transport": None,
+        "memory": [3 * gib, 4 * gib],
         "event": "standin", "stream": "standin", "tf32": False, "pins": True, "widest": "torch.float64",
     }  # fmt: skip
     assert plan["passed"] and plan["compared"] > 100 and 0 < plan["low"]["ratio"] < 1.25, plan
@@ -84,20 +90,24 @@ def test_mps_is_one_device_without_peers(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
     assert one.count == 1 and str(one.device(1)) == "mps:0"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="backend: torch has none, so it is not possible between devices of type mps; legal: "):
+    with pytest.raises(
+        ConfigError, match="backend: torch has none, so it is not possible between devices of type mps; legal: "
+    ):
         connect(Mesh.of(dp=2), one.device(0))
     with pytest.raises(ConfigError, match="train.devices.*at most 1, the GPUs of this machine"):
         load_config(None, ["train.devices=2"], hardware=Hardware(cores=8, gpus=1))
 
 
-# ---- one place ---------------------------------------------------------------------------------------------------------------
+# ---- one place -------------------------------------------------------------------------------------------------------
 
 TOOLS = {"nvidia-smi", "rocm-smi", "amd-smi", "xpu-smi"}
 MAKERS = {"cuda", "nccl", "rccl", "xpu", "xccl", "mps", "hip"}
 
 
 def told_apart(text: str) -> list[str]:
-    """Where a module writes out a type of device or its transport, or reaches for ``torch.cuda`` and the like; comments and docstrings may."""
+    """Where a module writes out a type of device or its transport, or reaches for ``torch.cuda`` and the like; comments
+    and docstrings may.
+    """
     tree = ast.parse(text)
     documented = {
         id(node.body[0].value)
@@ -120,8 +130,8 @@ def told_apart(text: str) -> list[str]:
 
 
 def test_only_one_place_tells_makers_apart() -> None:
-    """A new kind of device is one more case in ``backend.py``; and in ``drivers.py``, which asks makers' own tools before there is a torch
-    for the device."""
+    """A new kind of device is one more case in ``backend.py``; and in ``drivers.py``, which asks makers' own tools
+    before there is a torch for the device."""
     files = sorted(SOURCE.rglob("*.py"))
     found = {str(file.relative_to(SOURCE)): told_apart(file.read_text(encoding="utf-8")) for file in files}
     assert len(files) > 100 and found.pop("backend.py") and found.pop("drivers.py")
@@ -132,7 +142,8 @@ def test_only_one_place_tells_makers_apart() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        'x.to("cuda")', 'd = torch.device("cuda:0")', "torch.cuda.synchronize()", "if x.is_cuda: pass", 'init_process_group("nccl")',
+        'x.to("cuda")', 'd = torch.device("cuda:0")', "torch.cuda.synchronize()", "if x.is_cuda: pass",
+        'init_process_group("nccl")',
         "from torch.cuda import Event", "import torch.backends.mps", 'd.type == "mps"', 'run(["nvidia-smi", "-L"])',
     ],
 )  # fmt: skip

@@ -16,7 +16,10 @@ def test_nobody_sees_a_gpu() -> None:
     """Neither this process, be it a worker's, nor one that it starts."""
     assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == ""
     assert torch.cuda.device_count() == 0
-    assert subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=60, check=True).stdout == "0 0\n"
+    assert (
+        subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, timeout=60, check=True).stdout
+        == "0 0\n"
+    )
 
 
 def test_without_a_gpu_marked_tests_are_not_said_to_pass() -> None:

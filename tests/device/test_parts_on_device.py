@@ -1,4 +1,4 @@
-"""Parts of a step on a device against the same on the CPU: random numbers, the optimizer, checkpoints, recorded times."""
+"""Parts of a step on a device against the CPU's: random numbers, the optimizer, checkpoints, recorded times."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_checkpoints_have_what_was_there_when_they_were_asked_for(
         "b": flat[200_000:].view(100, 1000).t(),
         "c": torch.zeros((), device=device),
     }
-    pieces = [Piece(name, tuple(one.shape), Box((0,) * one.dim(), tuple(one.shape)), one) for name, one in tensors.items()]
+    pieces = [
+        Piece(name, tuple(one.shape), Box((0,) * one.dim(), tuple(one.shape)), one) for name, one in tensors.items()
+    ]
     writer = CheckpointWriter(tmp_path, 0, 1, staging_bytes=bound, keep_last=9, warn=pytest.fail)
     for step in range(1, 5):
         for one in tensors.values():

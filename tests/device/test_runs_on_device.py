@@ -1,4 +1,6 @@
-"""Runs on a device: the host does not wait in a step, launches that block change no number, and a killed run goes on as if it had not been."""
+"""Runs on a device: the host does not wait in a step, launches that block change no number, and a killed run goes on as
+if it had not been.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from waiting import no_waits
 
 PATHS = {"PYTHONPATH": str(Path(shardwise.__file__).parents[1])}
 TINY = [
-    "model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16", "data.batch_size=4", "data.validation=0",
+    "model.width=16", "model.layers=1", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16",
+    "data.batch_size=4", "data.validation=0",
     "train.devices=1", "train.threads=1", "train.steps=300", "checkpoint.every=20",
 ]  # fmt: skip
 SECONDS = 120.0
@@ -84,9 +87,18 @@ class Run:
 
     def __init__(self, folder: Path, source: str) -> None:
         self.folder = folder
-        command = [sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={source}", f"train.run_dir={folder}"]
+        command = [
+            sys.executable,
+            "-m",
+            "shardwise",
+            "train",
+            *TINY,
+            f"data.source={source}",
+            f"train.run_dir={folder}",
+        ]
         self.process = subprocess.Popen(
-            command, env={**os.environ, **PATHS, "COLUMNS": "80"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+            command, env={**os.environ, **PATHS, "COLUMNS": "80"}, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
 
     def metrics(self) -> list[dict[str, float]]:

@@ -1,4 +1,6 @@
-"""Plans against one device, in fp64 and in their own precision, all on one device: each rank is a thread with a stream of its own."""
+"""Plans against one device, in fp64 and in their own precision, all on one device: each rank is a thread with a stream
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def subject(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], Any]:
     return MODELS[name](), batches, None
 
 
-def verified(module: nn.Module, batches: list[dict[str, Tensor]], plan: Plan, device: torch.device, **options: Any) -> Report:
+def verified(
+    module: nn.Module, batches: list[dict[str, Tensor]], plan: Plan, device: torch.device, **options: Any
+) -> Report:
     """The report; ranks pause at random before they post and wait."""
     run = partial(run_threads, delay_seed=5)
     return verify(module, batches, plan, optimizer=OptimizerChoice("adamw", lr=1e-2), run=run, device=device, **options)
@@ -88,7 +92,9 @@ def test_a_plan_is_the_same_as_one_device(device: torch.device, model: str, plan
 
 
 class Literals(nn.Module):
-    """What ``module.to(device)`` does not move: a plain attribute, literals, what forward makes without saying where, and indices."""
+    """What ``module.to(device)`` does not move: a plain attribute, literals, what forward makes without saying where,
+    and indices.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""Figure 1 of Korthikanti et al. (2022) beside what our traces say, as the table of docs/memory.md: run it to print that.
+"""Figure 1 of Korthikanti et al. (2022) beside what our traces say, as the table of docs/memory.md: run it to print
+that.
 
-One layer is traced at full size on meta, for CUDA.  Tensor and sequence parallelism over t divide it as the paper says (its
-table 2): all of it under sequence parallelism; without, all but 10sbh and the statistics of the norms.
+One layer is traced at full size on meta, for CUDA.  Tensor and sequence parallelism over t divide it as the paper says
+(its table 2): all of it under sequence parallelism; without, all but 10sbh and the statistics of the norms.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Row:
-    """GiB a GPU of the first pipeline stage: published and ours, states and activations; bytes of norms' statistics in ours."""
+    """GiB a GPU of the first pipeline stage: published and ours, states and activations; bytes of norms' statistics in
+    ours.
+    """
 
     model: str
     selective: bool
@@ -57,7 +60,8 @@ def rows() -> list[Row]:
     found = []
     for line in csv.DictReader(x for x in lines if not x.startswith("#")):
         b, s, h, a, layers, t, p, v = (
-            int(line[k]) for k in ("microbatch", "sequence", "hidden", "heads", "layers", "tensor", "pipeline", "interleaved")
+            int(line[k])
+            for k in ("microbatch", "sequence", "hidden", "heads", "layers", "tensor", "pipeline", "interleaved")
         )
         selective = line["selective"] == "1"
         kept, parameters = layer_bytes(b, s, h, a, selective)
@@ -76,7 +80,8 @@ def rows() -> list[Row]:
 
 def table() -> str:
     lines = [
-        "| model | recomputed | states, published | ours | of it biases and norms | activations, published | ours | of it statistics |",
+        "| model | recomputed | states, published | ours | of it biases and norms | activations, published | ours | of "
+        "it statistics |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows():

@@ -1,4 +1,4 @@
-"""The layer of Korthikanti et al. (2022, arXiv 2205.05198, figure 2): attention spelled out, three dropouts, two norms."""
+"""The layer of Korthikanti et al. (2022, arXiv 2205.05198, figure 2): attention written out, 3 dropouts, 2 norms."""
 
 from __future__ import annotations
 

@@ -73,7 +73,9 @@ def predicted(
 
 @functools.cache
 def remembering() -> Callable[..., Profile]:
-    """:func:`profile` that walks the units of a trace, which it holds, once for ranks and plans that differ in nothing that it is told."""
+    """:func:`profile` that walks the units of a trace, which it holds, once for ranks and plans that differ in nothing
+    that it is told.
+    """
     known: dict[str, tuple[Trace, Profile]] = {}
 
     def profiled(one: Trace, *args: Any, **options: Any) -> Profile:
@@ -88,7 +90,9 @@ def remembering() -> Callable[..., Profile]:
 def measured(
     subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL, clip_norm: float = 1e6
 ) -> list[Step]:
-    """Of each rank's second step, the first having made what stays, with all that the rank holds; where batches overlap, of a window."""
+    """Of each rank's second step, the first having made what stays, with all that the rank holds; where batches
+    overlap, of a window.
+    """
     rows, number = len(next(iter(batch.values()))), steady(subject.plan)
 
     def rank(comm: ThreadCommunicator) -> Step:
@@ -139,12 +143,14 @@ def rows_of(batch: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Ten
 def differences(
     subject: Compiled, batch: Mapping[str, Tensor], optimizer: OptimizerChoice = STILL, scalars: int = 0
 ) -> list[str]:
-    """Where prediction and measurement of the computing instructions of any rank differ, all that the rank holds included, by more
-    bytes than so many ``scalars`` have."""
+    """Where prediction and measurement of the computing instructions of any rank differ, all that the rank holds
+    included, by more bytes than so many ``scalars`` have."""
     found = []
     # First, since what is captured only now would count as the engine's.
     profiled = remembering()
-    expectations = [predicted(subject, batch, optimizer, rank, profiled).timeline for rank in range(subject.plan.mesh.size)]
+    expectations = [
+        predicted(subject, batch, optimizer, rank, profiled).timeline for rank in range(subject.plan.mesh.size)
+    ]
     for rank, (ours, truth) in enumerate(zip(expectations, measured(subject, batch, optimizer), strict=True)):
         for one, moment, real in zip(ours.instructions, ours.moments, truth.seen, strict=True):
             expected, actual = (total(moment.before), total(moment.peak)), (real.before, real.peak)

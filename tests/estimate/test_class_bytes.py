@@ -1,4 +1,6 @@
-"""Losses of scores in pieces of their classes: what ranks send, and what a step takes, is what was predicted, to the byte."""
+"""Losses of scores in pieces of their classes: what ranks send, and what a step takes, is what was predicted, to the
+byte.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ FEW = ("weights", "none", "probabilities, all", "nll, none")
 
 def cases() -> list[Any]:
     return [
-        pytest.param(name, layout, id=f"{name}-{i}", marks=() if name in FEW and FEW.index(name) % 4 == i else pytest.mark.full)
+        pytest.param(name, layout, id=f"{name}-{i}",
+        marks=() if name in FEW and FEW.index(name) % 4 == i else pytest.mark.full)
         for name in classes.HOW if name != "nll, wider"
         for i, layout in enumerate(LAYOUTS)
     ]  # fmt: skip

@@ -87,7 +87,9 @@ def test_only_legal_plans_are_tried() -> None:
     for one in asked:
         dp, m = one.get("parallel.dp", 1), one.get("parallel.microbatches", 1)
         assert 12 % (dp * m) == 0 and (dp > 1 or "parallel.zero" not in one)
-        assert not {"parallel.offload", "parallel.gathered", "parallel.precision"} & set(one)  # no host, not set, low already
+        assert not {"parallel.offload", "parallel.gathered", "parallel.precision"} & set(
+            one
+        )  # no host, not set, low already
         assert one.get("parallel.recompute", "full") == "full"
     assert {one.get("parallel.dp", 1) for one in asked} == {1, 2, 4}
     assert len(asked) == len({tuple(sorted(one.items())) for one in asked})  # each once

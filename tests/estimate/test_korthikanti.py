@@ -1,12 +1,13 @@
-"""Activation memory of Korthikanti et al. (2022), table 2: bytes of one transformer layer in 16 bits, alone and on one of t ranks.
+"""Activation memory of Korthikanti et al. (2022), table 2: bytes of one transformer layer in 16 bits, alone and on one
+of t ranks.
 
-The published sums leave out the statistics of the two norms (a mean and a reciprocal deviation for each token, in the dtype of
-the parameters on the CPU and in fp32 on CUDA): the difference is exactly these.  Our keyed dropout keeps a mask of one byte an
-element, as the paper assumes of the fused kernel.
+The published sums leave out the statistics of the two norms (a mean and a reciprocal deviation for each token, in the
+dtype of the parameters on the CPU and in fp32 on CUDA): the difference is exactly these.  Our keyed dropout keeps a
+mask of one byte an element, as the paper assumes of the fused kernel.
 
-With sequence parallelism the paper keeps shards of the inputs of the first product in attention and in the MLP, and gathers these once more
-in backward, at the cost of two all-gathers beside the 8bsh(t-1)/t.  Here they are kept as the products took them, gathered: that is
-2sbh(1-1/t) bytes more for each of the two.
+With sequence parallelism the paper keeps shards of the inputs of the first product in attention and in the MLP, and
+gathers these once more in backward, at the cost of two all-gathers beside the 8bsh(t-1)/t.  Here they are kept as the
+products took them, gathered: that is 2sbh(1-1/t) bytes more for each of the two.
 """
 
 from __future__ import annotations
@@ -57,12 +58,17 @@ def test_a_layer_keeps_sbh_times_34_and_5as_over_h(b: int, s: int, h: int, a: in
 def test_tensor_parallelism_leaves_10_and_shards_24_of_34(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
     layer = middle_layer(b, s, h, a, device, TensorParallelSpec({"tp": t}, "1d"))
     assert layer.outputs == 2 * s * b * h
-    assert t * (layer.outputs + layer.none.kept - statistics(b, s, device)) == s * b * h * (10 * t + 24) + 5 * a * s * s * b
+    assert (
+        t * (layer.outputs + layer.none.kept - statistics(b, s, device))
+        == s * b * h * (10 * t + 24) + 5 * a * s * s * b
+    )
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize(("b", "s", "h", "a", "t"), PARALLEL)
-def test_sequence_parallelism_shards_all_but_what_was_gathered(b: int, s: int, h: int, a: int, t: int, device: str) -> None:
+def test_sequence_parallelism_shards_all_but_what_was_gathered(
+    b: int, s: int, h: int, a: int, t: int, device: str
+) -> None:
     """And what recomputation keeps is the shard of the layer's input."""
     layer = middle_layer(b, s, h, a, device, TensorParallelSpec({"tp": t}, "1d-sp"))
     assert t * layer.outputs == 2 * s * b * h

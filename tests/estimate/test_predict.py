@@ -1,4 +1,6 @@
-"""Predictions of whole steps, from the making of an engine on, beside what its ranks hold; and of models that nobody could hold."""
+"""Predictions of whole steps, from the making of an engine on, beside what its ranks hold; and of models that nobody
+could hold.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def bert(rows: int) -> tuple[nn.Module, Fields, Any]:
 
 def conv(rows: int) -> tuple[nn.Module, Fields, Any]:
     def block(a: int, b: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.GELU(), nn.AvgPool2d(2), nn.Dropout(0.1))
+        return nn.Sequential(
+            nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.GELU(), nn.AvgPool2d(2), nn.Dropout(0.1)
+        )
 
     class Net(nn.Module):
         def __init__(self) -> None:
@@ -75,18 +79,24 @@ def conv(rows: int) -> tuple[nn.Module, Fields, Any]:
 SIZES: dict[str, tuple[Callable[[int], Any], int, dict[str, Any], OptimizerChoice]] = {
     "gpt": (gpt, 5, {}, ADAMW),
     "gpt, ddp": (gpt, 7, {"ranks": 3, "recompute": "selective"}, ADAMW),
-    "gpt, zero 1": (gpt, 8, {"ranks": 4, "zero": 1, "precision": "bf16", "microbatches": 2}, OptimizerChoice("sgd", momentum=0.9)),
-    "gpt, zero 2": (gpt, 9, {"ranks": 2, "zero": 2, "precision": "fp16", "recompute": "full", "microbatches": 2}, ADAMW),
+    "gpt, zero 1": (gpt, 8, {"ranks": 4, "zero": 1, "precision": "bf16", "microbatches": 2},
+    OptimizerChoice("sgd", momentum=0.9)),
+    "gpt, zero 2": (gpt, 9, {"ranks": 2, "zero": 2, "precision": "fp16", "recompute": "full", "microbatches": 2},
+    ADAMW),
     "gpt, zero 3": (gpt, 6, {"ranks": 4, "zero": 3, "replicas": 2, "gathered": "forward"}, OptimizerChoice("rmsprop")),
     "llama": (llama, 4, {"precision": "bf16", "recompute": "selective", "microbatches": 2}, OptimizerChoice("adagrad")),
     "llama, zero 2": (llama, 8, {"ranks": 4, "zero": 2, "reduce": "bf16", "reduced": "step", "microbatches": 2}, ADAMW),
-    "llama, zero 3": (llama, 8, {"ranks": 4, "zero": 3, "precision": "bf16", "recompute": "selective", "microbatches": 2}, ADAMW),
-    "llama, offload": (llama, 5, {"ranks": 2, "zero": 3, "offload": "optimizer", "gathered": "step", "recompute": "full"}, ADAMW),
+    "llama, zero 3": (llama, 8,
+    {"ranks": 4, "zero": 3, "precision": "bf16", "recompute": "selective", "microbatches": 2}, ADAMW),
+    "llama, offload": (llama, 5,
+    {"ranks": 2, "zero": 3, "offload": "optimizer", "gathered": "step", "recompute": "full"}, ADAMW),
     "bert": (bert, 5, {"precision": "fp64", "recompute": "full"}, ADAMW),
-    "bert, zero 1": (bert, 7, {"ranks": 3, "zero": 1, "microbatches": 2, "recompute": "selective"}, OptimizerChoice("nadam")),
+    "bert, zero 1": (bert, 7, {"ranks": 3, "zero": 1, "microbatches": 2, "recompute": "selective"},
+    OptimizerChoice("nadam")),
     "bert, zero 3": (bert, 6, {"ranks": 2, "zero": 3, "precision": "bf16", "prefetch": 2}, OptimizerChoice("radam")),
     "conv": (conv, 6, {"microbatches": 3, "recompute": "selective"}, OptimizerChoice("sgd")),
-    "conv, zero 1": (conv, 7, {"ranks": 2, "zero": 1, "precision": "bf16", "recompute": "full"}, OptimizerChoice("nadam")),
+    "conv, zero 1": (conv, 7, {"ranks": 2, "zero": 1, "precision": "bf16", "recompute": "full"},
+    OptimizerChoice("nadam")),
     "conv, zero 3": (conv, 9, {"ranks": 3, "zero": 3, "gathered": "step", "microbatches": 2}, ADAMW),
 }  # fmt: skip
 
@@ -98,7 +108,9 @@ def planned(ranks: int = 1, zero: int = 0, replicas: int = 1, **fields: Any) -> 
 @pytest.mark.few(5)
 @pytest.mark.parametrize("name", SIZES)
 def test_the_peak_is_that_of_the_run(name: str) -> None:
-    """Of every rank, to less than 0.1 %: that is scalars of updates that are not fused; the rank that is named holds most."""
+    """Of every rank, to less than 0.1 %: that is scalars of updates that are not fused; the rank that is named holds
+    most.
+    """
     torch.manual_seed(0)
     make, rows, fields, optimizer = SIZES[name]
     module, batch, loss = make(rows)
@@ -132,7 +144,9 @@ def test_offloaded_states_are_on_the_host_of_a_gpu() -> None:
 
 
 class Unusual(nn.Module):
-    """Parameters that nothing reads, buffers that nothing reads or that are folded, and a loss that is no cross-entropy."""
+    """Parameters that nothing reads, buffers that nothing reads or that are folded, and a loss that is no
+    cross-entropy.
+    """
 
     def __init__(self, looks: bool = False) -> None:
         super().__init__()
@@ -156,7 +170,9 @@ def test_what_is_beside_buckets_is_counted(looks: bool, precision: Any) -> None:
         ours = predicted(subject, batch, rank=rank)
         sizes = {b.kind: n for b, n in ours.persistent.items()}
         assert real.made == sum(n for b, n in ours.persistent.items() if b.kind not in ("batch", "scalar")) + 4
-        assert sizes.get("unused", 0) == (0 if looks else (3 * 5 + 5) * 4)  # of what was not captured, all count as used
+        assert sizes.get("unused", 0) == (
+            0 if looks else (3 * 5 + 5) * 4
+        )  # of what was not captured, all count as used
         assert sizes["batch"] == 3 * 8 * (8 if precision == "fp64" else 4)
         assert real.seen[0].before == sum(ours.persistent.values())
         assert bool(ours.unknown) == looks
@@ -186,7 +202,8 @@ def test_illegal_arguments_are_refused() -> None:
     module, batch, _ = gpt(2)
     found, plan = trace(module, batch), planned(2)
     for arguments, message in (
-        ({"rows": 0}, "memory: rows 0 is not legal"), ({"rows": 2, "rank": 2}, "memory: rank 2 is not legal; legal: 0 to 1"),
+        ({"rows": 0}, "memory: rows 0 is not legal"),
+        ({"rows": 2, "rank": 2}, "memory: rank 2 is not legal; legal: 0 to 1"),
         ({"rows": 2, "device": "tpu"}, "memory: device 'tpu' is not known"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=message):
@@ -195,7 +212,7 @@ def test_illegal_arguments_are_refused() -> None:
         predict(found, plan.replace(precision="bf16"), ADAMW, rows=2)
 
 
-# ---- models that nobody could hold ---------------------------------------------------------------------------------------
+# ---- models that nobody could hold -----------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -48,7 +48,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     path = tmp_path_factory.mktemp("wide") / "net.py"
     path.write_text(FACTORY)
     return [
-        f"model.factory={path}:Net", f"data.factory={path}:data", "data.batch_size=64", "parallel.dp=4", "parallel.zero=3",
+        f"model.factory={path}:Net", f"data.factory={path}:data", "data.batch_size=64", "parallel.dp=4",
+        "parallel.zero=3",
         "parallel.gathered=use",
     ]  # fmt: skip
 
@@ -56,7 +57,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_by_hand() -> None:
     # Each unit computes 4 s and is gathered in 3 s.  One ahead: only the first gather is seen.  None ahead: all are.
     assert forward_seconds([4, 4, 4], [3, 3, 3], 1) == 3 + 12
-    # A large unit of 9 s behind two of 4 s: one ahead, 5 of its seconds are seen; two ahead, its gather begins as soon as the link is free.
+    # A large unit of 9 s behind two of 4 s: one ahead, 5 of its seconds are seen; two ahead, its gather begins as soon
+    # as the link is free.
     assert forward_seconds([4, 4, 4], [1, 1, 9], 1) == 1 + 4 + 9 + 4
     assert forward_seconds([4, 4, 4], [1, 1, 9], 2) == 1 + 1 + 9 + 4
     assert forward_seconds([4, 4], [0, 0], 1) == 8
@@ -95,8 +97,12 @@ def test_against_a_simulation_in_small_steps() -> None:
         assert forward_seconds(computes, gathers, ahead) == played(computes, gathers, ahead), (computes, gathers, ahead)
 
 
-def chosen(monkeypatch: pytest.MonkeyPatch, given: list[str], *more: str, budget: int = 1 << 40, kind: str = "gpu") -> Forecast:
-    """Of a device that computes a block in 131 µs and gathers it in 62: all but the wide layer's gather, 2 ms, hide one unit ahead."""
+def chosen(
+    monkeypatch: pytest.MonkeyPatch, given: list[str], *more: str, budget: int = 1 << 40, kind: str = "gpu"
+) -> Forecast:
+    """Of a device that computes a block in 131 µs and gathers it in 62: all but the wide layer's gather, 2 ms, hide one
+    unit ahead.
+    """
     slow = Rates(flops=1e9, memory=1e18, link=Link(0.0, 2e8))
     monkeypatch.setattr(module, "rates", lambda *_: slow)
     return forecast(load_anywhere(None, [*given, *more]), Device("a device", kind, budget, budget))

@@ -1,4 +1,6 @@
-"""Every instruction of real steps on the CPU: bytes before it and at its peak are, to the byte, what was predicted on meta."""
+"""Every instruction of real steps on the CPU: bytes before it and at its peak are, to the byte, what was predicted on
+meta.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ HALTED = 4  # bytes of the flag that is there before the first step
 KNOWN = [n for n in zoo.NAMES if n != "own tagger"]  # an LSTM is composed otherwise on meta, and said to be unknown
 ONE: list[dict[str, Any]] = [
     {"precision": "fp32", "recompute": "none"}, {"precision": "fp32", "recompute": "full", "microbatches": 2},
-    {"precision": "bf16", "recompute": "none", "microbatches": 2}, {"precision": "bf16", "recompute": "full", "microbatches": 3},
+    {"precision": "bf16", "recompute": "none", "microbatches": 2},
+    {"precision": "bf16", "recompute": "full", "microbatches": 3},
     {"precision": "fp64", "recompute": "full"}, {"precision": "fp32", "recompute": "selective", "microbatches": 2},
     {"precision": "bf16", "recompute": "selective"}, {"precision": "fp16", "recompute": "selective", "zero": 3},
 ]  # fmt: skip
@@ -45,10 +48,29 @@ SEVERAL: list[dict[str, Any]] = [
     {"ranks": 3, "zero": 2, "recompute": "full", "microbatches": 2, "reduce": "bf16", "reduced": "step"},
     {"ranks": 3, "zero": 1, "precision": "fp64", "offload": "optimizer"},
     {"ranks": 4, "zero": 3, "replicas": 2, "gathered": "step", "prefetch": 0, "recompute": "selective"},
-    {"ranks": 2, "zero": 3, "gathered": "forward", "prefetch": 3, "precision": "fp16", "microbatches": 3, "offload": "optimizer"},
+    {
+        "ranks": 2,
+        "zero": 3,
+        "gathered": "forward",
+        "prefetch": 3,
+        "precision": "fp16",
+        "microbatches": 3,
+        "offload": "optimizer",
+    },
     {"ranks": 2, "zero": 0, "precision": "bf16", "reduce": "bf16"},
 ]
-FEW = ["own gpt", "own llama", "own mlp", "own convnet", "own pairs", "bert", "mixtral balanced", "resnet", "vit", "mixtral"]
+FEW = [
+    "own gpt",
+    "own llama",
+    "own mlp",
+    "own convnet",
+    "own pairs",
+    "bert",
+    "mixtral balanced",
+    "resnet",
+    "vit",
+    "mixtral",
+]
 
 
 def case(one: dict[str, Any]) -> str:
@@ -194,7 +216,9 @@ def test_a_product_of_inputs_is_not_held_until_backward(recompute: Any) -> None:
 
 @pytest.mark.parametrize(("precision", "dropout"), [("fp32", 0.0), ("fp32", 0.1), ("bf16", 0.0)])
 def test_torch_s_own_allocator_agrees(precision: str, dropout: float, tmp_path: Path) -> None:
-    """Temporaries inside kernels, which the tracker cannot see, are nothing at the peak of a GPT: torch's profiler sees all."""
+    """Temporaries inside kernels, which the tracker cannot see, are nothing at the peak of a GPT: torch's profiler sees
+    all.
+    """
     torch.manual_seed(0)
     # Large enough that scores and masks are worked on in several pieces, of which the prediction walks the first two.
     module = GPT(vocabulary=8192, width=64, layers=2, heads=4, context=192, dropout=dropout)
@@ -212,7 +236,9 @@ def test_torch_s_own_allocator_agrees(precision: str, dropout: float, tmp_path: 
         return max(itertools.accumulate(size for _, size in sorted(changes, key=lambda c: c[0])))
 
     real = run_ranks(subject.plan.mesh, rank, timeout=60)[0]
-    assert abs(predicted(subject, batch).timeline.peak_bytes - held_before(subject, batch) - real) <= 64  # the step's scalars
+    assert (
+        abs(predicted(subject, batch).timeline.peak_bytes - held_before(subject, batch) - real) <= 64
+    )  # the step's scalars
 
 
 def held_before(subject: Compiled, batch: dict[str, Tensor]) -> int:
@@ -225,7 +251,9 @@ def held_before(subject: Compiled, batch: dict[str, Tensor]) -> int:
     "optimizer", [OptimizerChoice("adamw"), OptimizerChoice("nadam", weight_decay=0.1)], ids=lambda c: c.name
 )
 def test_a_whole_step_with_model_states(optimizer: OptimizerChoice, precision: str) -> None:
-    """From before the engine is made: AdamW's peak is in backward, NAdam's in the update, which copies what it may undo."""
+    """From before the engine is made: AdamW's peak is in backward, NAdam's in the update, which copies what it may
+    undo.
+    """
     torch.manual_seed(0)
     module = GPT(vocabulary=512, width=64, layers=2, heads=4, context=32)
     batch = {n: torch.randint(0, 512, (4, 32)) for n in ("input_ids", "labels")}
@@ -262,7 +290,9 @@ def cases_in_two_parts() -> Iterator[Any]:
     names = ["own gpt", "own llama", "own mlp", "own convnet", "gpt2", "mixtral"]
     for (i, name), (j, order) in itertools.product(enumerate(names), enumerate(ORDERS)):
         plan = [*ONE, *SEVERAL][(i + 3 * j) % len([*ONE, *SEVERAL])]
-        yield pytest.param(name, order, plan, id=f"{name} {order}", marks=() if i % len(ORDERS) == j else pytest.mark.full)
+        yield pytest.param(
+            name, order, plan, id=f"{name} {order}", marks=() if i % len(ORDERS) == j else pytest.mark.full
+        )
 
 
 @pytest.mark.few(3)
@@ -278,8 +308,14 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zbv", "dualpipe-
 
 
 def pipelines() -> Iterator[Any]:
-    """Every schedule with every way to recompute, with and without ZeRO-3, on tied and untied models; few of them without ``full``."""
-    few = {("own gpt", "1f1b", "none", 1), ("own llama", "1f1b", "selective", 2), ("own llama", "interleaved", "full", 1)}
+    """Every schedule with every way to recompute, with and without ZeRO-3, on tied and untied models; few of them
+    without ``full``.
+    """
+    few = {
+        ("own gpt", "1f1b", "none", 1),
+        ("own llama", "1f1b", "selective", 2),
+        ("own llama", "interleaved", "full", 1),
+    }
     few |= {("own gpt", "zb-h1", "full", 1), ("own gpt", "zbv", "selective", 1), ("own llama", "zbv", "none", 2)}
     for name, schedule, recompute, ranks in itertools.product(
         ("own gpt", "own llama"), SCHEDULES, ("none", "selective", "full"), (1, 2)
@@ -310,19 +346,25 @@ def test_every_instruction_of_a_pipeline(name: str, one: dict[str, Any]) -> None
     [
         ("own llama", {"pp": 2, "schedule": "pipedream", "microbatches": 1}),
         ("own llama", {"pp": 3, "schedule": "pipedream-2bw", "microbatches": 3, "recompute": "full"}),
-        ("own llama", {"pp": 2, "schedule": "zbv", "microbatches": 3, "ranks": 2, "zero": 1, "precision": "bf16", "norm": "post-validate"}),
+        ("own llama",
+        {"pp": 2, "schedule": "zbv", "microbatches": 3, "ranks": 2, "zero": 1, "precision": "bf16",
+        "norm": "post-validate"}),
         ("own gpt", {"pp": 3, "schedule": "zb-h2", "microbatches": 5, "ranks": 2, "zero": 3, "norm": "post-validate"}),
         ("own mlp", {"pp": 2, "schedule": "1f1b", "microbatches": 3, "norm": "post-validate"}),
     ],
 )  # fmt: skip
 def test_every_instruction_of_batches_that_overlap(name: str, one: dict[str, Any]) -> None:
-    """Old weights, backups, rows of several batches; but for what a verdict is made of, which depends on whether a run clips."""
+    """Old weights, backups, rows of several batches; but for what a verdict is made of, which depends on whether a run
+    clips.
+    """
     subject, batch = made(name, one)
     assert differences(subject, batch, scalars=6) == []
 
 
 def test_going_back_takes_nothing_more() -> None:
-    """All that forwards have left which are run again ends with them, also what an op of autograd keeps of its own result."""
+    """All that forwards have left which are run again ends with them, also what an op of autograd keeps of its own
+    result.
+    """
     for name, recompute in (("own gpt", "none"), ("own llama", "selective")):
         one = {"pp": 2, "schedule": "1f1b", "microbatches": 3, "norm": "post-validate", "recompute": recompute}
         subject, batch = made(name, one)
@@ -340,7 +382,9 @@ def held_by_the_last_stage(microbatches: int) -> int:
 
 
 def test_a_stage_does_not_hold_what_others_have_received(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients that a stage has sent end while the step goes on: however many microbatches there are, as many are held."""
+    """The gradients that a stage has sent end while the step goes on: however many microbatches there are, as many are
+    held.
+    """
     assert held_by_the_last_stage(4) == held_by_the_last_stage(7)
     monkeypatch.setattr(messages._Arrived, "known", lambda *_: messages.NEVER)
     assert held_by_the_last_stage(4) < held_by_the_last_stage(7)

@@ -91,18 +91,23 @@ def test_what_others_have_taken_of_a_card_is_not_there_and_said(monkeypatch: pyt
     assert found.taken == total - found.budget and found.model is NAMED["H100-80GB"]
     free = total  # an estimate of the context never makes more of a card than there is
     assert here(torch.device("xpu", 0)).budget == total
-    scarce = Device("NVIDIA H100 80GB HBM3", "gpu", total, 1 * GIB + 8 * 2**20, Reserve(context=2**30, workspaces=2**21))
+    scarce = Device(
+        "NVIDIA H100 80GB HBM3", "gpu", total, 1 * GIB + 8 * 2**20, Reserve(context=2**30, workspaces=2**21)
+    )
     told = forecast(load_anywhere(None, [*TINY, "parallel.dp=1", "data.batch_size=512"]), scarce)
     assert not told.fits
     with pytest.raises(
         ConfigError,
-        match=r"has for tensors on NVIDIA H100 80GB HBM3 \(of 80.0+ GiB, .* beside tensors, 7\d.* GiB others have taken\)",
+        match=r"has for tensors on NVIDIA H100 80GB HBM3 \(of 80.0+ GiB, .* beside tensors, 7\d.* GiB others have "
+        r"taken\)",
     ):
         told.check()
 
 
 def test_another_plan_is_asked_with_its_own_communicators() -> None:
-    """One rank has none: what a plan on more ranks takes for its own counts against it, when the nearest that fits is looked for."""
+    """One rank has none: what a plan on more ranks takes for its own counts against it, when the nearest that fits is
+    looked for.
+    """
     found = predicted("parallel.dp=1")
     more = found._peak({"parallel.dp": 2})
     plain = found.predict(found.plan.replace(mesh=predicted("parallel.dp=2").plan.mesh)).peak_bytes
@@ -137,7 +142,8 @@ def test_a_plan_with_fewer_communicators_is_found_and_a_device_without_room_is_n
     assert fit.changes == {"parallel.zero": 0} and fit.peak == two.worst.peak_bytes
     with pytest.raises(
         ConfigError,
-        match=r"more than H200 leaves: of its .* are for what is beside tensors; most of it.*plan that fits: parallel.zero = 0",
+        match=r"more than H200 leaves: of its .* are for what is beside tensors; most of it.*plan that fits: "
+        r"parallel.zero = 0",
     ):
         tight.check()
     none = predicted("parallel.dp=2", "data.batch_size=2", device="H200=0.25")
@@ -175,12 +181,15 @@ def test_memory_shows_them() -> None:
 def test_a_device_read_from_a_run_of_before_has_no_reserve() -> None:
     old = {"name": "cpu", "kind": "cpu", "memory": 5, "budget": 4}
     assert Device.from_dict(old) == Device("cpu", "cpu", 5, 4)
-    assert Device.from_dict({"name": "T4", "kind": "gpu", "memory": 100, "budget": 95}).taken == 0  # the margin that there was
+    assert (
+        Device.from_dict({"name": "T4", "kind": "gpu", "memory": 100, "budget": 95}).taken == 0
+    )  # the margin that there was
     assert Device.from_dict(named("H200").to_dict()) == named("H200")
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("H100", "H100-80GB, "), ("H100-80GB=x", "above 0"), ("MI300X", "MI300X=80"), ("MI300X=-1", "above 0")]
+    ("name", "words"),
+    [("H100", "H100-80GB, "), ("H100-80GB=x", "above 0"), ("MI300X", "MI300X=80"), ("MI300X=-1", "above 0")],
 )
 def test_devices_that_are_not_known(name: str, words: str) -> None:
     with pytest.raises(ConfigError, match=f"--device {name}: .*{words}"):
@@ -197,7 +206,11 @@ def test_rates_are_those_of_the_model() -> None:
     """As much of each data sheet as is measured of an H100, which is what an unknown GPU is taken to be."""
     assumed, known = rates("gpu", "bf16"), rates("gpu", "bf16", model=NAMED["A100-80GB"])
     assert rates("gpu", "bf16", model=NAMED["H100-80GB"]) == assumed
-    assert assumed.flops == pytest.approx(794e12) and assumed.memory == 3.35e12 and assumed.link.bandwidth == pytest.approx(330e9)
+    assert (
+        assumed.flops == pytest.approx(794e12)
+        and assumed.memory == 3.35e12
+        and assumed.link.bandwidth == pytest.approx(330e9)
+    )
     assert known.flops / assumed.flops == pytest.approx(312 / 989) and known.link.bandwidth == pytest.approx(220e9)
     for model in MODELS:
         for precision in ("fp32", "fp64", "bf16", "fp16"):
@@ -205,7 +218,9 @@ def test_rates_are_those_of_the_model() -> None:
 
 
 def test_stages_are_balanced_by_the_devices_that_compute_them() -> None:
-    """A GPU computes more while it moves a byte, so what moves bytes weighs more there; a forecast cuts as training does."""
+    """A GPU computes more while it moves a byte, so what moves bytes weighs more there; a forecast cuts as training
+    does.
+    """
     found = predicted("parallel.pp=2", "parallel.microbatches=2", "parallel.precision=bf16")
     compiled = found.compiled
     gpu, cpu = compiled.unit_weights(), weights_of(compiled.general)

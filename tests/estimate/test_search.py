@@ -1,4 +1,6 @@
-"""``auto``: never worse than the best named schedule that fits, at or below what the zero-bubble paper's own search found, within the limit."""
+"""``auto``: never worse than the best named schedule that fits, at or below what the zero-bubble paper's own search
+found, within the limit.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from shardwise.parallel.schedule import timetable
 from timetables import SYNCHRONOUS, numbers
 
 KEPT = {"1.5B": 32 / (34 + 5 * 24 * 1024 / 2304), "6.2B": 32 / 74, "14.6B": 32 / 74, "28.3B": 32 / 74}
-"""What W needs of a layer's activations: 32 s b h of s b h (34 + 5 a s / h) bytes, s = 1024 (arXiv 2401.10241, tables 1 and 3)."""
+"""What W needs of a layer's activations: 32 s b h of s b h (34 + 5 a s / h) bytes, s = 1024 (arXiv 2401.10241, tables 1
+and 3).
+"""
 
 ZERO_BUBBLE = """
 1.5B  8 24 18.522 18.086 9.337 0.601 0.1585 0.0433
@@ -33,11 +37,14 @@ ZERO_BUBBLE = """
 28.3B 32 128 10.408 10.204 7.703 0.408 0.1106 0.0029
 28.3B 32 256 10.402 10.248 7.698 0.460 0.0594 0.0018
 """.strip().splitlines()
-"""Tables 9 and 5 of that paper: model, ranks, microbatches, milliseconds of F, I, W and a transfer, and the bubble rates of its searched
-schedules ZB-1p and ZB-2p, which may hold the activations of as many, or twice as many, microbatches as there are ranks."""
+"""Tables 9 and 5 of that paper: model, ranks, microbatches, milliseconds of F, I, W and a transfer, and the bubble
+rates of its searched schedules ZB-1p and ZB-2p, which may hold the activations of as many, or twice as many,
+microbatches as there are ranks."""
 
 
-@pytest.mark.parametrize("row", [pytest.param(r, marks=() if i < 4 else pytest.mark.full) for i, r in enumerate(ZERO_BUBBLE)])
+@pytest.mark.parametrize(
+    "row", [pytest.param(r, marks=() if i < 4 else pytest.mark.full) for i, r in enumerate(ZERO_BUBBLE)]
+)
 def test_published_bubble_rates(row: str) -> None:
     model, *words = row.split()
     p, m = int(words[0]), int(words[1])
@@ -94,8 +101,14 @@ def test_no_worse_than_any_named_schedule_that_fits(p: int, m: int, v: int, norm
             check_complete(found.timetable, p, m, p * v)
             assert max(found.simulation.peak_bytes) <= limit * (1 + 1e-9)
             assert found.simulation.seconds == simulate(found.timetable, costs, norm).seconds
-            fitting = {n: one for n, one in named.items() if max(one.peak_bytes) <= limit and (split or not SCHEDULES[n].splits)}
-            assert found.simulation.seconds <= min((one.seconds for one in fitting.values()), default=float("inf")) * (1 + 1e-9)
+            fitting = {
+                n: one
+                for n, one in named.items()
+                if max(one.peak_bytes) <= limit and (split or not SCHEDULES[n].splits)
+            }
+            assert found.simulation.seconds <= min((one.seconds for one in fitting.values()), default=float("inf")) * (
+                1 + 1e-9
+            )
             assert split or not any(task.kind == "W" for tasks in found.timetable for task in tasks)
             if found.name in SCHEDULES:
                 assert found.timetable == timetable(found.name, p, m, v)
@@ -119,14 +132,16 @@ def test_deterministic() -> None:
 
 
 def test_less_memory_than_any_named_schedule() -> None:
-    """Below 1F1B's memory there are timetables still, down to one microbatch at a time; below that the least is named."""
+    """Below 1F1B's memory there still are timetables, down to one microbatch at a time; below, the least is told."""
     costs = replace(Costs.uniform(4), activations=(10, 20, 30, 20))
     before = 0.0
     for limit in (1000, 50, 40, 30):
         found = auto(4, 6, costs, limit)
         assert max(found.simulation.peak_bytes) <= limit and found.simulation.seconds >= before
         before = found.simulation.seconds
-    with pytest.raises(ConfigError, match="activations: no timetable fits in 29 bytes a rank; legal: at least 30 bytes"):
+    with pytest.raises(
+        ConfigError, match="activations: no timetable fits in 29 bytes a rank; legal: at least 30 bytes"
+    ):
         auto(4, 6, costs, 29)
     with pytest.raises(ConfigError, match="legal: at least 2 bytes"):
         auto(2, 4, Costs.uniform(4), 1)
@@ -143,7 +158,9 @@ def test_many_microbatches_begin_with_few() -> None:
 
 
 def test_fills_gaps() -> None:
-    """Rank 0 of 1F1B waits for the first gradient with nothing to do, then for the second with W 0 due: a gap of 1.5 is half of a W of 3."""
+    """Rank 0 of 1F1B waits for the first gradient with nothing to do, then for the second with W 0 due: a gap of 1.5 is
+    half of a W of 3.
+    """
     costs = Costs([1, 1], [1, 2.5], [3, 3])
     draft = PlanDraft.of(timetable("1f1b", 2, 2), "I")
     filler = Filler(costs, {0: 0, 1: 1}, 2, [float("inf")] * 2)

@@ -65,7 +65,8 @@ FEW = [("1d", "none"), ("1d-sp", "full")]
     for tensor in ("1d", "1d-sp") for recompute in ("none", "selective", "full")
 ])  # fmt: skip
 def test_all_that_a_step_communicates_is_shown(tensor: str, recompute: str, tmp_path: Path) -> None:
-    given = [*TINY, source(tmp_path), "parallel.tp=2", "parallel.dp=1", "parallel.microbatches=2", f"parallel.tensor={tensor}",
+    given = [*TINY, source(tmp_path), "parallel.tp=2", "parallel.dp=1", "parallel.microbatches=2",
+    f"parallel.tensor={tensor}",
              f"parallel.recompute={recompute}"]  # fmt: skip
     found = check(given)
     units, step = found["collectives"], found["collectives_of_step"]
@@ -83,8 +84,10 @@ def source(folder: Path) -> str:
 
 
 SEVERAL = [
-    ["parallel.dp=2", "parallel.zero=3", "parallel.pp=2", "parallel.tp=2", "parallel.microbatches=2", "parallel.recompute=full"],
-    ["parallel.dp=4", "parallel.dp_replicate=2", "parallel.zero=2", "parallel.microbatches=1", "model.name=llama", "model.tied=true"],
+    ["parallel.dp=2", "parallel.zero=3", "parallel.pp=2", "parallel.tp=2", "parallel.microbatches=2",
+    "parallel.recompute=full"],
+    ["parallel.dp=4", "parallel.dp_replicate=2", "parallel.zero=2", "parallel.microbatches=1", "model.name=llama",
+    "model.tied=true"],
     ["parallel.dp=1", "parallel.pp=2", "parallel.microbatches=2", "parallel.schedule=zb-h1"],
     ["parallel.tp=4", "parallel.dp=1", "parallel.tensor=2d", "parallel.recompute=full"],
     ["parallel.tp=2", "parallel.dp=2", "parallel.tensor_plan=auto", "parallel.recompute=selective"],

@@ -1,4 +1,6 @@
-"""The simulator against timetables played by hand, against closed forms, and against the bubble rates that papers print."""
+"""The simulator against timetables played by hand, against closed forms, and against the bubble rates that papers
+print.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def test_like_played_by_hand(name: str) -> None:
             found = simulate(table, Costs.uniform(p * v, *seconds))
             played = play(table, unit, seconds[3])
             for rank, tasks in enumerate(table):
-                assert [played[rank][task] for task in tasks] == list(zip(found.start[rank], found.stop[rank], strict=True))
+                assert [played[rank][task] for task in tasks] == list(
+                    zip(found.start[rank], found.stop[rank], strict=True)
+                )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -42,11 +46,16 @@ def test_critical_path(name: str) -> None:
     for p, m, v in some(name):
         n, draw = p * v, random.Random(f"{name} {p} {m} {v}")
         costs = Costs(
-            *([draw.uniform(1, 3) for _ in range(n)] for _ in range(3)), transfer=[draw.uniform(0, 2) for _ in range(n - 1)]
+            *([draw.uniform(1, 3) for _ in range(n)] for _ in range(3)),
+            transfer=[draw.uniform(0, 2) for _ in range(n - 1)],
         )
         table = timetable(name, p, m, v)
         found = simulate(table, costs)
-        assert found.stop[found.critical[-1][0]][found.critical[-1][1]] == found.seconds == max(x.max() for x in found.stop)
+        assert (
+            found.stop[found.critical[-1][0]][found.critical[-1][1]]
+            == found.seconds
+            == max(x.max() for x in found.stop)
+        )
         assert found.start[found.critical[0][0]][found.critical[0][1]] == 0.0
         for (r, i), (q, j) in zip(found.critical, found.critical[1:], strict=False):
             gap = found.start[q][j] - found.stop[r][i]
@@ -60,7 +69,7 @@ def test_critical_path(name: str) -> None:
                 )
 
 
-# ------------------------------------------------------------------------------------------------------------ closed forms
+# --------------------------------------------------------------------------------------------------------- closed forms
 
 
 def bubble(
@@ -76,8 +85,8 @@ def waiting(found: Simulation, p: int, m: int, v: int, seconds: float) -> float:
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (2, 3, 1.5), (0.1, 0.1, 0.1)])
 def test_bubbles_of_whole_backwards(times: tuple[float, float, float]) -> None:
-    """GPipe and 1F1B: (p - 1) / (m + p - 1) of total and (p - 1) / m of ideal time, for all m and any F and B; naive is that of m = 1.
-    Interleaved: (p - 1) / (v m) of ideal time, for all m >= p."""
+    """GPipe and 1F1B: (p - 1) / (m + p - 1) of total and (p - 1) / m of ideal time, for all m and any F and B; naive is
+    that of m = 1. Interleaved: (p - 1) / (v m) of ideal time, for all m >= p."""
     for name in ("gpipe", "1f1b", "pipedream", "naive", "interleaved"):
         for p, m, v in numbers(name):
             if m < p and name == "interleaved":
@@ -85,7 +94,9 @@ def test_bubbles_of_whole_backwards(times: tuple[float, float, float]) -> None:
             found = bubble(name, p, m, v, *times)
             assert found.bubble_of_ideal == pytest.approx((p - 1) / (v * m), abs=EXACT)
             assert found.bubble_of_total == pytest.approx((p - 1) / (v * m + p - 1), abs=EXACT)
-            assert bubble(name, p, m, v, *times, norm="post-validate").seconds == pytest.approx(found.seconds, abs=EXACT)
+            assert bubble(name, p, m, v, *times, norm="post-validate").seconds == pytest.approx(
+                found.seconds, abs=EXACT
+            )
 
 
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (0.3, 0.3, 0.3), (2, 2, 1), (11, 10, 7)])
@@ -98,8 +109,8 @@ def test_bubble_of_zb_h1(f: float, i: float, w: float) -> None:
 
 
 def test_no_bubble() -> None:
-    """ZB-H2 and ZB-V with F = I = W: none between steps under post-validation, from 2 p - 1 microbatches on.  With a barrier a rank
-    still waits (p - 1) F for its first forward or, as all end one after another, at the end."""
+    """ZB-H2 and ZB-V with F = I = W: none between steps under post-validation, from 2 p - 1 microbatches on.  With a
+    barrier a rank still waits (p - 1) F for its first forward or, as all end one after another, at the end."""
     for name in ("zb-h2", "zbv"):
         v = SCHEDULES[name].stages_per_rank
         for p, m, _ in numbers(name):
@@ -111,8 +122,9 @@ def test_no_bubble() -> None:
 
 @pytest.mark.parametrize(("f", "i", "w"), [(1, 1, 1), (2, 2, 1), (0.5, 0.5, 0.25), (3, 3, 2)])
 def test_bubble_of_dualpipe_v(f: float, i: float, w: float) -> None:
-    """With PP = 2 p stages, (PP / 2 - 1) (F&B + B - 3 W) if a forward and the backward beside it are one piece of F&B = F + B seconds.
-    One after the other the forward's output leaves before the backward: I less, (PP / 2 - 1) (F + B - 2 W).  Both for F = I."""
+    """With PP = 2 p stages, (PP / 2 - 1) (F&B + B - 3 W) if a forward and the backward beside it are one piece of F&B =
+    F + B seconds. One after the other the forward's output leaves before the backward: I less, (PP / 2 - 1) (F + B - 2
+    W).  Both for F = I."""
     for p in range(1, 9):
         for m in (2 * p, 2 * p + 3):
             table, work = timetable("dualpipe-v", p, m), 2 * m * (f + i + w)
@@ -126,14 +138,18 @@ def test_bubble_of_dualpipe_v(f: float, i: float, w: float) -> None:
 
 
 def pairs(table: Timetable) -> frozenset[Task]:
-    """Forwards that DualPipeV overlaps with the next backward; DeepSeek's code keeps the first on the last rank apart."""
+    """Forwards that DualPipeV overlaps with the next backward; DeepSeek's code keeps the last rank's first apart."""
     found = [[one for one, after in zip(t, t[1:], strict=False) if one.kind + after.kind == "FB"] for t in table]
-    return frozenset(task for rank, tasks in enumerate(found) for task in (tasks[1:] if rank == len(table) - 1 else tasks))
+    return frozenset(
+        task for rank, tasks in enumerate(found) for task in (tasks[1:] if rank == len(table) - 1 else tasks)
+    )
 
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_steps_follow_each_other_at_that_period(name: str) -> None:
-    """Under post-validation a rank goes on with the next step: six steps played at once take six times ``seconds``, beside the start."""
+    """Under post-validation a rank goes on with the next step: six steps played at once take six times ``seconds``,
+    beside the start.
+    """
     for p, m, v in some(name):
         for times in ((1, 1, 1, 0), (2, 2.5, 1.5, 0.25)):
             table, costs = timetable(name, p, m, v), Costs.uniform(p * v, *times)
@@ -162,11 +178,13 @@ ZERO_BUBBLE = """
 28.3B 32 128 10.408 10.204 7.703 0.408 0.2168 0.1164 0.1106 0.049
 28.3B 32 256 10.402 10.248 7.698 0.460 0.1352 0.0624 0.0594 0.0257
 """
-"""Qi et al., arXiv 2401.10241: model, ranks, microbatches, milliseconds of F, I, W and a transfer (table 9), and the bubble rates that the
-authors computed from them, of total time (table 5): 1F1B, 1F1B interleaved, ZB-H1, ZB-H2."""
+"""Qi et al., arXiv 2401.10241: model, ranks, microbatches, milliseconds of F, I, W and a transfer (table 9), and the
+bubble rates that the authors computed from them, of total time (table 5): 1F1B, 1F1B interleaved, ZB-H1, ZB-H2."""
 
 CHUNKS = {"1.5B": 3, "6.2B": 4, "14.6B": 3, "28.3B": 2}
-"""Stages a rank of their interleaved runs: one layer a stage, and two layers' place for embedding and loss (22, 30, 46, 62 layers)."""
+"""Stages a rank of their interleaved runs: one layer a stage, and two layers' place for embedding and loss (22, 30, 46,
+62 layers).
+"""
 
 
 @pytest.mark.parametrize("row", ZERO_BUBBLE.strip().splitlines(), ids=lambda row: "-".join(row.split()[:3]))
@@ -189,8 +207,8 @@ GPIPE = {
     (4, 2): (1.7, 1.6), (4, 4): (3.2, 2.29), (4, 8): (4.8, 2.91),
     (32, 2): (1.8, 1.94), (32, 4): (3.4, 3.66), (32, 8): (6.3, 6.56),
 }  # fmt: skip
-"""By microbatches and partitions: the throughput of Transformer-48 that was measured, 1 being that of (1, 2) (Huang et al., GPipe,
-arXiv 1811.06965, table 2), and that of the simulation with equal stages and no transfers."""
+"""By microbatches and partitions: the throughput of Transformer-48 that was measured, 1 being that of (1, 2) (Huang et
+al., GPipe, arXiv 1811.06965, table 2), and that of the simulation with equal stages and no transfers."""
 
 
 @pytest.mark.parametrize(("m", "k"), GPIPE)
@@ -232,7 +250,9 @@ def test_a_backward_may_be_faster_than_its_parts() -> None:
 
 
 def test_stages_of_one_rank_transfer_nothing() -> None:
-    """ZB-V's middle stages are both on the last rank: four transfers, four F, four I, W of stage 2 before I of stage 1, W of stage 0."""
+    """ZB-V's middle stages are both on the last rank: four transfers, four F, four I, W of stage 2 before I of stage 1,
+    W of stage 0.
+    """
     assert simulate(timetable("zbv", 2, 1), Costs.uniform(4, transfer=10)).seconds == 4 * 10 + 4 + 4 + 1 + 1
 
 
@@ -262,7 +282,10 @@ def test_memory(name: str) -> None:
             "rank 0 has B of stage 0 and microbatch 0 next, which waits for B of stage 1 and microbatch 0 on rank 1; "
             "rank 1 has F of stage 1 and microbatch 1 next, which waits for F of stage 0 and microbatch 1 on rank 0",
         ),
-        (("F00 W00 I00",), "W of stage 0 and microbatch 0 next, which waits for I of stage 0 and microbatch 0 on rank 0"),
+        (
+            ("F00 W00 I00",),
+            "W of stage 0 and microbatch 0 next, which waits for I of stage 0 and microbatch 0 on rank 0",
+        ),
         (
             ("F00 I00", "F10"),
             "I of stage 0 and microbatch 0 on rank 0 waits for B of stage 1 and microbatch 0, which no rank computes",
@@ -295,7 +318,9 @@ def test_shuffled_timetables_run_or_are_refused_as_by_hand() -> None:
                 simulate(changed, Costs.uniform(3))
         else:
             ran += 1
-            assert simulate(changed, Costs.uniform(3)).seconds == max(stop for rank in played for _, stop in rank.values())
+            assert simulate(changed, Costs.uniform(3)).seconds == max(
+                stop for rank in played for _, stop in rank.values()
+            )
     assert 20 < ran < 180
 
 

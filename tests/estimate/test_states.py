@@ -53,7 +53,7 @@ def published(name: str) -> Iterator[dict[str, str]]:
     return csv.DictReader(line for line in lines if not line.startswith("#"))
 
 
-# ---- real buffers ------------------------------------------------------------------------------------------------------
+# ---- real buffers ----------------------------------------------------------------------------------------------------
 
 
 class Net(nn.Module):
@@ -87,7 +87,9 @@ def storage_sizes(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def allocated(found: Trace, plan: Plan, choice: OptimizerChoice, program: Program, comm: Any) -> tuple[dict[Buffer, int], ...]:
+def allocated(
+    found: Trace, plan: Plan, choice: OptimizerChoice, program: Program, comm: Any
+) -> tuple[dict[Buffer, int], ...]:
     """Bytes of a rank's storages by buffer: on the device, and on the host."""
     shares = [(b, Share.of(b, plan, choice, comm.rank, found.opaque is not None)) for b in found.buckets]
     buckets = {b.index: BucketMemory.allocate(b, one, comm, choice, plan.offloads_optimizer) for b, one in shares}
@@ -117,7 +119,9 @@ def compare_states(found: Trace, plan: Plan, choice: OptimizerChoice) -> list[di
     """Assert that each rank holds what is predicted: the bytes of each, by buffer."""
     program, held = lower(found, plan)[0], []
     beside = {Buffer(kind) for kind in ("buffer", "batch", "unused", "scalar")}
-    for rank, real in enumerate(run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)):
+    for rank, real in enumerate(
+        run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)
+    ):
         ours = accounts(found, plan, choice, program, 6, rank, "gpu")
         bare = tuple({b: n for b, n in one.persistent.items() if b not in beside} for one in ours)
         assert bare == real, (rank, plan)
@@ -203,7 +207,7 @@ def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
         assert sum(r.optimizer for r in ranks) == one.optimizer * copies[2]
 
 
-# ---- the update --------------------------------------------------------------------------------------------------------
+# ---- the update ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [(1 << 12,), (1 << 12, 1 << 10), (1 << 10, 1 << 12)])
@@ -211,7 +215,9 @@ def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
 def test_a_step_takes_what_is_predicted(choice: OptimizerChoice, sizes: tuple[int, ...]) -> None:
     param, grad = torch.randn(sum(sizes)), torch.randn(sum(sizes))
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    segments = [Segment(param[a : a + n], grad[a : a + n], not i, a) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))]
+    segments = [
+        Segment(param[a : a + n], grad[a : a + n], not i, a) for i, (a, n) in enumerate(zip(starts, sizes, strict=True))
+    ]
     optimizer = FlatOptimizer(choice, segments)
     for _ in range(6):  # RAdam's first five steps take less
         tracker = StorageTracker()
@@ -243,7 +249,7 @@ def test_updates_on_cuda_take_what_their_code_says(name: str, decay: float) -> N
     assert tracker.peak // parameter.nbytes == UPDATE_TENSORS[name, "gpu"][decay > 0]
 
 
-# ---- published tables --------------------------------------------------------------------------------------------------
+# ---- published tables ------------------------------------------------------------------------------------------------
 
 
 def test_table_1_of_zero() -> None:
@@ -275,7 +281,9 @@ def test_table_2_of_zero() -> None:
 
 
 def test_states_of_megatron() -> None:
-    """18 bytes a parameter (gradients in fp32), of 12 L h² over tensor and pipeline ranks: Korthikanti et al., figure 1."""
+    """18 bytes a parameter (gradients in fp32), of 12 L h² over tensor and pipeline ranks: Korthikanti et al., figure
+    1.
+    """
     for line in published("korthikanti_figure1.csv"):
         h, layers, ranks = int(line["hidden"]), int(line["layers"]), int(line["tensor"]) * int(line["pipeline"])
         ours = model_states(12 * layers * h * h // ranks, 0, 1, 2, 4, 12).total

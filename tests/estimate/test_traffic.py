@@ -107,7 +107,8 @@ SEVERAL: list[Several] = [
     if Mesh.of(dp=dp, pp=pp, **SHAPES[shape][1]).size <= 16 and (name != "own mlp" or pp == 1)
 ]
 FEW: list[Several] = [
-    ("own mlp", "2d-4", 2, 3, 1, "full", 2), ("own llama", "2d-9", 1, 0, 1, "selective", 1), ("own gpt", "2.5d-8", 1, 0, 1, "full", 2),
+    ("own mlp", "2d-4", 2, 3, 1, "full", 2), ("own llama", "2d-9", 1, 0, 1, "selective", 1),
+    ("own gpt", "2.5d-8", 1, 0, 1, "full", 2),
     ("own mlp", "3d-8", 2, 0, 1, "none", 1),
 ]  # fmt: skip
 
@@ -151,12 +152,14 @@ def test_other_models_are_predicted(name: str, plan: Plan) -> None:
 
 
 def test_a_move_that_nobody_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "_same", lambda env, x, axes: collectives.all_sum(env, x, axes, "more") / env.group(axes)[0])
+    monkeypatch.setattr(
+        collectives, "_same", lambda env, x, axes: collectives.all_sum(env, x, axes, "more") / env.group(axes)[0]
+    )
     with pytest.raises(AssertionError, match="rank 0: FORWARD"):
         check("own gpt", planned(2, "1d"), anew=True)
 
 
-# ---- the closed form -----------------------------------------------------------------------------------------------------
+# ---- the closed form -------------------------------------------------------------------------------------------------
 
 B, S, H, WORDS = 3, 24, 48, 48
 
@@ -180,7 +183,8 @@ def elements(several: Sequence[Traffic], tp: int) -> float:
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 @pytest.mark.parametrize("tp", [2, 3, 4])
 def test_a_layer_takes_8bsh_over_a_ring(model: str, tp: int) -> None:
-    """Shoeybi et al., section 3, and Korthikanti et al., section 4.2.2: the same volume with sequence parallelism, half of it forward.
+    """Shoeybi et al., section 3, and Korthikanti et al., section 4.2.2: the same volume with sequence parallelism, half
+    of it forward.
 
     There, the gradients of norms and biases are partial sums until the end of the step.
     """
@@ -212,7 +216,9 @@ def test_recomputation_communicates_what_forward_does_once_more() -> None:
     assert again > 0 and volumes["full"] == volumes["none"] + again
 
 
-@pytest.mark.parametrize(("kind", "again"), [("1d", {"all_reduce": 1}), ("1d-sp", {"all_gather": 2, "reduce_scatter": 1})])
+@pytest.mark.parametrize(
+    ("kind", "again"), [("1d", {"all_reduce": 1}), ("1d-sp", {"all_gather": 2, "reduce_scatter": 1})]
+)
 def test_what_no_backward_reads_is_not_communicated_again(kind: str, again: dict[str, int]) -> None:
     """The sum behind the last product of a block."""
     _, one = layer(kind, 2)

@@ -20,7 +20,9 @@ def units(number: int, seed: int) -> UnitCosts:
     draw = random.Random(seed)
     f, i, w = ([draw.uniform(0.5, 1.5) for _ in range(number)] for _ in range(3))
     kept = [draw.uniform(500, 1500) for _ in range(number)]
-    return UnitCosts(f, [a + b for a, b in zip(i, w, strict=True)], i, w, 0.1, kept, [x / 2 for x in kept], [100] * number)
+    return UnitCosts(
+        f, [a + b for a, b in zip(i, w, strict=True)], i, w, 0.1, kept, [x / 2 for x in kept], [100] * number
+    )
 
 
 def free(stages: Sequence[int], timetable: Timetable) -> list[int]:
@@ -30,7 +32,13 @@ def free(stages: Sequence[int], timetable: Timetable) -> list[int]:
 def test_stages_are_sums_of_units() -> None:
     one = UnitCosts([1, 2, 3], [4, 5, 6], [2, 2, 2], [1, 1, 7], 0.5, [10, 20, 30], [1, 2, 3], [7, 8, 9])
     costs = one.stages((1, 2))
-    assert (costs.forward, costs.backward, costs.input, costs.weight, costs.transfer) == ((1, 5), (4, 11), (2, 4), (1, 8), (0.5,))
+    assert (costs.forward, costs.backward, costs.input, costs.weight, costs.transfer) == (
+        (1, 5),
+        (4, 11),
+        (2, 4),
+        (1, 8),
+        (0.5,),
+    )
     assert (costs.activations, costs.weight_activations) == ((17, 58), (1, 5))
     assert one.cut(2) == (2, 1)
 

@@ -44,16 +44,21 @@ FP32 = 4
 
 
 def axes_of(kind: str, q: int, d: int) -> dict[str, int]:
-    several = {"2d": {"tp_i": q, "tp_j": q}, "2.5d": {"tp_d": d, "tp_i": q, "tp_j": q}, "3d": {"tp_i": q, "tp_j": q, "tp_l": q}}
+    several = {
+        "2d": {"tp_i": q, "tp_j": q},
+        "2.5d": {"tp_d": d, "tp_i": q, "tp_j": q},
+        "3d": {"tp_i": q, "tp_j": q, "tp_l": q},
+    }
     return several.get(kind, {"tp": q})
 
 
 def product(kind: str, q: int, d: int, x: int, w: int, y: int) -> Fraction:
     """Elements that a rank sends because of Y = XW, forward and backward; x, w and y are the elements of the wholes.
 
-    A ring sends (q-1)/q of what it gathers or scatters.  By 1d of two products the first sums the gradient of its X, the second its Y: of
-    each half is counted here, so that both together come out where the Y of the one is as large as the X of the other.  By the others
-    everything that is gathered forward is scattered backward, and the other way round.
+    A ring sends (q-1)/q of what it gathers or scatters.  By 1d of two products the first sums the gradient of its X,
+    the second its Y: of each half is counted here, so that both together come out where the Y of the one is as large as
+    the X of the other.  By the others everything that is gathered forward is scattered backward, and the other way
+    round.
     """
     ring = Fraction(q - 1, q)
     if kind in ("1d", "1d-sp"):
@@ -70,7 +75,7 @@ def pair(kind: str, q: int, d: int, rows: int, width: int, hidden: int) -> Fract
     return product(kind, q, d, outer, weight, inner) + product(kind, q, d, inner, weight, outer)
 
 
-# ---- products ----------------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------------------
 
 
 class Products(nn.Module):
@@ -143,9 +148,10 @@ def evaluated(formula: str, **sizes: int) -> Fraction:
 def test_published_bandwidths(q: int, d: int) -> None:
     """Of Y = XW with as many elements n in X, W and Y.
 
-    1D and 3D count n as one, and what is gathered forward is kept for backward.  2D and 2.5D count as one the n/q that a row or a column of
-    ranks has together, and each of three passes (Y, dX, dW) broadcasts or reduces two operands anew.  Ours keeps for backward what it has gathered
-    forward, so that two of three remain; recomputation gathers it once more, and takes the published volume to the element.
+    1D and 3D count n as one, and what is gathered forward is kept for backward.  2D and 2.5D count as one the n/q that
+    a row or a column of ranks has together, and each of three passes (Y, dX, dW) broadcasts or reduces two operands
+    anew.  Ours keeps for backward what it has gathered forward, so that two of three remain; recomputation gathers it
+    once more, and takes the published volume to the element.
     """
     n, ratios = 36, dict[str, tuple[Fraction, Fraction]]()
     for kind, formula in published():
@@ -159,7 +165,7 @@ def test_published_bandwidths(q: int, d: int) -> None:
     assert ratios["2d"][1] == ratios["2.5d"][1] == 1
 
 
-# ---- layers ------------------------------------------------------------------------------------------------------------------
+# ---- layers ----------------------------------------------------------------------------------------------------------
 
 B, S, H = 36, 12, 144  # such that no shard of a layer is padded
 
@@ -202,7 +208,8 @@ def test_a_layer_takes_what_was_derived(name: str, kind: str, q: int, d: int) ->
     for name in PRODUCTS for kind, t, _ in SHAPES if kind in ("1d", "1d-sp")
 ])  # fmt: skip
 def test_the_ends_of_a_model_take_what_was_derived(name: str, kind: str, t: int) -> None:
-    """Embedding and output layer, whose tables are cut by rows, and the cross-entropy: the maximum, a sum and the target's score of each row.
+    """Embedding and output layer, whose tables are cut by rows, and the cross-entropy: the maximum, a sum and the
+    target's score of each row.
 
     A sum may stand where it is first read: that of Llama's embedding is in the first block.
     """
@@ -225,12 +232,14 @@ def test_the_ends_of_a_model_take_what_was_derived(name: str, kind: str, t: int)
 
 @pytest.mark.parametrize(("kind", "q", "d"), [shape for shape in SHAPES if shape[1] != 2])
 def test_gradients_of_what_several_ranks_have_are_summed_once_a_step(kind: str, q: int, d: int) -> None:
-    """Of weights over the d layers of 2.5d, and of norms and biases over all ranks that use them on rows of their own."""
+    """Of weights over the d layers of 2.5d, and of norms and biases over all ranks that use them on their rows."""
     found, plan = model("llama", kind, q, d), planned(kind, q, d)
     block = next(u.index for u in found.units if u.name == "blocks.1")
     sums = [
         one for m in (1, 3) for one in step_traffic([found] * m, plan, SGD, rows=B, rank=0)
-        if one.instruction.op is Op.REDUCE and one.instruction.bucket >= 0 and block in found.buckets[one.instruction.bucket].units
+        if one.instruction.op is Op.REDUCE
+        and one.instruction.bucket >= 0
+        and block in found.buckets[one.instruction.bucket].units
     ]  # fmt: skip
     weights, norms = PRODUCTS["llama"][1] * H * H, 2 * H
     expected = {

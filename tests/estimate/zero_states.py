@@ -11,11 +11,15 @@ from shardwise.units.share import Share, Span, Updated
 def model_states(
     parameters: int, zero: int, dp: int, param_bytes: int = 2, grad_bytes: int = 2, state_bytes: int = 12
 ) -> States:  # fmt: skip
-    """What the first of ``dp`` ranks holds of ``parameters`` elements in one bucket under ZeRO's stage ``zero``, 0 to 3.
+    """What the first of ``dp`` ranks holds of ``parameters`` elements in one bucket under ZeRO's stage ``zero``, 0 to
+    3.
 
-    By default of mixed-precision Adam as Rajbhandari et al. (2019, arXiv 1910.02054) count it: 2 + 2 + 12 bytes an element.
+    By default of mixed-precision Adam as Rajbhandari et al. (2019, arXiv 1910.02054) count it: 2 + 2 + 12 bytes an
+    element.
     """
     layout = FlatBuffer.pack([("all", (parameters,), "all")], dp, param_bytes)
     held = held_range(ZERO[zero], layout, dp, 0)
     spans = tuple(Span(start, stop, False) for _, start, stop in held.segments(layout))
-    return bucket_states(Share(layout, ZERO[zero], held, (Updated(spans),)), Widths(param_bytes, grad_bytes, 0, state_bytes))[0]
+    return bucket_states(
+        Share(layout, ZERO[zero], held, (Updated(spans),)), Widths(param_bytes, grad_bytes, 0, state_bytes)
+    )[0]

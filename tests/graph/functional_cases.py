@@ -1,6 +1,7 @@
 """Forwards that write in place: to activations, views, buffers, with and without autograd looking.
 
-Each takes ``m`` (the model), ``h`` (an activation, (rows, 3, 4), that depends on a parameter) and ``x`` (a batch field, (rows, 4)).
+Each takes ``m`` (the model), ``h`` (an activation, (rows, 3, 4), that depends on a parameter) and ``x`` (a batch field,
+(rows, 4)).
 """
 
 from __future__ import annotations

@@ -34,7 +34,9 @@ class Tower(nn.Module):
 
 
 def resident(key: str) -> int:
-    """``VmRSS``, or ``VmHWM``, its maximum since :func:`forget`: the figure of this process alone, unlike ``ru_maxrss``."""
+    """``VmRSS``, or ``VmHWM``, its maximum since :func:`forget`: the figure of this process alone, unlike
+    ``ru_maxrss``.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
@@ -61,7 +63,9 @@ def main() -> None:
     forget()
     engine = start(sys.argv[1], width, layers)
     peak = resident("VmHWM") - before
-    held = {t.untyped_storage().data_ptr(): t.nbytes for b in engine.memory.buckets.values() for t in (b.param, b.master)}
+    held = {
+        t.untyped_storage().data_ptr(): t.nbytes for b in engine.memory.buckets.values() for t in (b.param, b.master)
+    }
     largest = max(leaf.nbytes for leaf in engine.memory.leaves.values())
     print(json.dumps({"peak": peak, "engine": sum(held.values()), "largest": largest}))
 

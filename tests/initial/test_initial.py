@@ -52,7 +52,9 @@ def qwen3() -> nn.Module:
 
 def vit() -> nn.Module:
     sizes = {key: value for key, value in SMALL.items() if key != "vocab_size"}
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3))
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=3)
+    )
 
 
 def resnet() -> nn.Module:

@@ -35,18 +35,31 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 
 SEED = 3
-LONG = {"llama padded", "llama ones", "gpt2 padded", "bert padded", "mixtral balanced", "mixtral padded", "qwen3 padded", "vit"}
+LONG = {
+    "llama padded",
+    "llama ones",
+    "gpt2 padded",
+    "bert padded",
+    "mixtral balanced",
+    "mixtral padded",
+    "qwen3 padded",
+    "vit",
+}
 
 
 class Computed(nn.Module):
-    """Buffers that the constructor computes, persistent or not, shared ones, tensors that are attributes, and what nobody reads."""
+    """Buffers that the constructor computes, persistent or not, shared ones, tensors that are attributes, and what
+    nobody reads.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.inner, self.out = nn.Linear(6, 6), nn.Linear(6, 3)
         self.unread = nn.Linear(2, 2)
         self.register_buffer("mask", torch.ones(6, 6).tril() / torch.arange(1, 7).unsqueeze(1))
-        self.register_buffer("angles", torch.outer(torch.arange(6.0), 10.0 ** -torch.arange(6.0)).sin(), persistent=False)
+        self.register_buffer(
+            "angles", torch.outer(torch.arange(6.0), 10.0 ** -torch.arange(6.0)).sin(), persistent=False
+        )
         self.register_buffer("again", self.mask)
         self.register_buffer("drawn", torch.randn(6))
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
@@ -55,7 +68,13 @@ class Computed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        y = self.inner(x) @ self.mask * self.scale + self.angles[0] + self.drawn + self.shifts[0] + self.shifts[1]["one"]
+        y = (
+            self.inner(x) @ self.mask * self.scale
+            + self.angles[0]
+            + self.drawn
+            + self.shifts[0]
+            + self.shifts[1]["one"]
+        )
         return self.out(torch.tanh(y) @ self.again).square().mean()
 
 
@@ -177,7 +196,9 @@ def test_the_state_is_that_of_the_whole_module(name: str) -> None:
     bare = all(p.is_meta for p in lazy.compiled.module.parameters())
     assert bare == (name not in ("branching", "hidden", "seeding"))
     added = [n for n in ours.notes if n not in whole.compiled.general.notes]
-    assert bool(added) == (name in ("branching", "hidden")) and all("every rank builds the whole model" in n for n in added)
+    assert bool(added) == (name in ("branching", "hidden")) and all(
+        "every rank builds the whole model" in n for n in added
+    )
     _, other, _ = begin(model, recorded.module, Values.of_recorded(recorded, SEED + 1))
     assert name == "seeding" or not same(other, theirs)
 
@@ -221,7 +242,10 @@ def test_weights_of_a_file_are_those_of_a_module_filled_from_it(name: str, tmp_p
 def test_values_by_every_name() -> None:
     recorded = record(Computed)
     values, module = Values.of_recorded(recorded, SEED), recorded.materialise_all(SEED, "cpu")
-    expected = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+    expected = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
     assert set(values) == {*expected, "scale", "shifts.0", "shifts.1.one"} and len(values) == len(set(values))
     assert all(torch.equal(values[n], v) for n, v in expected.items())
     assert same(values, Values.of_module(module))
@@ -233,7 +257,9 @@ def test_values_by_every_name() -> None:
     other = Values.of_recorded(recorded, SEED).with_weights(state)
     assert torch.equal(other["mask"], module.mask + 1) and torch.equal(other["angles"], module.angles)
     filled = other.whole()
-    assert torch.equal(filled.get_buffer("mask"), module.mask + 1) and torch.equal(filled.get_buffer("angles"), module.angles)
+    assert torch.equal(filled.get_buffer("mask"), module.mask + 1) and torch.equal(
+        filled.get_buffer("angles"), module.angles
+    )
 
 
 def frozen_later(module: nn.Module) -> nn.Module:
@@ -299,7 +325,8 @@ def test_several_ranks_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     choice = OptimizerChoice("sgd", lr=0.1)
     states = run_ranks(Mesh.of(dp=4), lambda comm: Engine(compiled, comm, choice).state_dict())
     expected = {
-        n: v.double() if v.is_floating_point() else v for n, v in recorded.materialise_all(SEED, "cpu").state_dict().items()
+        n: v.double() if v.is_floating_point() else v
+        for n, v in recorded.materialise_all(SEED, "cpu").state_dict().items()
     }
     assert all(same(state, expected) for state in states) and most == [1]
 
@@ -318,8 +345,14 @@ def test_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Recorded, "materialise", None)  # nothing is made for nothing
         values.copy_boxes("weight", [(Box((1, 0, 2, 2), (3, 3, 2, 5)), torch.zeros(2, 3, 0, 3))])
-    for start, stop, size in (((0,), (4,), (4,)), ((0, 0, 0, 0), (5, 1, 1, 1), (5, 1, 1, 1)), ((0, 0, 0, 0), (1, 1, 1, 2), (2,))):
-        with pytest.raises(ShardwiseError, match=re.escape(f'box {start} to {stop} of "weight", which is [4, 3, 5, 5], into')):
+    for start, stop, size in (
+        ((0,), (4,), (4,)),
+        ((0, 0, 0, 0), (5, 1, 1, 1), (5, 1, 1, 1)),
+        ((0, 0, 0, 0), (1, 1, 1, 2), (2,)),
+    ):
+        with pytest.raises(
+            ShardwiseError, match=re.escape(f'box {start} to {stop} of "weight", which is [4, 3, 5, 5], into')
+        ):
             values.copy_boxes("weight", [(Box(start, stop), torch.zeros(size))])
 
 
@@ -335,13 +368,17 @@ def test_a_module_without_values_is_refused() -> None:
 
         return run_ranks(Mesh.of(dp=1), rank)[0]
 
-    with pytest.raises(ConfigError, match=r"without values: 1\.running_mean; legal: .*shardwise\.record\(constructor\)"):
+    with pytest.raises(
+        ConfigError, match=r"without values: 1\.running_mean; legal: .*shardwise\.record\(constructor\)"
+    ):
         train(module, None)
     with pytest.raises(ConfigError, match=r"without values: 0\.weight, 0\.bias, 2\.weight and 1 more; legal: "):
         train(nn.Sequential(module[0], nn.Tanh(), module[2]), None)
     state = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).state_dict()
     assert same(train(module, state), state)
-    assert all(p.is_meta for p in module.parameters()) and module[1].running_mean.is_meta, "the user's module is left as it is"
+    assert all(p.is_meta for p in module.parameters()) and module[1].running_mean.is_meta, (
+        "the user's module is left as it is"
+    )
     with pytest.raises(ConfigError, match='"3.weight" is no tensor of the model'):
         train(module, {**state, "3.weight": state["2.weight"]})
     with pytest.raises(ConfigError, match=r'"2.bias" is \[4\] instead of \[3\]'):
@@ -381,8 +418,8 @@ def test_one_value_lives_at_a_time(lazy: bool, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_start_takes_the_engine_and_one_parameter() -> None:
-    """A model of 396 MB: resident memory at its peak ≤ the engine's parameters + the largest parameter + 32 MiB; the control takes a
-    whole model more."""
+    """A model of 396 MB: resident memory at its peak ≤ the engine's parameters + the largest parameter + 32 MiB; the
+    control takes a whole model more."""
     path = Path(__file__).parent / "peak_of_a_start.py"
     found = {}
     for how in ("lazy", "whole"):

@@ -1,4 +1,6 @@
-"""The table of kernels against the CPU: what autograd keeps for an op on meta tensors is what it keeps for the op itself."""
+"""The table of kernels against the CPU: what autograd keeps for an op on meta tensors is what it keeps for the op
+itself.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,10 @@ SAMES: dict[str, tuple[Op, Sequence[Any]]] = {
     "conv2d": (lambda a, w: F.conv2d(a, w, padding="same"), (x(2, 4, 8, 8), x(6, 4, 3, 3))),
     "conv_transpose2d": (lambda a, w: F.conv_transpose2d(a, w, stride=2), (x(2, 3, 4, 4), x(3, 4, 2, 2))),
     "conv2d of groups": (lambda a, w: F.conv2d(a, w, groups=2), (x(2, 4, 8, 8), x(6, 2, 3, 3))),
-    "batch_norm": (lambda a, r, w, b: F.batch_norm(a, r.clone(), r + 1, w, b, True), (x(4, 3, 5), x(3, grad=False), x(3), x(3))),
+    "batch_norm": (
+        lambda a, r, w, b: F.batch_norm(a, r.clone(), r + 1, w, b, True),
+        (x(4, 3, 5), x(3, grad=False), x(3), x(3)),
+    ),
     "batch_norm, fixed": (lambda a, r, w: F.batch_norm(a, r, r, w), (x(4, 3, 5), x(3, grad=False), x(3))),
     "instance_norm": (F.instance_norm, (x(4, 3, 5),)),
     "group_norm": (lambda a, w, b: F.group_norm(a, 2, w, b), (x(3, 4, 5), x(4), x(4))),
@@ -71,7 +76,10 @@ SAMES: dict[str, tuple[Op, Sequence[Any]]] = {
     "softmax in doubles": (lambda a: F.softmax(a * 2, -1, dtype=torch.float64), (x(3, 4),)),
     "log_softmax": (lambda a: F.log_softmax(a, -1), (x(3, 4),)),
     "cross_entropy_loss": (F.cross_entropy, (x(6, 7), labels(7, 6))),
-    "cross_entropy_loss, smooth": (lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1), (x(6, 7, 2), labels(7, 6, 2))),
+    "cross_entropy_loss, smooth": (
+        lambda a, t: F.cross_entropy(a, t, label_smoothing=0.1),
+        (x(6, 7, 2), labels(7, 6, 2)),
+    ),
     "cross_entropy_loss of probabilities": (F.cross_entropy, (x(6, 7), x(6, 7, grad=False))),
     "nll_loss": (F.nll_loss, (x(6, 7), labels(7, 6))),
     "kl_div": (lambda a, t: F.kl_div(a, t, reduction="batchmean"), (x(6, 7), x(6, 7))),
@@ -114,7 +122,9 @@ def test_what_composite_ops_keep_on_meta_they_keep_here(name: str, dtype: torch.
 
 
 def test_statistics_of_bf16_activations_and_fp32_parameters() -> None:
-    """Where the dtypes differ, CPU kernels keep statistics in the parameters' dtype, and CUDA's always in fp32 at least."""
+    """Where the dtypes differ, CPU kernels keep statistics in the parameters' dtype, and CUDA's always in fp32 at
+    least.
+    """
     low, wide = x(4, 6, 5).detach().bfloat16().requires_grad_(), x(6)
     for op in (lambda a, w: F.group_norm(a, 2, w), lambda a, w: F.batch_norm(a, None, None, w, training=True)):
         truth = kept_sizes(op, (low, wide))

@@ -1,4 +1,4 @@
-"""``train.deterministic``: what is in the environment, that it ends with the run, and what is said of ops that cannot."""
+"""``train.deterministic``: what it sets in the environment, its end, and what is said of ops that cannot."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_the_environment_of_a_deterministic_run() -> None:
 
 
 def test_a_workspace_that_lets_cublas_choose_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train.deterministic: CUBLAS_WORKSPACE_CONFIG=:0:0 .*legal: :4096:8 or :16:8"):
+    with pytest.raises(
+        ConfigError, match=r"train.deterministic: CUBLAS_WORKSPACE_CONFIG=:0:0 .*legal: :4096:8 or :16:8"
+    ):
         CUDA.prepare_repeatable({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
 
 
@@ -52,10 +54,17 @@ def test_it_ends_with_the_run(before: bool) -> None:
         torch.use_deterministic_algorithms(before, warn_only=before)
         fill = memory.fill_uninitialized_memory
         with suppress(KeyError), Backend("cpu").repeatable():
-            assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+            assert (
+                torch.are_deterministic_algorithms_enabled()
+                and not torch.is_deterministic_algorithms_warn_only_enabled()
+            )
             assert not memory.fill_uninitialized_memory and not torch.backends.cudnn.benchmark
             raise KeyError
-        assert torch.are_deterministic_algorithms_enabled() == torch.is_deterministic_algorithms_warn_only_enabled() == before
+        assert (
+            torch.are_deterministic_algorithms_enabled()
+            == torch.is_deterministic_algorithms_warn_only_enabled()
+            == before
+        )
         assert memory.fill_uninitialized_memory == fill
     finally:
         torch.use_deterministic_algorithms(False)
@@ -107,7 +116,8 @@ class Begun(Exception):
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "x"}
 SLURM = {
-    "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node07", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0", "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node07", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0",
+    "SLURM_JOB_ID": "7",
     "SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
 }  # fmt: skip
 
@@ -143,7 +153,9 @@ def test_every_launcher_gives_ranks_the_environment(
             [*keys, f"train.devices={1 + bool(variables is SLURM)}", f"train.deterministic={str(wanted).lower()}"],
             json=True,
         )
-    assert found == ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"} if wanted else {})
+    assert found == (
+        {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"} if wanted else {}
+    )
 
 
 NET = """
@@ -192,7 +204,8 @@ def test_two_ranks_repeat_themselves_and_say_how(tmp_path: Path) -> None:
     for name, key in (("first", "true"), ("second", "true"), ("other", "false")):
         folder = tmp_path / name
         arguments = [
-            sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={tmp_path / 'text.txt'}", "train.steps=4", "train.devices=2",
+            sys.executable, "-m", "shardwise", "train", *TINY, f"data.source={tmp_path / 'text.txt'}", "train.steps=4",
+            "train.devices=2",
             f"train.run_dir={folder}", f"train.deterministic={key}", "parallel.zero=3",
         ]  # fmt: skip
         done = subprocess.run(
@@ -213,4 +226,6 @@ def test_a_run_of_before_there_was_the_key_was_not_deterministic() -> None:
     lacking = ("deterministic", "trace_steps", "tf32")
     before = "\n".join(line for line in load_config().resolved().splitlines() if not line.startswith(lacking))
     assert dict(_changes(before, load_config())) == {}
-    assert dict(_changes(before, load_config(None, ["train.deterministic=true"]))) == {"train.deterministic": "false → true"}
+    assert dict(_changes(before, load_config(None, ["train.deterministic=true"]))) == {
+        "train.deterministic": "false → true"
+    }

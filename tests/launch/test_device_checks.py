@@ -1,4 +1,6 @@
-"""Devices that cannot be trained on are refused, or warned of, before anything starts.  Drivers are scripts on the PATH, torch's facts are set."""
+"""Devices that cannot be trained on are refused, or warned of, before anything starts.  Drivers are scripts on the
+PATH, torch's facts are set.
+"""
 
 from __future__ import annotations
 
@@ -60,9 +62,11 @@ def tool(folder: Path, name: str, body: str) -> None:
 
 @pytest.fixture
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
-    """Puts on the PATH an nvidia-smi that knows these cards, a driver that runs so much of CUDA, and these processes."""
+    """Puts on the PATH an nvidia-smi that knows these cards, a driver that runs this CUDA, and these processes."""
 
-    def put(cards: str = "NVIDIA H200, 570.86.15, 9.0", runs: str = "12.8", processes: str = "", body: str | None = None) -> None:
+    def put(
+        cards: str = "NVIDIA H200, 570.86.15, 9.0", runs: str = "12.8", processes: str = "", body: str | None = None
+    ) -> None:
         answers = f"""case "$*" in
         *compute_cap*) printf '{cards}\\n' ;;
         *query-compute-apps*) printf '{processes}\\n' ;;
@@ -74,7 +78,9 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     return put
 
 
-def torch_is(monkeypatch: pytest.MonkeyPatch, built: str, here: str = "cpu", toolkit: str | None = None, cards: int = 0) -> None:
+def torch_is(
+    monkeypatch: pytest.MonkeyPatch, built: str, here: str = "cpu", toolkit: str | None = None, cards: int = 0
+) -> None:
     """What torch is built for, and what it can use."""
     monkeypatch.setattr(Backend, "built", staticmethod(lambda: Backend(built)))
     monkeypatch.setattr(Backend, "here", staticmethod(lambda: Backend(here)))
@@ -83,7 +89,7 @@ def torch_is(monkeypatch: pytest.MonkeyPatch, built: str, here: str = "cpu", too
     monkeypatch.setattr(torch.version, "hip", None)
 
 
-# ---- a torch for CPUs --------------------------------------------------------------------------------------------------------
+# ---- a torch for CPUs ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,9 @@ def test_a_torch_for_cpus_is_warned_of(
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     (warning,) = check_torch({})
     name = card.partition(",")[0]
-    assert warning.startswith(f"this machine has 2 x {name}, but torch 2.13.0+cpu is a build for CPUs, so CPUs compute; ")
+    assert warning.startswith(
+        f"this machine has 2 x {name}, but torch 2.13.0+cpu is a build for CPUs, so CPUs compute; "
+    )
     if build is None:
         assert warning.endswith("update the driver (470.57.02), which is too old for it")
     else:
@@ -112,7 +120,10 @@ def test_no_build_for_all_cards_is_not_the_driver_s_fault(smi: Smi, monkeypatch:
     torch_is(monkeypatch, "cpu")
     monkeypatch.setattr(torch, "__version__", "2.13.0+cpu")
     (warning,) = check_torch({})
-    assert "no build of torch 2.13.0+cpu has kernels for all of them; hide those of one kind with CUDA_VISIBLE_DEVICES" in warning
+    assert (
+        "no build of torch 2.13.0+cpu has kernels for all of them; hide those of one kind with CUDA_VISIBLE_DEVICES"
+        in warning
+    )
     assert "driver" not in warning
     smi("Tesla K80, 470.57.02, 3.7", "12.0")
     assert "no build of torch" in check_torch({})[0]
@@ -141,7 +152,9 @@ def test_a_run_says_it_once_and_goes_on(smi: Smi, monkeypatch: pytest.MonkeyPatc
         raise ConfigError("enough")
 
     monkeypatch.setattr(train_command, "_train_local", begin)
-    done = CliRunner().invoke(app, ["train", f"train.run_dir={tmp_path / 'run'}", "train.devices=1", "data.sequence_length=16"])
+    done = CliRunner().invoke(
+        app, ["train", f"train.run_dir={tmp_path / 'run'}", "train.devices=1", "data.sequence_length=16"]
+    )
     assert started == [True] and done.stdout.count("note: this machine has NVIDIA H200, but torch") == 1, done.output
     assert INDEX in done.stdout  # the command stands on one line
 
@@ -161,7 +174,9 @@ def test_cards_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     card = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
     card.mkdir(parents=True)
     (card / "information").write_text("Model: \t\t NVIDIA L4\nIRQ:   100\n")
-    (tmp_path / "proc/driver/nvidia/version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu\n")
+    (tmp_path / "proc/driver/nvidia/version").write_text(
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu\n"
+    )
     assert drivers.found({}, tmp_path) is None
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev/nvidia0").touch()
@@ -184,11 +199,15 @@ def test_cards_of_amd_and_intel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert drivers.hides("*:cpu") and not drivers.hides("level_zero:gpu") and not drivers.hides(None)
     tool(tmp_path / "bin", "rocm-smi", "echo 'GPU[0]\t\t: Card Series: \t\tAMD Instinct MI300X'")
     amd = drivers.found({"CUDA_VISIBLE_DEVICES": "0"}, tmp_path)
-    assert amd is not None and (amd.maker, amd.cards, amd.build("2.13.0")) == ("AMD", ("AMD Instinct MI300X",), "rocm7.2")
+    assert amd is not None and (amd.maker, amd.cards, amd.build("2.13.0")) == (
+        "AMD",
+        ("AMD Instinct MI300X",),
+        "rocm7.2",
+    )
     assert drivers.parse_amd("        MARKET_NAME: AMD Instinct MI250X\n") == ("AMD Instinct MI250X",)
 
 
-# ---- a torch for another CUDA ------------------------------------------------------------------------------------------------
+# ---- a torch for another CUDA ----------------------------------------------------------------------------------------
 
 
 def test_a_driver_older_than_torch_s_cuda_is_refused(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,8 +217,10 @@ def test_a_driver_older_than_torch_s_cuda_is_refused(smi: Smi, monkeypatch: pyte
     with pytest.raises(ConfigError) as caught:
         check_torch({})
     assert str(caught.value) == (
-        "torch 2.11.0+cu130 needs CUDA 13.0, but the driver (570.86.15) of NVIDIA H200 supports up to CUDA 12.4; update the driver "
-        f'(570.86.15) to one for CUDA 13.0, or run `pip install torch==2.11.0+cu126 {INDEX}/cu126`, or set CUDA_VISIBLE_DEVICES="" to '
+        "torch 2.11.0+cu130 needs CUDA 13.0, but the driver (570.86.15) of NVIDIA H200 supports up to CUDA 12.4; "
+        "update the driver "
+        f"(570.86.15) to one for CUDA 13.0, or run `pip install torch==2.11.0+cu126 {INDEX}/cu126`, or set "
+        'CUDA_VISIBLE_DEVICES="" to '
         "train on CPUs"
     )
     assert check_torch({"CUDA_VISIBLE_DEVICES": ""}) == []  # the user says so
@@ -209,7 +230,9 @@ def test_any_other_reason_is_told_in_torch_s_words(smi: Smi, monkeypatch: pytest
     smi(runs="13.0")
     torch_is(monkeypatch, "cuda", toolkit="12.6")
     monkeypatch.setattr(Backend, "objection", lambda self: "CUDA unknown error")
-    with pytest.raises(ConfigError, match=r"built for NVIDIA H200, but cannot use it: CUDA unknown error; mend the driver"):
+    with pytest.raises(
+        ConfigError, match=r"built for NVIDIA H200, but cannot use it: CUDA unknown error; mend the driver"
+    ):
         check_torch({})
 
 
@@ -233,7 +256,8 @@ def test_verify_on_a_device_that_torch_is_not_built_for(smi: Smi, monkeypatch: p
 @pytest.mark.parametrize(
     ("capability", "kernels", "runs"),
     [((8, 6), "sm_80", True), ((9, 0), "sm_80", False), ((8, 0), "sm_86", False), ((12, 0), "sm_90 compute_90", True),
-     ((10, 0), "sm_90a", False), ((9, 0), "sm_90a", True), ((10, 3), "sm_100f", True), ((7, 0), "sm_75 sm_80", False), ((9, 0), "gfx942", True)],
+     ((10, 0), "sm_90a", False), ((9, 0), "sm_90a", True), ((10, 3), "sm_100f", True), ((7, 0), "sm_75 sm_80", False),
+     ((9, 0), "gfx942", True)],
 )  # fmt: skip
 def test_which_kernels_run_on_which_card(capability: tuple[int, int], kernels: str, runs: bool) -> None:
     assert runs_on(capability, kernels.split()) is runs
@@ -248,12 +272,13 @@ def test_a_card_without_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     check_ranks(1, 1)  # the first alone
     with pytest.raises(
         ConfigError,
-        match=r"no kernels for Tesla V100, whose compute capability is 7.0: it has those of sm_75 sm_90; run `pip .*cu126`",
+        match=r"no kernels for Tesla V100, whose compute capability is 7.0: it has those of sm_75 sm_90; run `pip "
+        r".*cu126`",
     ):
         check_ranks(2, 2)
 
 
-# ---- ranks and cards ---------------------------------------------------------------------------------------------------------
+# ---- ranks and cards -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -280,10 +305,13 @@ def test_more_ranks_than_cards(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("uuids", "said"), [
     (("GPU-1", "GPU-2", "GPU-3"), None), (("", "", ""), None),  # nobody says which they are
-    (("GPU-1", "GPU-1", "GPU-1"), "3 ranks have 1 cards, for ranks 0, 1, 2 have the same, GPU-1; legal: one rank a card"),
+    (("GPU-1", "GPU-1", "GPU-1"),
+    "3 ranks have 1 cards, for ranks 0, 1, 2 have the same, GPU-1; legal: one rank a card"),
     (("GPU-1", "", "GPU-1"), "3 ranks have 2 cards, for ranks 0, 2 have the same, GPU-1; legal: one rank a card"),
 ])  # fmt: skip
-def test_ranks_that_a_launcher_gave_one_card(monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, ...], said: str | None) -> None:
+def test_ranks_that_a_launcher_gave_one_card(
+    monkeypatch: pytest.MonkeyPatch, uuids: tuple[str, ...], said: str | None
+) -> None:
     """Any script's ranks are told so when they connect, all of them, and leave what they joined."""
     local, closed = threading.local(), list[int]()
     monkeypatch.setattr(Backend, "uuid", lambda self, device: uuids[local.rank])
@@ -320,7 +348,8 @@ def test_a_torch_without_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     check_ranks(1, 1)
     with pytest.raises(
-        ConfigError, match=r'built without "nccl", by which 2 ranks .*\(those for Linux have\), or use one rank; .*"gloo"'
+        ConfigError,
+        match=r'built without "nccl", by which 2 ranks .*\(those for Linux have\), or use one rank; .*"gloo"',
     ):
         check_ranks(2, 2)
     done = CliRunner().invoke(app, ["train", "train.devices=2"])
@@ -335,7 +364,8 @@ def test_mixed_cards_are_noted() -> None:
     small, large = Card("NVIDIA A100", 40 * GIB, 40 * GIB), Card("NVIDIA H100", 80 * GIB, 80 * GIB)
     assert mixed([]) is mixed([small, small]) is None
     assert mixed([small, large, large, small]) == (
-        "devices: NVIDIA A100 (40.0 GiB) on ranks 0, 3, NVIDIA H100 (80.0 GiB) on ranks 1-2: the slowest sets the pace of every step, and the "
+        "devices: NVIDIA A100 (40.0 GiB) on ranks 0, 3, NVIDIA H100 (80.0 GiB) on ranks 1-2: the slowest sets the pace "
+        "of every step, and the "
         "plan is made for the least memory, 40.0 GiB"
     )
 
@@ -352,7 +382,9 @@ def test_ranks_tell_each_other_of_their_cards(monkeypatch: pytest.MonkeyPatch) -
 def test_the_slowest_card_is_planned_for() -> None:
     names = ["NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB", "Unknown 1"]
     fast, slow, unknown = (Card(name, GIB, GIB) for name in names)
-    assert training._slowest([fast, slow, fast]) == model_of(names[1]) != training._slowest([fast]) == model_of(names[0])
+    assert (
+        training._slowest([fast, slow, fast]) == model_of(names[1]) != training._slowest([fast]) == model_of(names[0])
+    )
     assert training._slowest([fast, unknown]) is training._slowest([]) is None
 
 
@@ -362,10 +394,11 @@ def test_a_card_is_as_its_driver_says(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Card("L4", 100, 96).shared
 
 
-# ---- a card that others fill -------------------------------------------------------------------------------------------------
+# ---- a card that others fill -----------------------------------------------------------------------------------------
 
 PROCESSES = (
-    "4242, /usr/bin/python3, 70000, GPU-AB-1\\n17, own, 3000, GPU-AB-1\\n9, [Not Found], [N/A], GPU-AB-1\\n5, other, 9, GPU-AB-2"
+    "4242, /usr/bin/python3, 70000, GPU-AB-1\\n17, own, 3000, GPU-AB-1\\n9, [Not Found], [N/A], GPU-AB-1\\n5, "
+    "other, 9, GPU-AB-2"
 )
 
 
@@ -397,7 +430,8 @@ class Predicted:
 def test_who_holds_a_card_is_named(smi: Smi) -> None:
     smi(processes=PROCESSES)
     assert occupied(3 * GIB, 80 * GIB, "NVIDIA H100", uuid="ab-1", own={17}) == (
-        "3.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, process 9 ([Not Found]) holds some"
+        "3.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, process 9 ([Not "
+        "Found]) holds some"
     )
     assert "the driver does not say who" in occupied(3 * GIB, 80 * GIB, "NVIDIA H100", uuid="cd")
     assert os.getpid() in devices.family()
@@ -421,12 +455,15 @@ def test_a_card_that_others_fill_is_refused_on_all_ranks(smi: Smi, monkeypatch: 
 
     first, second = run_ranks(Mesh.of(dp=2), rank, timeout=20)
     assert first == second and first.startswith(
-        "memory: rank 1 needs 20.0 GiB, 1.0 GiB of it beside tensors, but only 10.0 GiB of the 80.0 GiB of NVIDIA H100 are free: process 4242 (python3) holds 68.4 GiB, "
+        "memory: rank 1 needs 20.0 GiB, 1.0 GiB of it beside tensors, but only 10.0 GiB of the 80.0 GiB of NVIDIA H100 "
+        "are free: process 4242 (python3) holds 68.4 GiB, "
     )
     assert first.endswith("or change the plan: what fits, and memory_gib of None")
 
 
-def test_a_card_so_full_that_nothing_starts_is_refused_by_name(smi: Smi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_card_so_full_that_nothing_starts_is_refused_by_name(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """CUDA's own words, as its first use of such a card raises them."""
     smi(processes=PROCESSES)
     torch_is(monkeypatch, "cuda", "cuda", "12.8", cards=1)
@@ -440,11 +477,15 @@ def test_a_card_so_full_that_nothing_starts_is_refused_by_name(smi: Smi, monkeyp
     with pytest.raises(ConfigError) as caught:
         training.train(config, Surroundings(Progress(record_path(tmp_path, 0))))
     assert str(caught.value) == (
-        "memory: device cuda:0 has no room even to start: process 4242 (python3) holds 68.4 GiB, process 17 (own) holds 2.9 GiB, "
+        "memory: device cuda:0 has no room even to start: process 4242 (python3) holds 68.4 GiB, process 17 (own) "
+        "holds 2.9 GiB, "
         "process 9 ([Not Found]) holds some; end what holds it, or let CUDA_VISIBLE_DEVICES choose other cards"
     )
     monkeypatch.setattr(Backend, "uuid", full)  # the driver may not answer for it either
-    with pytest.raises(ConfigError, match="the driver does not say who holds it"), room_to_start(torch.device("cuda", 0)):
+    with (
+        pytest.raises(ConfigError, match="the driver does not say who holds it"),
+        room_to_start(torch.device("cuda", 0)),
+    ):
         full()
     with pytest.raises(RuntimeError, match="anything else"), room_to_start(torch.device("cuda", 0)):
         raise RuntimeError("anything else")
@@ -463,8 +504,11 @@ def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, t
     """One rank of a CPU, which takes these for the cards of all."""
     (tmp_path / "text.txt").write_bytes(bytes(range(1, 256)) * 8)
     config = load_config(
-        None, [f"train.run_dir={tmp_path}", "train.devices=1", "train.steps=1", "model.width=16", "model.layers=1", "model.heads=1",
-               "data.sequence_length=16", "data.batch_size=2", f"data.source={tmp_path / 'text.txt'}"], hardware=Hardware(cores=1),
+        None,
+        [f"train.run_dir={tmp_path}", "train.devices=1", "train.steps=1", "model.width=16", "model.layers=1",
+        "model.heads=1",
+               "data.sequence_length=16", "data.batch_size=2", f"data.source={tmp_path / 'text.txt'}"],
+               hardware=Hardware(cores=1),
     )  # fmt: skip
     side = Surroundings(Progress(record_path(tmp_path, 0)))
     monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, 1000)])
@@ -473,10 +517,14 @@ def test_a_run_asks_before_its_engine_is_made(monkeypatch: pytest.MonkeyPatch, t
     ):
         training.train(config, side)
     assert not (tmp_path / "plan.toml").exists()
-    monkeypatch.setattr(training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, GIB), Card("NVIDIA H100", 2 * GIB, 2 * GIB)])
+    monkeypatch.setattr(
+        training, "cards_of", lambda comm: [Card("NVIDIA L4", GIB, GIB), Card("NVIDIA H100", 2 * GIB, 2 * GIB)]
+    )
     training.train(config, side)
     notes = json.loads((tmp_path / "about.json").read_text())["notes"]
-    assert any(note.startswith("devices: NVIDIA L4 (1.0 GiB) on rank 0, NVIDIA H100 (2.0 GiB) on rank 1: ") for note in notes)
+    assert any(
+        note.startswith("devices: NVIDIA L4 (1.0 GiB) on rank 0, NVIDIA H100 (2.0 GiB) on rank 1: ") for note in notes
+    )
 
 
 def test_what_torch_says_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:

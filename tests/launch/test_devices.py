@@ -1,6 +1,7 @@
 """Ranks whose devices work behind their hosts: slow ones are let be, one that stands still is found.
 
-The ranks are processes, and a device is what completes events in their order: each so long after the one before, some never.
+The ranks are processes, and a device is what completes events in their order: each so long after the one before, some
+never.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ class Event:
         self.due = device.free if device.number <= device.last else math.inf
     def query(self):
         return time.monotonic() >= self.due
-PROGRAM = [Instruction(Op.GATHER, bucket=3), *(Instruction(Op.FORWARD, unit=u, microbatch=0, waits=(0,) if u == 4 else ()) for u in range(8))]
+PROGRAM = [
+    Instruction(Op.GATHER, bucket=3),
+    *(Instruction(Op.FORWARD, unit=u, microbatch=0, waits=(0,) if u == 4 else ()) for u in range(8)),
+]
 def run(device, steps, ahead=2, stop=None, first=0):
     progress._marks = Marks(device.event, progress._passed, poll=0.02)
     ends = []
@@ -59,7 +63,9 @@ def test_a_slow_device_does_not_hang(start: Start) -> None:  # noqa: F811
     watcher = start(*ranks, timeout=0.45, start_timeout=5.0, asynchronous=True)
     assert look(watcher, 6) is None
     seen = watcher.watched[0].record
-    assert seen is not None and seen.step >= 2 and seen.behind and not seen.patient  # past the first step, and under way
+    assert (
+        seen is not None and seen.step >= 2 and seen.behind and not seen.patient
+    )  # past the first step, and under way
 
 
 def test_a_device_that_stands_still_hangs(start: Start) -> None:  # noqa: F811
@@ -68,7 +74,9 @@ def test_a_device_that_stands_still_hangs(start: Start) -> None:  # noqa: F811
     watcher = start(*ranks, timeout=0.7, asynchronous=True)
     found = look(watcher, 15)
     assert found is not None and found.culprits == (1,)
-    assert "rank 1 hangs: device at FORWARD u3 m0 of step 3, host at FORWARD u7 m0 of step 5" in found.message, found.message
+    assert "rank 1 hangs: device at FORWARD u3 m0 of step 3, host at FORWARD u7 m0 of step 5" in found.message, (
+        found.message
+    )
     assert "rank 0 device at FORWARD u5 m0 of step 3, host at" in found.message
     assert any(line.startswith("rank 0: device at FORWARD u5 m0 of step 3, host at") for line in watcher.report())
 
@@ -76,7 +84,9 @@ def test_a_device_that_stands_still_hangs(start: Start) -> None:  # noqa: F811
 def test_what_the_device_waits_for_is_told(start: Start) -> None:  # noqa: F811
     watcher = start(f"{DEVICE}\nrun(Device(0.005, {2 * PER_STEP + 7}), 100)", timeout=0.5, asynchronous=True)
     found = look(watcher, 10)
-    assert found is not None and "device at FORWARD u4 m0, which waits for GATHER b3, of step 2, host at" in found.message
+    assert (
+        found is not None and "device at FORWARD u4 m0, which waits for GATHER b3, of step 2, host at" in found.message
+    )
 
 
 def test_a_host_that_stands_still_is_the_culprit_not_the_devices_that_wait_for_it(start: Start) -> None:  # noqa: F811
@@ -111,7 +121,9 @@ def test_a_busy_host_whose_device_stands_still_hangs(start: Start, tmp_path: Pat
 
 def test_a_device_may_wait_long_for_a_rank_that_gets_on(start: Start) -> None:  # noqa: F811
     """Rank 0 waits in a barrier of hosts, the device of rank 1 for rank 2, which is slow."""
-    barrier = f"{DEVICE}\nrun(Device(0.001), 6)\nprogress.phase('saving', patient=False); progress.wait('barrier'); sleep()"
+    barrier = (
+        f"{DEVICE}\nrun(Device(0.001), 6)\nprogress.phase('saving', patient=False); progress.wait('barrier'); sleep()"
+    )
     others = (f"{DEVICE}\nrun(Device(0.005, {3 * PER_STEP + 8}), 100)", f"{DEVICE}\nrun(Device(0.15), 100)")
     watcher = start(barrier, *others, timeout=0.6, start_timeout=5.0, asynchronous=True)
     assert look(watcher, 4) is None
@@ -119,12 +131,20 @@ def test_a_device_may_wait_long_for_a_rank_that_gets_on(start: Start) -> None:  
 
 
 def test_a_rank_that_waits_on_its_host_names_the_device_that_stands_still(start: Start) -> None:  # noqa: F811
-    """Rank 0 waits in a barrier of hosts; of the two others one is behind on its device, and the other's device waits for it."""
-    barrier = f"{DEVICE}\nrun(Device(0.001), 6)\nprogress.phase('saving', patient=False); progress.wait('barrier'); sleep()"
+    """Rank 0 waits in a barrier of hosts; of the two others one is behind on its device, and the other's device waits
+    for it.
+    """
+    barrier = (
+        f"{DEVICE}\nrun(Device(0.001), 6)\nprogress.phase('saving', patient=False); progress.wait('barrier'); sleep()"
+    )
     others = [f"{DEVICE}\nrun(Device(0.005, {3 * PER_STEP + last}), 100)" for last in (8, 6)]
     found = look(start(barrier, *others, timeout=0.6, asynchronous=True), 15)
     assert found is not None and found.culprits == (2,)
-    assert "rank 2 hangs: device at" in found.message and "rank 0 waits" in found.message and "rank 1 device at" in found.message
+    assert (
+        "rank 2 hangs: device at" in found.message
+        and "rank 0 waits" in found.message
+        and "rank 1 device at" in found.message
+    )
 
 
 CARD = """
@@ -139,7 +159,8 @@ progress = Progress.from_environment()
 progress.follow(torch.device("cuda"))
 
 def recorder():
-    entry = dict(process_group=("5", ""), collective_seq_id=12, p2p_seq_id=0, profiling_name="nccl:all_reduce", state="started",
+    entry = dict(process_group=("5", ""), collective_seq_id=12, p2p_seq_id=0, profiling_name="nccl:all_reduce",
+        state="started",
                  input_sizes=[[8]], is_p2p=False, time_created_ns=1)
     dump = dict(pg_config={"5": dict(ranks="[0, 1]")}, entries=[entry] if rank else [])
     stem = os.environ["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
@@ -159,7 +180,9 @@ def test_a_run_ends_with_what_devices_and_recorders_say(tmp_path: Path, monkeypa
     monkeypatch.setattr(Backend, "built", lambda: Backend("cuda"))
     monkeypatch.setattr(Backend, "numa_options", lambda *_: None)
     script = tmp_path / "script.py"
-    imports = "import os, time\nfrom shardwise.core.instruction import Instruction, Op\nsleep = lambda: time.sleep(60)\n"
+    imports = (
+        "import os, time\nfrom shardwise.core.instruction import Instruction, Op\nsleep = lambda: time.sleep(60)\n"
+    )
     followed = DEVICE.replace("    progress._marks = Marks(device.event, progress._passed, poll=0.02)\n", "")
     script.write_text(imports + followed + CARD)
     command = ["-m", "shardwise.launch.rank", str(tmp_path / "run"), str(script)]
@@ -169,6 +192,7 @@ def test_a_run_ends_with_what_devices_and_recorders_say(tmp_path: Path, monkeypa
     assert failure.cause == "hang" and failure.rank == 0
     assert "rank 0 hangs: device at FORWARD u3 m0 of step 2, host at FORWARD u7 m0 of step 4" in str(failure)
     assert any(
-        "all_reduce 12 of group 5" in line and "rank 0 has not posted it, rank 1 started" in line for line in failure.details
+        "all_reduce 12 of group 5" in line and "rank 0 has not posted it, rank 1 started" in line
+        for line in failure.details
     )
     assert any("script.py" in line for line in failure.details)  # the stack of its host

@@ -64,7 +64,9 @@ def test_a_rank_that_fails_does_not_wait_for_what_is_pending(tmp_path: Path, mon
 def test_collectives_of_devices_are_given_longer_than_any_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, patience: float
 ) -> None:
-    """While rank 0 writes a sample, the device of another rank waits for it; the 60 s are what torchrun's ranks would have."""
+    """While rank 0 writes a sample, the device of another rank waits for it; the 60 s are what torchrun's ranks would
+    have.
+    """
     given: list[float] = []
 
     def connect(mesh: Any, *, timeout: float, **_: Any) -> Any:
@@ -171,7 +173,8 @@ def test_an_error_is_told_before_leaving_blocks(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "failing.py").write_text(FAILING)
     chosen = [f"{tmp_path}/failing.py:{name}" for name in ("net", "data")]
     made = load_config(
-        None, [f"train.run_dir={tmp_path}", "train.devices=1", f"model.factory={chosen[0]}", f"data.factory={chosen[1]}",
+        None,
+        [f"train.run_dir={tmp_path}", "train.devices=1", f"model.factory={chosen[0]}", f"data.factory={chosen[1]}",
                "data.batch_size=4", "train.steps=50"], hardware=Hardware(cores=1),
     )  # fmt: skip
     told: list[tuple[Exception, bool]] = []
@@ -264,7 +267,9 @@ time.sleep(60)
 def test_a_rank_that_somebody_else_started_tells_at_once_and_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
 ) -> None:
-    """Under torchrun its error is printed where it happens; with work pending on a device the interpreter is not left to wait for that."""
+    """Under torchrun its error is printed where it happens; with work pending on a device the interpreter is not left
+    to wait for that.
+    """
     at_exit: list[tuple[Any, ...]] = []
 
     def fail(config: Any, side: Surroundings, timeout: float) -> bool:

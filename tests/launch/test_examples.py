@@ -29,7 +29,8 @@ def changes(before: list[str], after: list[str]) -> int:
 def losses(tmp_path: Path, *arguments: str) -> list[float]:
     """What a command prints after each tenth step."""
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        [sys.executable, *arguments], cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True,
         timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,7 +52,11 @@ def test_few_lines_change() -> None:
 
 
 def test_the_readme_shows_them() -> None:
-    diff = [line for line in difflib.unified_diff(lines(PLAIN), lines(OURS), n=0) if not line.startswith(("---", "+++", "@@"))]
+    diff = [
+        line
+        for line in difflib.unified_diff(lines(PLAIN), lines(OURS), n=0)
+        if not line.startswith(("---", "+++", "@@"))
+    ]
     readme = lines(ROOT / "README.md")
     assert [line for line in diff if len(line) > 1 and line not in readme] == []
 

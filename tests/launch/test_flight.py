@@ -1,4 +1,6 @@
-"""Dumps of the last collectives, in the format that torch writes them in: read, compared, and asked for from live processes."""
+"""Dumps of the last collectives, in the format that torch writes them in: read, compared, and asked for from live
+processes.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,30 @@ def entry(
     """As torch 2.13 writes it (version 2.10); what is not read here is there too."""
     return {
         "frames": [{"name": "all_reduce", "filename": "distributed_c10d.py", "line": 3}],
-        "record_id": at, "pg_id": 1, "process_group": (group, "undefined"), "thread_name": "pt_main_thread", "thread_id": "1",
+        "record_id": at, "pg_id": 1, "process_group": (group, "undefined"), "thread_name": "pt_main_thread",
+        "thread_id": "1",
         "collective_seq_id": 0 if message else number, "p2p_seq_id": number if message else 0, "op_id": number,
-        "profiling_name": f"nccl:{name}", "time_created_ns": 10**9 + at, "duration_ms": 0.5, "input_sizes": [list(one) for one in sizes],
+        "profiling_name": f"nccl:{name}", "time_created_ns": 10**9 + at, "duration_ms": 0.5,
+        "input_sizes": [list(one) for one in sizes],
         "input_dtypes": ["Float"], "output_sizes": [[16]], "output_dtypes": ["Float"], "state": state,
-        "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": False, "timeout_ms": 600000,
+        "time_discovered_started_ns": None, "time_discovered_completed_ns": None, "retired": False,
+        "timeout_ms": 600000,
         "is_p2p": message,
     }  # fmt: skip
 
 
 def dump(*entries: dict[str, Any], groups: dict[str, str] | None = None) -> bytes:
-    config = {name: {"name": name, "desc": "undefined", "ranks": ranks} for name, ranks in (groups or {"5": "[0, 1]"}).items()}
+    config = {
+        name: {"name": name, "desc": "undefined", "ranks": ranks} for name, ranks in (groups or {"5": "[0, 1]"}).items()
+    }
     return pickle.dumps(
-        {"version": "2.10", "comm_lib_version": "2.28.9", "pg_config": config, "pg_status": {}, "entries": list(entries)},
+        {
+            "version": "2.10",
+            "comm_lib_version": "2.28.9",
+            "pg_config": config,
+            "pg_status": {},
+            "entries": list(entries),
+        },
         protocol=2,
     )
 
@@ -46,10 +59,12 @@ def reported(*dumps: bytes) -> list[str]:
 def test_a_collective_that_one_rank_has_not_posted() -> None:
     before = [entry(number, "all_reduce", "completed", at=number) for number in (10, 11)]
     lines = reported(
-        dump(*before, entry(12, "_allgather_base", "started", at=12), entry(13, "all_reduce", "scheduled", at=13)), dump(*before)
+        dump(*before, entry(12, "_allgather_base", "started", at=12), entry(13, "all_reduce", "scheduled", at=13)),
+        dump(*before),
     )
     assert lines[0] == (
-        "collectives differ first at _allgather_base 12 of group 5 among ranks [0, 1]: rank 0 started, rank 1 has not posted it"
+        "collectives differ first at _allgather_base 12 of group 5 among ranks [0, 1]: rank 0 started, rank 1 has not "
+        "posted it"
     )
     assert lines[1] == (
         "rank 0, collectives: _allgather_base 12 of group 5 among ranks [0, 1]: started; "
@@ -125,14 +140,19 @@ time.sleep(30)
 
 
 def test_live_ranks_are_asked_through_their_pipes(tmp_path: Path) -> None:
-    """As torch does it: a process looks into its pipe now and then, and writes its file in its own time; an old file does not count."""
+    """As torch does it: a process looks into its pipe now and then, and writes its file in its own time; an old file
+    does not count.
+    """
     pipes = tmp_path / "pipes"
     pipes.mkdir()
     answers = [dump(entry(1, "all_reduce", "started")), dump()]
     (tmp_path / "flight_1").write_bytes(dump(entry(99, "all_reduce", "started")))
     os.utime(tmp_path / "flight_1", (1, 1))
     os.mkfifo(pipes / "flight_7.pipe")  # of a rank that is gone: nobody reads it
-    ranks = [subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), str(n), one.hex()]) for n, one in enumerate(answers)]
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", RANK, str(tmp_path), str(n), one.hex()])
+        for n, one in enumerate(answers)
+    ]
     try:
         deadline = time.monotonic() + 20
         while not all((pipes / f"flight_{n}.pipe").exists() for n in range(2)):

@@ -48,7 +48,9 @@ def test_a_forecast_is_the_prediction_of_the_plan() -> None:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
-    open_ = config("parallel.dp=4", "parallel.zero=3", f"parallel.microbatches={microbatches}", "parallel.reduced=microbatch")
+    open_ = config(
+        "parallel.dp=4", "parallel.zero=3", f"parallel.microbatches={microbatches}", "parallel.reduced=microbatch"
+    )
     found = bare(open_)
     plan, choice = build_plan(open_), build_optimizer(open_)
     needs = {
@@ -73,7 +75,8 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
     open_ = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4")
     found = bare(open_)
     assert WAYS == (
-        ("step", "step"), ("step", "microbatch"), ("forward", "step"), ("forward", "microbatch"), ("use", "step"), ("use", "microbatch")
+        ("step", "step"), ("step", "microbatch"), ("forward", "step"), ("forward", "microbatch"), ("use", "step"),
+        ("use", "microbatch")
     )  # fmt: skip
     needs = {way: found.predict(found.plan.replace(gathered=way[0], reduced=way[1])).peak_bytes for way in WAYS}
     assert needs["step", "step"] > needs["step", "microbatch"] > needs["use", "microbatch"]
@@ -83,7 +86,10 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
         assert (now.plan.gathered, now.plan.reduced) == expected
     half = bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4"))
     assert half.plan.reduced == "step" and half.plan.gathered == "use" and "gathered" not in str(half.note)
-    assert bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4", "parallel.reduced=microbatch")).note is None
+    assert (
+        bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4", "parallel.reduced=microbatch")).note
+        is None
+    )
 
 
 def test_a_run_that_goes_on_keeps_its_way() -> None:
@@ -97,7 +103,9 @@ def test_a_run_that_goes_on_keeps_its_way() -> None:
     assert (tight.plan.gathered, tight.plan.reduced) == WAYS[-1]
     same = replace(open_, train=replace(open_.train, deterministic=True))
     assert Before.of(Forecast.of(same, compiled, device(1 << 40), before=before).plan) == before
-    with pytest.raises(ConfigError, match=r"train.deterministic: what this run began with .* legal: as much free memory"):
+    with pytest.raises(
+        ConfigError, match=r"train.deterministic: what this run began with .* legal: as much free memory"
+    ):
         Forecast.of(same, compiled, device(fitting), before=before)
 
 
@@ -169,7 +177,8 @@ def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> Non
     words, worst = str(error.value), found.worst
     largest = max(worst.peak, key=lambda c: worst.peak[c])
     assert words.startswith(
-        f"memory: rank {worst.rank} needs {size(needed)}, {size(needed - budget)} more than the {size(budget)} that a rank has on a device"
+        f"memory: rank {worst.rank} needs {size(needed)}, {size(needed - budget)} more than the {size(budget)} that a "
+        "rank has on a device"
     )
     assert f"most of it, {size(worst.peak[largest])}, is {largest} (the peak: {worst.at})" in words
     proposed = re.search(r"the nearest plan that fits: (.*) \((.*) a rank\)", words)
@@ -198,7 +207,8 @@ def test_a_budget_below_every_plan_says_what_is_the_least() -> None:
 def test_layers_are_shared_where_all_else_is_not_enough() -> None:
     """And what is proposed was predicted of a trace of its own."""
     given = config(
-        "parallel.dp=4", "parallel.zero=3", "parallel.recompute=full", "parallel.microbatches=4", "parallel.gathered=use",
+        "parallel.dp=4", "parallel.zero=3", "parallel.recompute=full", "parallel.microbatches=4",
+        "parallel.gathered=use",
         "parallel.reduced=microbatch",
     )  # fmt: skip
     needed = bare(given, kind="cpu").worst.peak_bytes
@@ -245,7 +255,9 @@ def test_each_kind_of_rank_is_there_once() -> None:
 
 def test_auto_finds_the_fastest_tensor_plan_that_fits() -> None:
     """With the tensor-parallel ranks of two stages, whose bytes the solver knows only together."""
-    open_ = config("parallel.tp=2", "parallel.dp=1", "parallel.pp=2", "parallel.microbatches=2", "parallel.tensor_plan=auto")
+    open_ = config(
+        "parallel.tp=2", "parallel.dp=1", "parallel.pp=2", "parallel.microbatches=2", "parallel.tensor_plan=auto"
+    )
     free = bare(open_, kind="cpu")
     assert free.note is None and not free.plan.tensor_bytes
     fastest, seconds = free.worst.peak_bytes, []
@@ -256,14 +268,19 @@ def test_auto_finds_the_fastest_tensor_plan_that_fits() -> None:
         assert Plan.from_toml(now.plan.to_toml()) == now.plan
         seconds.append(predicted(now.compiled).total)
     assert seconds == sorted(set(seconds))
-    assert f"a plan of {1e3 * seconds[-1]:.3g} ms a microbatch, for that of {1e3 * seconds[0]:.3g} ms does not fit" in str(
-        now.note
+    assert (
+        f"a plan of {1e3 * seconds[-1]:.3g} ms a microbatch, for that of {1e3 * seconds[0]:.3g} ms does not fit"
+        in str(now.note)
     )
     least = bare(open_, 1 << 16, kind="cpu")
     assert (
-        not least.fits and least.worst.peak_bytes < fastest * 0.6 and "the least plan, and even so too large" in str(least.note)
+        not least.fits
+        and least.worst.peak_bytes < fastest * 0.6
+        and "the least plan, and even so too large" in str(least.note)
     )
-    with pytest.raises(ConfigError, match="tensor_bytes: 7 is not legal; legal: .* or more, which the least plan takes"):
+    with pytest.raises(
+        ConfigError, match="tensor_bytes: 7 is not legal; legal: .* or more, which the least plan takes"
+    ):
         free.compiled.under(free.plan.replace(tensor_bytes=7))
 
 

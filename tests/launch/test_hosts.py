@@ -1,4 +1,6 @@
-"""Several hosts: two network namespaces under torchrun, and tasks with SLURM's variables.  Real processes, as a user starts them."""
+"""Several hosts: two network namespaces under torchrun, and tasks with SLURM's variables.  Real processes, as a user
+starts them.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ from safetensors.torch import load_file
 from shardwise.checkpoint import checkpoints
 from shardwise.runtime.network import source_towards
 
-TINY = ["model.width=16", "model.layers=1", "model.heads=2", "data.sequence_length=16", "data.batch_size=4", "train.devices=2"]
+TINY = [
+    "model.width=16",
+    "model.layers=1",
+    "model.heads=2",
+    "data.sequence_length=16",
+    "data.batch_size=4",
+    "train.devices=2",
+]
 STEPS = 5
 TIMEOUT = 100.0  # seconds for a run
 GRACE = 10.0  # seconds that the others have once one has failed
 NETWORK = "10.213.7"  # of the two hosts; nobody else sees it
 PORT = 29517
-# GLOO_SOCKET_IFNAME is unset: the namespaces share /etc/hosts, where the host's name is the loopback, and shardwise has to find
-# the interface by itself.
+# GLOO_SOCKET_IFNAME is unset: the namespaces share /etc/hosts, where the host's name is the loopback, and shardwise has
+# to find the interface by itself.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "GLOO_", "NCCL_"))}
 
 Curve = list[tuple[int, float, float]]
@@ -56,13 +65,17 @@ class Done:
 
 
 def run_all(folder: Path, starts: Sequence[Start]) -> list[Done]:
-    """Run commands at the same time, each with variables added to the environment; none of their processes outlives the call."""
+    """Run commands at the same time, each with variables added to the environment; none of their processes outlives the
+    call.
+    """
     logs = [folder / f"output_{index}.txt" for index in range(len(starts))]
     started: list[subprocess.Popen[bytes]] = []
     try:
         for (command, variables), log in zip(starts, logs, strict=True):
             with log.open("wb") as file:
-                started.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**ENVIRONMENT, **variables}))
+                started.append(
+                    subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**ENVIRONMENT, **variables})
+                )
         deadline = time.monotonic() + TIMEOUT
         while time.monotonic() < deadline and any(process.poll() is None for process in started):
             if any(process.returncode for process in started):
@@ -71,7 +84,9 @@ def run_all(folder: Path, starts: Sequence[Start]) -> list[Done]:
     finally:
         for process in started:
             end(process)
-    return [Done(process.returncode, log.read_text(errors="replace")) for process, log in zip(started, logs, strict=True)]
+    return [
+        Done(process.returncode, log.read_text(errors="replace")) for process, log in zip(started, logs, strict=True)
+    ]
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -98,7 +113,10 @@ def train(text: str, folder: Path) -> list[str]:
 def check(done: Sequence[Done], folder: Path, local: Curve, communicator: str) -> None:
     """All ended well, and what rank 0 has written is what two local ranks write."""
     assert [one.returncode for one in done] == [0] * len(done), "\n".join(one.output for one in done)
-    assert [one.output.count('"loss_last"') for one in done] == [1, *[0] * (len(done) - 1)]  # only rank 0 tells the result
+    assert [one.output.count('"loss_last"') for one in done] == [
+        1,
+        *[0] * (len(done) - 1),
+    ]  # only rank 0 tells the result
     assert json.loads((folder / "about.json").read_text())["communicator"] == communicator
     found = curve(folder)
     assert [step for step, *_ in found] == list(range(STEPS))
@@ -253,7 +271,9 @@ def test_a_deterministic_run_on_two_nodes_repeats(text: str, tmp_path: Path) -> 
 
 
 def test_slurm_tasks_on_one_node(text: str, local: Curve, tmp_path: Path) -> None:
-    done = run_all(tmp_path, slurm(train(text, tmp_path / "run"), STEP, [{"SLURM_LOCALID": str(number)} for number in range(2)]))
+    done = run_all(
+        tmp_path, slurm(train(text, tmp_path / "run"), STEP, [{"SLURM_LOCALID": str(number)} for number in range(2)])
+    )
     check(done, tmp_path / "run", local, "SharedMemoryCommunicator")
     assert curve(tmp_path / "run") == local
 
@@ -263,6 +283,8 @@ def test_slurm_tasks_run_a_script(tmp_path: Path) -> None:
     script.write_text(
         "import os, sys\nprint([os.environ[n] for n in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK')], sys.argv, sys.path[0])\n"
     )
-    done = run_all(tmp_path, slurm(["launch", str(script), "--size", "3"], STEP, [{"SLURM_LOCALID": str(n)} for n in range(2)]))
+    done = run_all(
+        tmp_path, slurm(["launch", str(script), "--size", "3"], STEP, [{"SLURM_LOCALID": str(n)} for n in range(2)])
+    )
     expected = [f"['{rank}', '2', '{rank}'] {[str(script), '--size', '3']} {tmp_path}\n" for rank in range(2)]
     assert [(one.returncode, one.output) for one in done] == [(0, text) for text in expected]

@@ -1,4 +1,6 @@
-"""Which build of torch ``scripts/install.sh`` asks pip for, with drivers and pip that are scripts, and which commands README gives."""
+"""Which build of torch ``scripts/install.sh`` asks pip for, with drivers and pip that are scripts, and which commands
+README gives.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def installed(tmp_path: Path, visible: str | None = None, lacks: str = "nothing") -> list[str]:
-    """The packages of torch that the script asks pip for, in this order; pip has none of those with ``lacks`` in their names."""
+    """The packages of torch that the script asks pip for, in this order; pip has none of those with ``lacks`` in their
+    names.
+    """
     for name in ("scripts/install.sh", "src/shardwise/drivers.py", "pyproject.toml", "constraints.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -29,7 +33,9 @@ def installed(tmp_path: Path, visible: str | None = None, lacks: str = "nothing"
     tool(tmp_path / ".venv/bin", "python", body)
     environment = {name: value for name, value in os.environ.items() if not name.endswith("_VISIBLE_DEVICES")}
     environment |= {"PYTHON": sys.executable} | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
-    done = subprocess.run([tmp_path / "scripts/install.sh", "run"], env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [tmp_path / "scripts/install.sh", "run"], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     return [line.partition("constraints.txt ")[2] for line in asked.read_text().splitlines()]
 
@@ -64,12 +70,17 @@ def test_install_without_a_gpu_or_with_a_hidden_one(smi: Smi, tmp_path: Path) ->
 def test_install_asks_torch_s_index_for_cpus_last(smi: Smi, tmp_path: Path) -> None:  # noqa: F811
     smi()
     found = installed(tmp_path, visible="", lacks="+cpu")
-    assert found == ["torch==2.13.0+cpu", "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu", "torch==2.13.0"]
+    assert found == [
+        "torch==2.13.0+cpu",
+        "--index-url https://download.pytorch.org/whl/cpu torch==2.13.0+cpu",
+        "torch==2.13.0",
+    ]
 
 
 def test_the_readme_s_commands_are_those_that_are_given() -> None:
     told = (ROOT / "README.md").read_text(encoding="utf-8")
     assert all(
-        f"`{drivers.install('2.13.0', build)}`" in told for build in ("cu130", "cu126", drivers.ROCM_BUILD, drivers.XPU_BUILD)
+        f"`{drivers.install('2.13.0', build)}`" in told
+        for build in ("cu130", "cu126", drivers.ROCM_BUILD, drivers.XPU_BUILD)
     )
     assert "\ntorch==2.13.0\n" in (ROOT / "constraints.txt").read_text(encoding="utf-8")

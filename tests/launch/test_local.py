@@ -1,4 +1,4 @@
-"""Ranks that are processes of this machine: how they start, and how their errors reach the user.  They need no torch."""
+"""Ranks that are processes of this machine: how they start, and how their errors reach the user.  Without torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def test_a_script_runs_on_every_rank_as_it_would_alone(tmp_path: Path) -> None:
     assert not under_torchrun()
 
 
-def test_ranks_begin_in_the_environment_that_their_device_wants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_begin_in_the_environment_that_their_device_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the user has set stays, and nothing of it stays in this process."""
     monkeypatch.setattr(Backend, "built", staticmethod(lambda: Backend("cuda")))
     monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
@@ -50,7 +52,8 @@ def test_ranks_begin_in_the_environment_that_their_device_wants(tmp_path: Path, 
 
 @pytest.mark.parametrize(
     ("type_", "devices", "nodes", "program", "bound"),
-    [("cuda", 4, 2, True, True), ("cuda", 2, 2, True, False), ("cuda", 4, 1, True, False), ("cuda", 4, 2, False, False), ("cpu", 4, 2, True, False)],
+    [("cuda", 4, 2, True, True), ("cuda", 2, 2, True, False), ("cuda", 4, 1, True, False), ("cuda", 4, 2, False, False),
+    ("cpu", 4, 2, True, False)],
 )  # fmt: skip
 def test_ranks_are_bound_to_the_cpus_beside_their_gpus(
     monkeypatch: pytest.MonkeyPatch, type_: str, devices: int, nodes: int, program: bool, bound: bool
@@ -81,7 +84,7 @@ def test_wrong_input_is_told_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_cause_comes_before_its_consequences(tmp_path: Path) -> None:
-    """However long each of them takes to start: rank 0 speaks once rank 1 is there, and rank 1 once rank 0 has spoken."""
+    """However long each of them takes to start: rank 0 speaks once rank 1 is there, and rank 1 once rank 0 spoke."""
     there, told = tmp_path / "there", tmp_path / "run" / "monitor" / "rank_0.error"
     script = (
         "from pathlib import Path\nfrom shardwise.runtime.communicator import CommunicationError\n"
@@ -134,7 +137,17 @@ def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1':\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         f"open('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n"
     )
-    command = [sys.executable, "-m", "shardwise", "launch", "--ranks", "2", "--run-dir", str(tmp_path / "run"), str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "launch",
+        "--ranks",
+        "2",
+        "--run-dir",
+        str(tmp_path / "run"),
+        str(script),
+    ]
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(tmp_path / "here0", tmp_path / "here1")
     ranks = psutil.Process(launcher.pid).children()
@@ -149,7 +162,17 @@ def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, time\nopen('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n")
-    command = [sys.executable, "-m", "shardwise", "launch", "--ranks", "1", "--run-dir", str(tmp_path / "run"), str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "shardwise",
+        "launch",
+        "--ranks",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+        str(script),
+    ]
     launcher = subprocess.Popen(command)
     wait_for(tmp_path / "here0")
     (rank,) = psutil.Process(launcher.pid).children()
@@ -182,7 +205,11 @@ def test_last_lines(tmp_path: Path) -> None:
 
 def children() -> list[psutil.Process]:
     """Ranks of this process that still run."""
-    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE and "shardwise" in " ".join(p.cmdline())]
+    return [
+        p
+        for p in psutil.Process().children()
+        if p.status() != psutil.STATUS_ZOMBIE and "shardwise" in " ".join(p.cmdline())
+    ]
 
 
 def wait_for(*paths: Path) -> None:

@@ -25,7 +25,14 @@ from shardwise.report.memory import Account
 from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 
-TINY = ["model.width=32", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=12", "optimizer.lr=1e-2"]
+TINY = [
+    "model.width=32",
+    "model.layers=2",
+    "model.heads=2",
+    "data.sequence_length=16",
+    "data.batch_size=12",
+    "optimizer.lr=1e-2",
+]
 STEPS = 3
 
 
@@ -33,10 +40,12 @@ def plans() -> list[tuple[str, ...]]:
     found = [("parallel.dp=2", f"parallel.zero={z}", f"parallel.microbatches={m}") for z in range(4) for m in (1, 3)]
     found += [("parallel.dp=1", f"parallel.precision={p}") for p in ("fp32", "bf16", "fp16", "fp64")]
     found += [
-        ("parallel.dp=3", "parallel.zero=3", "parallel.precision=bf16", f"parallel.recompute={r}") for r in ("selective", "full")
+        ("parallel.dp=3", "parallel.zero=3", "parallel.precision=bf16", f"parallel.recompute={r}")
+        for r in ("selective", "full")
     ]
     found += [
-        ("parallel.dp=2", "parallel.zero=3", "parallel.microbatches=2", f"parallel.gathered={g}") for g in ("use", "forward")
+        ("parallel.dp=2", "parallel.zero=3", "parallel.microbatches=2", f"parallel.gathered={g}")
+        for g in ("use", "forward")
     ]
     found += [("parallel.dp=2", "parallel.zero=2", "parallel.offload=optimizer", "parallel.precision=bf16")]
     found += [("parallel.dp=4", "parallel.zero=2", "parallel.dp_replicate=2", "data.batch_size=16", "model.name=llama")]
@@ -97,7 +106,9 @@ def test_a_measured_step_is_as_predicted_and_its_numbers_are_the_same(plan: tupl
         assert seen.peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.005)
         assert sum(seen.peaks[predicted.at].values()) == pytest.approx(predicted.peak_bytes, rel=0.005)
         for category in ("activations", "temporary"):
-            assert seen.peak[category] == pytest.approx(predicted.peak[category], abs=0.01 * predicted.peak_bytes), category
+            assert seen.peak[category] == pytest.approx(predicted.peak[category], abs=0.01 * predicted.peak_bytes), (
+                category
+            )
         assert losses == others  # bit for bit
         assert all(torch.equal(state[name], other[name]) for name in state)
 

@@ -164,14 +164,17 @@ def test_mfu_of_palm() -> None:
         ("AMD Instinct MI250X", 47.9, 47.9, 47.9, 191.5, 191.5),  # of one die, which is what torch calls a device
     ],
 )
-def test_peaks_by_name(name: str, fp64: float | None, fp32: float, tf32: float, bf16: float | None, fp16: float) -> None:
+def test_peaks_by_name(
+    name: str, fp64: float | None, fp32: float, tf32: float, bf16: float | None, fp16: float
+) -> None:
     found = [named_peak(name, p) for p in ("fp64", "fp32", "bf16", "fp16")] + [named_peak(name, "fp32", tf32=True)]
     assert found == [None if t is None else t * 1e12 for t in (fp64, fp32, bf16, fp16, tf32)]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+    ["NVIDIA A100-SXM4-40GB MIG 1g.5gb", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 4090 Laptop GPU",
+    "NVIDIA GeForce RTX 4090 D",
      "NVIDIA L400", "Quadro K620", "AMD Instinct MI300A", "AMD Instinct MI300X VF", ""],
 )  # fmt: skip
 def test_devices_that_only_resemble_a_known_one(name: str) -> None:
@@ -195,7 +198,9 @@ def matmul_precision() -> Iterator[None]:
 
 @pytest.mark.usefixtures("matmul_precision")
 def test_tf32_counts_where_it_is_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"NVIDIA {'H200' if device.index == 1 else 'unknown'}")
+    monkeypatch.setattr(
+        torch.cuda, "get_device_name", lambda device: f"NVIDIA {'H200' if device.index == 1 else 'unknown'}"
+    )
     device = torch.device("cuda", 1)
     torch.set_float32_matmul_precision("highest")
     assert peak_flops(device, "fp32") == 67e12

@@ -24,7 +24,12 @@ def progress(tmp_path: Path) -> Progress:
 
 def test_record_follows_the_rank(tmp_path: Path, progress: Progress) -> None:
     start = read_record(tmp_path, 0)
-    assert start is not None and (start.place, start.patient, start.waiting, start.done) == ("starting", True, False, False)
+    assert start is not None and (start.place, start.patient, start.waiting, start.done) == (
+        "starting",
+        True,
+        False,
+        False,
+    )
     progress.begin(17)
     reading = read_record(tmp_path, 0)
     assert reading is not None and (reading.place, reading.patient) == ("reading the batch of step 17", False)

@@ -53,7 +53,8 @@ def ranks(given: Config, compiled: Compiled, budget: int = 1 << 40) -> list[Fore
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("parallel.pp=3", "parallel.recompute=full"), ("parallel.dp=2", "parallel.zero=3", "parallel.reduced=step")]
+    "more",
+    [(), ("parallel.pp=3", "parallel.recompute=full"), ("parallel.dp=2", "parallel.zero=3", "parallel.reduced=step")],
 )
 def test_all_ranks_go_by_what_was_found(tmp_path: Path, more: tuple[str, ...]) -> None:
     given = config(f"train.run_dir={tmp_path}", *more)
@@ -130,7 +131,9 @@ def test_within_the_memory(tmp_path: Path) -> None:
     assert most.peaks(most.plan) == [most.predict(most.plan, rank).peak_bytes for rank in range(2)]
     less = bare(needed - 1)
     assert less.fits and less.plan.timetable != most.plan.timetable
-    with pytest.raises(ConfigError, match='parallel.schedule = "auto": no timetable was found that fits in 1,000 bytes a rank'):
+    with pytest.raises(
+        ConfigError, match='parallel.schedule = "auto": no timetable was found that fits in 1,000 bytes a rank'
+    ):
         bare(1000)
 
 

@@ -58,7 +58,8 @@ def test_expand_nodes(nodes: str, hosts: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "nodes",
-    ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[]", "n[1", "n1]", "n[1-2", "n[3-1]", "n[1-]", "n[-1]", "n[a-b]", "n[1,]",
+    ["", ",", "a,", ",a", "a,,b", "n[", "n]", "n[]", "n[1", "n1]", "n[1-2", "n[3-1]", "n[1-]", "n[-1]", "n[a-b]",
+    "n[1,]",
      "n[[1-2]]", "n[1[2]]", "n[1-99999999999]", "r[1-9999]n[1-9999]", "a b", "n[1-2-3]", "n[²]"],
 )  # fmt: skip
 def test_malformed_nodes_are_refused(nodes: str) -> None:
@@ -100,7 +101,11 @@ def test_older_variables_do() -> None:
     old = {name: value for name, value in STEP.items() if not name.startswith("SLURM_STEP_") or name == "SLURM_STEP_ID"}
     environment = {**old, "SLURM_TASKS_PER_NODE": "2(x2),3"}
     assert adopt(environment)
-    assert (environment["LOCAL_WORLD_SIZE"], environment["MASTER_ADDR"], environment["WORLD_SIZE"]) == ("2", "node01", "7")
+    assert (environment["LOCAL_WORLD_SIZE"], environment["MASTER_ADDR"], environment["WORLD_SIZE"]) == (
+        "2",
+        "node01",
+        "7",
+    )
     del old["SLURM_TASKS_PER_NODE"]
     environment = {**old, "SLURM_NTASKS": "9", "SLURM_NTASKS_PER_NODE": "3"}
     assert adopt(environment) and environment["LOCAL_WORLD_SIZE"] == "3"
@@ -119,10 +124,25 @@ def test_one_node_needs_no_name() -> None:
     [
         {"HOME": "/root"},
         JOB,  # salloc
-        {**JOB, "SLURM_NTASKS": "24", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"},  # the script of sbatch
-        {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFA), "SLURM_PROCID": "0"},  # the shell of salloc with use_interactive_step
+        {
+            **JOB,
+            "SLURM_NTASKS": "24",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+        },  # the script of sbatch
+        {
+            **STEP,
+            "SLURM_STEP_ID": str(0xFFFFFFFA),
+            "SLURM_PROCID": "0",
+        },  # the shell of salloc with use_interactive_step
         {**STEP, "SLURM_STEP_ID": str(0xFFFFFFFB), "SLURM_PROCID": "0"},  # a batch script that knows its step
-        {**STEP, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_PROCID": "0"},  # srun of one task
+        {
+            **STEP,
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_STEP_TASKS_PER_NODE": "1",
+            "SLURM_PROCID": "0",
+        },  # srun of one task
         {**STEP, "RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},  # srun torchrun
     ],
 )

@@ -126,7 +126,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_at_its_step(tmp_path: Path) -> 
 
 def test_metrics_are_written_one_step_late_and_skipped_steps_not(tmp_path: Path) -> None:
     def result(loss: float, skipped: float = 0.0) -> StepResult:
-        return StepResult(torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), torch.tensor(4), torch.tensor(0.0))
+        return StepResult(
+            torch.tensor(loss), torch.tensor(2.0), torch.tensor(skipped), torch.tensor(4), torch.tensor(0.0)
+        )
 
     path, seen = tmp_path / "metrics.jsonl", []
     with path.open("w") as file:
@@ -139,7 +141,10 @@ def test_metrics_are_written_one_step_late_and_skipped_steps_not(tmp_path: Path)
         writer.flush()
         writer.flush()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows] == [(0, 3.0, 2.0, 0.5), (1, None, 2.0, 0.5)]
+    assert [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows] == [
+        (0, 3.0, 2.0, 0.5),
+        (1, None, 2.0, 0.5),
+    ]
     assert rows[0]["tokens_per_second"] == pytest.approx(40 / rows[0]["step_seconds"])
     summary = writer.summary()
     assert (summary["steps"], summary["loss_first"], summary["loss_last"]) == (2, 3.0, None)
@@ -193,7 +198,9 @@ def test_rounding_to_bf16_would_be_seen() -> None:
     x, exact = torch.randn(64, 64), torch.randn(64, 64)
     product = x @ exact
     rounded = x.bfloat16().float() @ exact.bfloat16().float()
-    assert matmul._relative(rounded, x.double() @ exact.double()) > 100 * matmul._relative(product, x.double() @ exact.double())
+    assert matmul._relative(rounded, x.double() @ exact.double()) > 100 * matmul._relative(
+        product, x.double() @ exact.double()
+    )
 
 
 def test_typical_shapes() -> None:
@@ -213,4 +220,6 @@ def test_a_batch_without_targets_has_no_part_in_an_evaluation() -> None:
     batches = [SimpleNamespace(loss=2.0, weight=3, rows=4), SimpleNamespace(loss=math.nan, weight=0, rows=4)]
     batches.append(SimpleNamespace(loss=4.0, weight=1, rows=2))
     found = evaluate(Stub(), batches, perplexity=True)  # type: ignore[arg-type]
-    assert found["validation_loss"] == 2.5 and found["perplexity"] == pytest.approx(math.exp(2.5)) and found["rows"] == 10
+    assert (
+        found["validation_loss"] == 2.5 and found["perplexity"] == pytest.approx(math.exp(2.5)) and found["rows"] == 10
+    )

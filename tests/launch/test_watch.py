@@ -69,25 +69,37 @@ def look(watcher: Watcher, seconds: float) -> Hang | None:
 
 def test_a_rank_that_others_wait_for_hangs(start: Start) -> None:
     watcher = start(
-        "at(3, 7, Op.REDUCE); progress.wait('all_reduce of loss'); sleep()", "at(3, 2, Op.BACKWARD); sleep()", timeout=0.6
+        "at(3, 7, Op.REDUCE); progress.wait('all_reduce of loss'); sleep()",
+        "at(3, 2, Op.BACKWARD); sleep()",
+        timeout=0.6,
     )
     found = look(watcher, 10)
     assert found is not None and found.culprits == (1,)
     assert "rank 1 hangs at BACKWARD u2 m0 of step 3" in found.message and "train.hang_timeout" in found.message
     report = watcher.report()
     assert (
-        "waits" in report[0] and "all_reduce of loss" in report[0] and report[1].startswith("rank 1: at BACKWARD u2 m0 of step 3")
+        "waits" in report[0]
+        and "all_reduce of loss" in report[0]
+        and report[1].startswith("rank 1: at BACKWARD u2 m0 of step 3")
     )
 
 
 def test_stages_are_named_and_who_waits_for_them(start: Start) -> None:
-    waits = "progress.take('stages 0, 3'); at(3, 7, Op.RECEIVE); progress.wait('receive of h among ranks [1, 0]'); sleep()"
+    waits = (
+        "progress.take('stages 0, 3'); at(3, 7, Op.RECEIVE); progress.wait('receive of h among ranks [1, 0]'); sleep()"
+    )
     ranks = ("progress.take('stages 1, 2'); at(3, 2, Op.BACKWARD); sleep()", *[waits] * 5)
     found = look(start(*ranks, timeout=0.6), 20)
     assert found is not None and found.culprits == (0,)
-    assert found.message.startswith("rank 0 (stages 1, 2) hangs at BACKWARD u2 m0 of step 3; rank 1 (stages 0, 3) waits ")
+    assert found.message.startswith(
+        "rank 0 (stages 1, 2) hangs at BACKWARD u2 m0 of step 3; rank 1 (stages 0, 3) waits "
+    )
     assert "for receive of h among ranks [1, 0], at RECEIVE u7 m0 of step 3; rank 2" in found.message
-    assert "rank 4 (stages 0, 3)" in found.message and "rank 5" not in found.message and "; 1 more rank waits (" in found.message
+    assert (
+        "rank 4 (stages 0, 3)" in found.message
+        and "rank 5" not in found.message
+        and "; 1 more rank waits (" in found.message
+    )
 
 
 def test_also_a_busy_one(start: Start) -> None:
@@ -96,7 +108,9 @@ def test_also_a_busy_one(start: Start) -> None:
 
 
 def test_progress_is_no_hang(start: Start) -> None:
-    moving = "at(3, 2)\nfor n in range(1000): progress.instruction(n, Instruction(Op.FORWARD, unit=0)); time.sleep(0.05)"
+    moving = (
+        "at(3, 2)\nfor n in range(1000): progress.instruction(n, Instruction(Op.FORWARD, unit=0)); time.sleep(0.05)"
+    )
     assert look(start("at(3, 7); progress.wait('all_reduce'); sleep()", moving, timeout=0.4), 2.5) is None
 
 
@@ -149,7 +163,10 @@ def test_all_wait_for_each_other(start: Start) -> None:
 
 
 def test_a_waiting_rank_that_is_behind(start: Start) -> None:
-    ranks = ("at(5, 6); progress.wait('all_reduce of a'); sleep()", "at(5, 4); progress.wait('all_reduce of b'); sleep()")
+    ranks = (
+        "at(5, 6); progress.wait('all_reduce of a'); sleep()",
+        "at(5, 4); progress.wait('all_reduce of b'); sleep()",
+    )
     found = look(start(*ranks, timeout=0.4), 10)
     assert found is not None and found.culprits == (1,) and "behind" in found.message
 

@@ -32,7 +32,9 @@ def gpt() -> Trace:
     return trace(GPT(vocabulary=11, width=8, layers=LAYERS, heads=2, context=8), batch)
 
 
-def lowered(one: Trace, zero: int, *, ranks: int = 2, replicas: int = 1, training: bool = True, **changes: Any) -> Program:
+def lowered(
+    one: Trace, zero: int, *, ranks: int = 2, replicas: int = 1, training: bool = True, **changes: Any
+) -> Program:
     plan = data_parallel(Plan(**changes), ranks, zero, replicas)
     programs = lower(one, plan, training=training)
     check(programs, plan.mesh)
@@ -90,7 +92,9 @@ def test_gathers_come_ahead_of_their_use(gpt: Trace) -> None:
             unit = program.instructions[order[k]].unit
             own = [b.index for b in gpt.buckets if b.units == (unit,)]
             at = max(
-                i for i in range(order[k]) if program.instructions[i].op is Op.GATHER and program.instructions[i].bucket in own
+                i
+                for i in range(order[k])
+                if program.instructions[i].op is Op.GATHER and program.instructions[i].bucket in own
             )
             assert order[k - prefetch - 1] < at < order[k - prefetch]
 
@@ -139,7 +143,9 @@ def test_no_slot_holds_two_buckets_at_once(found: list[SlotSpan]) -> None:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero: int) -> None:
-    """Loss and norm: every rank has a part of them.  Ranks that differ in tensor axes have the same rows, and other gradients."""
+    """Loss and norm: every rank has a part of them.  Ranks that differ in tensor axes have the same rows, and other
+    gradients.
+    """
     plan = pipeline(data_parallel(Plan(mesh=Mesh.of(tp=2, one=1, ep=2), microbatches=2), 4, zero, 2), 2)
     batch, tensor = ("dp_replicate", "dp"), ("tp", "ep")
     for training in (True, False):
@@ -147,11 +153,18 @@ def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero
         check(programs, plan.mesh)
         assert len(programs) == 2  # ranks that differ in tensor axes run the same
         for program in programs:
-            sums = {one.writes[0].kind: one.axes for one in program.instructions if one.op is Op.REDUCE and one.bucket < 0}
+            sums = {
+                one.writes[0].kind: one.axes for one in program.instructions if one.op is Op.REDUCE and one.bucket < 0
+            }
             assert sums == dict.fromkeys(("loss", "norm") if training else ("loss",), ("pp", *batch, *tensor))
             counts = [one.axes for one in program.instructions if one.op is Op.COUNT]
             assert counts and set(counts) == {batch}
-            others = {a for one in program.instructions if one.op in (Op.REDUCE, Op.GATHER) and one.bucket >= 0 for a in one.axes}
+            others = {
+                a
+                for one in program.instructions
+                if one.op in (Op.REDUCE, Op.GATHER) and one.bucket >= 0
+                for a in one.axes
+            }
             assert others <= set(batch) and (others or not training)
 
 

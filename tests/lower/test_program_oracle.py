@@ -51,7 +51,13 @@ def shared() -> Llama:
 def synchronous() -> Iterator[tuple[Any, ...]]:
     """Some of the legal combinations of what a synchronous plan can say: all would be 30,000."""
     schedules = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
-    how = (("none", "selective", "full"), ("use", "forward", "step"), ("microbatch", "step"), ("auto", "bf16"), (0, 1, 2))
+    how = (
+        ("none", "selective", "full"),
+        ("use", "forward", "step"),
+        ("microbatch", "step"),
+        ("auto", "bf16"),
+        (0, 1, 2),
+    )
     draw = random.Random(0).choice
     for _ in range(DRAWN):
         case = (
@@ -87,12 +93,28 @@ def planned(schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches
 
 def asynchronous() -> Iterator[tuple[Any, ...]]:
     """The same of asynchronous plans, with the batches of a window."""
-    how = (("none", "selective", "full"), ("use", "forward", "step"), ("microbatch", "step"), ("auto", "bf16"), (0, 1, 2))
+    how = (
+        ("none", "selective", "full"),
+        ("use", "forward", "step"),
+        ("microbatch", "step"),
+        ("auto", "bf16"),
+        (0, 1, 2),
+    )
     draw = random.Random(1).choice
     for _ in range(DRAWN):
         schedule, pp, microbatches = draw(("pipedream", "pipedream-2bw")), draw((2, 3, 4)), draw((1, 2, 3, 4, 5))
         zero, sync, way = draw(range(4)), draw((False, True)), tuple(map(draw, how))
-        case = (draw(("gpt", "llama", "shared")), schedule, pp, draw(DP), zero, microbatches, draw((1, 2, 3, 4, 7)), sync, way)
+        case = (
+            draw(("gpt", "llama", "shared")),
+            schedule,
+            pp,
+            draw(DP),
+            zero,
+            microbatches,
+            draw((1, 2, 3, 4, 7)),
+            sync,
+            way,
+        )
         with suppress(ConfigError):
             plan = late(*case[1:])
             if not plan.stages_alone or case[0] == "llama":  # tied weights would be updated by each stage for itself
@@ -100,7 +122,14 @@ def asynchronous() -> Iterator[tuple[Any, ...]]:
 
 
 def late(
-    schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches: int, window: int, sync: bool, way: tuple[Any, ...]
+    schedule: str,
+    pp: int,
+    dp: tuple[int, int],
+    zero: int,
+    microbatches: int,
+    window: int,
+    sync: bool,
+    way: tuple[Any, ...],
 ) -> Plan:
     plan = pipeline(planned("1f1b", 1, dp, zero, microbatches, way), pp, schedule)
     return plan.replace(window=window, vertical_sync=sync)
@@ -114,7 +143,8 @@ CASES, LATE = list(synchronous()), sorted(set(asynchronous()), key=str)
 
 
 def wrong(
-    one: Trace, plan: Plan, change: Callable[[tuple[Program, ...]], tuple[Program, ...]] = lambda programs: programs, batches: int = 1
+    one: Trace, plan: Plan, change: Callable[[tuple[Program, ...]], tuple[Program, ...]] = lambda programs: programs,
+    batches: int = 1
 ) -> list[str]:  # fmt: skip
     """What a plan's programs compute otherwise than one device."""
     return differences(Toy(one, plan.mesh.axis_size("dp")), plan, change(lower(one, plan, batches=batches)))
@@ -142,7 +172,7 @@ def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_def
     assert wrong(traces[name], plan, batches=plan.window) == []
 
 
-# ---- the oracle finds what is wrong ------------------------------------------------------------------------------------
+# ---- the oracle finds what is wrong ----------------------------------------------------------------------------------
 
 Change = Callable[[Instruction], Instruction | None]
 """What becomes of an instruction; None: it is dropped."""
@@ -163,7 +193,8 @@ FAULTS: dict[str, Change] = {
     "a sum over the pipeline": of(Op.REDUCE, lambda one: replace(one, axes=("pp",)), bucket=2),
     "a shard of a sum that all need": of(Op.REDUCE, lambda one: replace(one, scatters=not one.scatters), bucket=2),
     "a gradient that begins with the one before": of(Op.BACKWARD, lambda one: replace(one, first=())),
-    "a gradient that begins anew": of(Op.BACKWARD, lambda one: replace(one, first=tuple(b.index for b in one.writes if b.kind == "grad"))),
+    "a gradient that begins anew": of(Op.BACKWARD,
+    lambda one: replace(one, first=tuple(b.index for b in one.writes if b.kind == "grad"))),
     "a slot added as if it were the first": of(Op.ADD, lambda one: replace(one, first=(one.bucket,))),
     "a slot that is not added": of(Op.ADD, drop),
     "parameters that are not gathered": of(Op.GATHER, drop, bucket=3),
@@ -175,7 +206,8 @@ FAULTS: dict[str, Change] = {
     "a slot that is freed too late": lambda one: replace(one, frees=tuple(b for b in one.frees if b.kind != "slot")),
     "a slot that is freed too early": of(Op.GATHER, lambda one: replace(one, frees=one.writes)),
     "targets that are not counted": of(Op.COUNT, drop),
-    "a backward that does not leave what the other half needs": of(Op.BACKWARD_INPUT, lambda one: replace(one, writes=tuple(b for b in one.writes if b.kind != "deferred"))),
+    "a backward that does not leave what the other half needs": of(Op.BACKWARD_INPUT,
+    lambda one: replace(one, writes=tuple(b for b in one.writes if b.kind != "deferred"))),
     "a half that is not run": of(Op.BACKWARD_WEIGHT, drop),
 }  # fmt: skip
 
@@ -197,7 +229,9 @@ def twice(programs: tuple[Program, ...]) -> tuple[Program, ...]:
     for program in programs:
         at = max(i for i, one in enumerate(program.instructions) if one.op is Op.STEP)
         found.append(
-            replace(program, instructions=(*program.instructions[:at], program.instructions[at], *program.instructions[at:]))
+            replace(
+                program, instructions=(*program.instructions[:at], program.instructions[at], *program.instructions[at:])
+            )
         )
     return tuple(found)
 

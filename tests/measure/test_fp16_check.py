@@ -65,7 +65,11 @@ def by_value(op: Any) -> Any:
     ("op", "named", "kernel"),
     [
         (gram, "linalg_cholesky_ex.default", "\"cholesky_cpu\" not implemented for 'Half'"),
-        (torch.special.i1e, "special_i1e.default", "\"i1e_backward\" not implemented for 'Half'"),  # only backward lacks one
+        (
+            torch.special.i1e,
+            "special_i1e.default",
+            "\"i1e_backward\" not implemented for 'Half'",
+        ),  # only backward lacks one
     ],
     ids=["forward", "backward"],
 )
@@ -115,8 +119,10 @@ def test_products_that_are_not_tried_have_kernels() -> None:
     heads, grouped = (x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8)), (x(2, 4, 6, 8), x(2, 2, 6, 8), x(2, 2, 6, 8))
     mask = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
-        (aten.linear, (x(2, 3, 4), x(5, 4), x(5)), {}), (aten.linear, (x(4), x(5, 4)), {}), (aten.matmul, (x(2, 3, 4), x(4)), {}),
-        (aten.matmul, (x(2, 3, 4), x(2, 4, 5)), {}), (aten.mm, (x(3, 4), x(4, 5)), {}), (aten.bmm, (x(2, 3, 4), x(2, 4, 5)), {}),
+        (aten.linear, (x(2, 3, 4), x(5, 4), x(5)), {}), (aten.linear, (x(4), x(5, 4)), {}),
+        (aten.matmul, (x(2, 3, 4), x(4)), {}),
+        (aten.matmul, (x(2, 3, 4), x(2, 4, 5)), {}), (aten.mm, (x(3, 4), x(4, 5)), {}),
+        (aten.bmm, (x(2, 3, 4), x(2, 4, 5)), {}),
         (aten.addmm, (x(5), x(3, 4), x(4, 5)), {}), (aten.baddbmm, (x(2, 3, 5), x(2, 3, 4), x(2, 4, 5)), {}),
         (aten.addbmm, (x(3, 5), x(2, 3, 4), x(2, 4, 5)), {}), (aten.tensordot, (x(2, 3, 4), x(4, 5), [2], [0]), {}),
         (aten.bilinear, (x(2, 3), x(2, 4), x(5, 3, 4), x(5)), {}), (aten.inner, (x(2, 4), x(3, 4)), {}),
@@ -124,10 +130,13 @@ def test_products_that_are_not_tried_have_kernels() -> None:
         (aten.chain_matmul, ([x(2, 3), x(3, 4), x(4, 5)],), {}),
         (aten.convolution, (x(2, 4, 7), x(6, 4, 3), x(6), [1], [0], [1], False, [0], 1), {}),
         (aten.einsum, ("bij,bjk->bik", [x(2, 3, 4), x(2, 4, 5)]), {}),
-        *((getattr(aten, f"conv{d}d"), (x(2, 4, *[7] * d), x(6, 2, *[3] * d), x(6), [2] * d, [1] * d, [1] * d, 2), {}) for d in (1, 2, 3)),
-        (aten.conv_transpose1d, (x(2, 3, 7), x(3, 4, 3), x(4)), {}), (aten.conv_transpose2d, (x(2, 3, 5, 5), x(3, 4, 3, 3), x(4)), {}),
+        *((getattr(aten, f"conv{d}d"), (x(2, 4, *[7] * d), x(6, 2, *[3] * d), x(6), [2] * d, [1] * d, [1] * d, 2),
+        {}) for d in (1, 2, 3)),
+        (aten.conv_transpose1d, (x(2, 3, 7), x(3, 4, 3), x(4)), {}),
+        (aten.conv_transpose2d, (x(2, 3, 5, 5), x(3, 4, 3, 3), x(4)), {}),
         (aten.conv_transpose3d, (x(2, 3, 5, 5, 5), x(3, 4, 3, 3, 3), x(4)), {}),
-        (aten.scaled_dot_product_attention, heads, {"is_causal": True}), (aten.scaled_dot_product_attention, (*heads, mask), {}),
+        (aten.scaled_dot_product_attention, heads, {"is_causal": True}),
+        (aten.scaled_dot_product_attention, (*heads, mask), {}),
         (aten.scaled_dot_product_attention, grouped, {"enable_gqa": True}),
         (random_ops.attention, (env, *heads, None, 0.1, True, 0, (0, 1), ()), {}),
     ]  # fmt: skip
@@ -146,7 +155,8 @@ def test_ordinary_models_have_all_kernels(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "tensor", "tp"), [
     ("gpt", "1d", 2), ("llama", "1d", 2), ("gpt", "1d-sp", 3), ("llama", "1d-sp", 3),
-    ("own-llama", "2.5d", 8), pytest.param("gpt", "3d", 8, marks=pytest.mark.full), pytest.param("llama", "2d", 9, marks=pytest.mark.full),
+    ("own-llama", "2.5d", 8), pytest.param("gpt", "3d", 8, marks=pytest.mark.full),
+    pytest.param("llama", "2d", 9, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_pieces_of_layers_are_tried(name: str, tensor: Any, tp: int) -> None:
     """Also where the rows are shared out among more ranks than are tried."""

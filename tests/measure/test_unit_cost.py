@@ -1,4 +1,6 @@
-"""Costs of units against real runs on the CPU, with saved-tensor hooks and torch's own FLOP counter, and against closed forms."""
+"""Costs of units against real runs on the CPU, with saved-tensor hooks and torch's own FLOP counter, and against closed
+forms.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class MLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3)
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(self.layers(x), y)
@@ -163,10 +167,12 @@ def test_fast_dropout_keeps_what_the_native_kernels_keep() -> None:
     assert comparable(ours) == real_costs(module, found, batch, 6)
     here, there = ours[1].saved_bytes, cost(found, 6, device="gpu")[1].saved_bytes
     pairs, tokens = 4 * 6 * LENGTH**2, 6 * LENGTH * 32
-    assert here - there >= 3 * 2 * tokens + 3 * pairs  # masks of a byte an element; and CUDA's attention keeps no probabilities
+    assert (
+        here - there >= 3 * 2 * tokens + 3 * pairs
+    )  # masks of a byte an element; and CUDA's attention keeps no probabilities
 
 
-# ---- frozen and shared parameters --------------------------------------------------------------------------------------
+# ---- frozen and shared parameters ------------------------------------------------------------------------------------
 
 
 def test_frozen_parameters_cost_no_weight_gradient() -> None:
@@ -181,7 +187,9 @@ def test_frozen_parameters_cost_no_weight_gradient() -> None:
 
 
 class Counting(nn.Module):
-    """Buffers that nothing but their updates reads, one of which follows from a batch field, and one that passes through units."""
+    """Buffers that nothing but their updates reads, one of which follows from a batch field, and one that passes
+    through units.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,11 +224,13 @@ def test_a_tied_parameter_counts_in_both_units() -> None:
     assert {b.parameters for b in blocks} == {12 * 32**2 + 13 * 32}
 
 
-# ---- closed forms ------------------------------------------------------------------------------------------------------
+# ---- closed forms ----------------------------------------------------------------------------------------------------
 
 
 def test_flops_of_a_gpt() -> None:
-    """Forward and backward are 72 B L s h² (1 + s/6h + V/12hL), with attention spelled out (Korthikanti et al., appendix A)."""
+    """Forward and backward are 72 B L s h² (1 + s/6h + V/12hL), with attention spelled out (Korthikanti et al.,
+    appendix A).
+    """
     b, s, h, layers = 6, LENGTH, 32, 2
     ours = cost(traced("gpt with dropout"), b)
     total = sum(c.forward_flops + c.backward_flops for c in ours)
@@ -233,7 +243,9 @@ def test_flops_of_a_gpt() -> None:
 @pytest.mark.parametrize("tp", [2, 3])
 @pytest.mark.parametrize("kind", ["1d", "1d-sp"])
 def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None:
-    """Of all products and attention, even and uneven: four heads over three ranks.  They share weights, but for norms and late biases."""
+    """Of all products and attention, even and uneven: four heads over three ranks.  They share weights, but for norms
+    and late biases.
+    """
     whole, h = cost(traced("gpt"), 6), 32
     module = GPT(vocabulary=VOCABULARY, width=h, layers=2, heads=4, context=LENGTH)
     found = trace(module, text(), tensor=TensorParallelSpec({"tp": tp}, kind))
@@ -248,7 +260,9 @@ def test_ranks_of_tensor_parallelism_share_the_flops(kind: str, tp: int) -> None
 
 
 def test_activations_of_a_gpt() -> None:
-    """bf16 with dropout: sbh (34 + 5as/h) bytes a layer (Korthikanti et al., table 2), norms' statistics and small masks."""
+    """bf16 with dropout: sbh (34 + 5as/h) bytes a layer (Korthikanti et al., table 2), norms' statistics and small
+    masks.
+    """
     b, s, h, a = 6, LENGTH, 32, 4
     for device, statistic in (("cpu", 2), ("gpu", 4)):
         block = cost(traced("gpt with dropout", "bf16"), b, device=device)[1]
@@ -281,14 +295,21 @@ def test_a_llama_of_70b_allocates_nothing(layers: int) -> None:
         module = Llama(vocabulary=vocabulary, width=h, layers=layers, heads=64, kv_heads=8, hidden=ffn, context=s)
     module.rotary = rotary_table(s, h // 64)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = trace(module, {n: torch.zeros(rows, s, dtype=torch.int64) for n in ("input_ids", "labels")}, precision="bf16")
+    found = trace(
+        module, {n: torch.zeros(rows, s, dtype=torch.int64) for n in ("input_ids", "labels")}, precision="bf16"
+    )
     ours = cost(found, rows, device="gpu")
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB: a GiB, of which the units have none
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20
+    )  # KiB: a GiB, of which the units have none
     weights = 2 * h * h + 2 * h * h // 8 + 3 * h * ffn
     assert sum(c.parameters for c in ours) == layers * (weights + 2 * h) + 2 * vocabulary * h + h
     block = next(c for c in ours if c.name == "blocks.0")
     assert block.forward_flops == 2 * rows * s * weights + 4 * rows * s * s * h
-    assert block.weight_flops == 2 * rows * s * weights and block.input_flops == 2 * rows * s * weights + 10 * rows * s * s * h
+    assert (
+        block.weight_flops == 2 * rows * s * weights
+        and block.input_flops == 2 * rows * s * weights + 10 * rows * s * s * h
+    )
     assert len({dataclasses.replace(c, index=0, name="") for c in ours if c.name.startswith("blocks")}) == 1
 
 
@@ -325,14 +346,17 @@ class Chosen(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("name", "select"), [("index.Tensor", lambda h, m: h[m]), ("masked_select.default", lambda h, m: h.masked_select(m[:, None]))]
+    ("name", "select"),
+    [("index.Tensor", lambda h, m: h[m]), ("masked_select.default", lambda h, m: h.masked_select(m[:, None]))],
 )
 def test_sizes_that_depend_on_data_count_at_their_most(name: str, select: Callable[[Tensor, Tensor], Tensor]) -> None:
     found = trace(Chosen(select), features())
     for rows, parts in ((6, 1), (9, 2)):
         (unit,) = cost(found, rows, parts)
         assert unit.unknown == (f"aten.{name}",)
-        assert unit.forward_flops == 2 * 6 * 4 * -(-rows // parts) + 2 * 4 * 4 * rows  # the choice mixes rows: all ranks make it
+        assert (
+            unit.forward_flops == 2 * 6 * 4 * -(-rows // parts) + 2 * 4 * 4 * rows
+        )  # the choice mixes rows: all ranks make it
 
 
 def test_a_table_without_attention_is_wrong_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

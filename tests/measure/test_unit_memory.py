@@ -1,4 +1,4 @@
-"""The memory profile of units: what is walked, what is refused, and sizes by hand.  Real steps are in tests/estimate."""
+"""The memory profile of units: what is walked, what is refused, sizes by hand.  For real steps see tests/estimate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from shardwise.units.tracing import trace
 
 def gpt(layers: int) -> list[UnitMemory]:
     module = GPT(vocabulary=61, width=32, layers=layers, heads=4, context=16)
-    return list(profile(trace(module, {n: torch.zeros(4, 12, dtype=torch.int64) for n in ("input_ids", "labels")}), 4).units)
+    return list(
+        profile(trace(module, {n: torch.zeros(4, 12, dtype=torch.int64) for n in ("input_ids", "labels")}), 4).units
+    )
 
 
 def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +46,7 @@ def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_bytes_by_hand() -> None:
-    """5 rows of 8 floats are 160 bytes; relu keeps its result, the output; a linear keeps what the unit before it made."""
+    """5 rows of 8 floats are 160 bytes; relu keeps its result, the output; a linear what the unit before it made."""
     found = trace(zoo.Chain(), {"x": torch.zeros(5, 8)})
     fully, selectively = (profile(found, 5, recompute=how).units for how in ("full", "selective"))
     # That nothing before the first has a gradient makes no difference.
@@ -55,7 +57,9 @@ def test_bytes_by_hand() -> None:
         # Relu reads the product, which is kept; of the result of relu nothing is kept, and it is made again.
         again = other.again
         assert (again.forward, again.kept, again.recompute, again.saved) == (320, 160, 160, 160)
-        assert other.none == unit.none and unit.outputs == other.outputs == 160 and not unit.unknown and not other.unknown
+        assert (
+            other.none == unit.none and unit.outputs == other.outputs == 160 and not unit.unknown and not other.unknown
+        )
     first, middle, last, tail = fully
     assert first.gradients == () and middle.gradients == last.gradients == (160,)
     assert (
@@ -91,8 +95,8 @@ def test_a_gradient_that_two_wait_for_belongs_to_the_one_that_waits_longer() -> 
     maker = {n: u.index for u in found.units for n in u.outputs}
     assert {maker[n]: size for n, size in zip(found.units[2].inputs, third.gradients, strict=True)} == {0: 160, 1: 0}
     assert second.gradients == (160,)
-    # Relu's gradient takes the place of the pending one, the product's that of the linear's input, which ends with the weight's
-    # gradient; then there is one more at a time: its double, and the sum with what was pending.
+    # Relu's gradient takes the place of the pending one, the product's that of the linear's input, which ends with the
+    # weight's gradient; then there is one more at a time: its double, and the sum with what was pending.
     assert second.none.backward == third.none.backward == 160
 
 
@@ -113,11 +117,15 @@ def test_illegal_arguments_are_refused() -> None:
 
 @pytest.mark.parametrize(("kind", "tp"), [("1d", 2), ("1d-sp", 2), ("1d", 4)])
 def test_selective_recomputation_keeps_shards(kind: str, tp: int) -> None:
-    """Of a layer qkv, attention with its statistics and the MLP's first product; of the partial sums the one whose value is needed again."""
+    """Of a layer qkv, attention with its statistics and the MLP's first product; of the partial sums the one whose
+    value is needed again.
+    """
     b, s, h, a = 3, 24, 48, 12
     module = GPT(vocabulary=48, width=h, layers=2, heads=a, context=s)
     batch = {n: torch.zeros(b, s, dtype=torch.int64) for n in ("input_ids", "labels")}
-    layer = profile(trace(module, batch, tensor=TensorParallelSpec({"tp": tp}, kind)), b, recompute="selective").units[1]
+    layer = profile(trace(module, batch, tensor=TensorParallelSpec({"tp": tp}, kind)), b, recompute="selective").units[
+        1
+    ]
     assert layer.again.kept == 4 * b * s * ((3 * h + h + a + 4 * h) // tp + h)
 
 

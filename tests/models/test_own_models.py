@@ -196,7 +196,9 @@ def test_export_with_any_number_of_rows(kind: str) -> None:
     model, ids = make(kind), tokens()
     rows = {0: torch.export.Dim.DYNAMIC}
     inputs = {"input_ids": ids, "labels": tokens(seed=2)}
-    program = torch.export.export(model, (), inputs, dynamic_shapes={"input_ids": rows, "labels": rows}, strict=False).module()
+    program = torch.export.export(
+        model, (), inputs, dynamic_shapes={"input_ids": rows, "labels": rows}, strict=False
+    ).module()
     for count in (1, 2, 7):
         batch = {"input_ids": tokens(count, seed=3), "labels": tokens(count, seed=4)}
         assert abs(program(**batch) - model(**batch)) < 1e-6
@@ -289,6 +291,8 @@ def test_export_with_documents(kind: str) -> None:
         return dict(zip(("input_ids", "labels", "documents"), map(torch.cat, zip(*parts, strict=True)), strict=True))
 
     example = batch(3)
-    program = torch.export.export(model, (), example, dynamic_shapes=dict.fromkeys(example, rows), strict=False).module()
+    program = torch.export.export(
+        model, (), example, dynamic_shapes=dict.fromkeys(example, rows), strict=False
+    ).module()
     for count in (1, 2, 7):
         assert abs(program(**batch(count)) - model(**batch(count))) < 1e-6

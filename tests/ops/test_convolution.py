@@ -21,7 +21,9 @@ from shardwise.ops.local_ops import convolution
 def test_pieces_of_channels_make_the_whole(
     op: Any, rows: int, dims: int, options: dict[str, Any], lead: tuple[int, ...], biased: bool
 ) -> None:
-    """3 channels that come in and 2 that go out, over 4 ranks each: sums of the first, pieces of the second, and both gradients."""
+    """3 channels that come in and 2 that go out, over 4 ranks each: sums of the first, pieces of the second, and both
+    gradients.
+    """
     torch.manual_seed(3)
     ins, outs, parts = 3, 2, 4
     x = torch.randn(*lead, ins, *[6] * dims, dtype=torch.float64, requires_grad=True)
@@ -37,7 +39,9 @@ def test_pieces_of_channels_make_the_whole(
         for _, (a, b) in spans
     ]
     summands = [
-        convolution(op, rows, x.narrow(channels, a, b - a), weight.narrow(rows, a, b - a), bias if i == 0 else None, **options)
+        convolution(
+            op, rows, x.narrow(channels, a, b - a), weight.narrow(rows, a, b - a), bias if i == 0 else None, **options
+        )
         for i, ((a, b), _) in enumerate(spans)
     ]
     given = [x, weight, *([] if bias is None else [bias])]

@@ -129,7 +129,9 @@ def test_uniform_normal_randint_bernoulli() -> None:
     [((7, 5, 4), (0, 1)), ((5, 7, 4), (1, 1)), ((21, 4), (0, 3)), ((2, 14, 3), (1, 2)), ((3, 4, 7), (2, 1))],
 )
 @pytest.mark.parametrize("cuts", [(0, 7), (0, 3, 7), (0, 1, 2, 7), (0, 2, 4, 6, 7)])
-def test_any_split_of_rows_gives_the_same_mask(shape: tuple[int, ...], batch: tuple[int, int], cuts: tuple[int, ...]) -> None:
+def test_any_split_of_rows_gives_the_same_mask(
+    shape: tuple[int, ...], batch: tuple[int, int], cuts: tuple[int, ...]
+) -> None:
     dim, minor = batch
     whole = keyed_mask(0.5, 9, 8, 7, shape, batch, row_start=10)
     pieces = []

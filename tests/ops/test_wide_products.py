@@ -1,4 +1,6 @@
-"""Weight gradients of matrices in bf16 and fp16 that are summed in fp32 without being rounded, where a device has the kernels."""
+"""Weight gradients of matrices in bf16 and fp16 that are summed in fp32 without being rounded, where a device has the
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,15 @@ def only_matrices(goal: Tensor, left: Tensor, right: Tensor, add: bool) -> None:
 WIDE = Kernels("cpu", reference)
 
 # kind, dims, shape of the weight, and (dY, X, rest)
-CASES: dict[str, tuple[str, tuple[int, ...] | None, tuple[int, ...], Callable[[], tuple[Tensor, Tensor, tuple[Any, ...]]]]] = {
+CASES: dict[str,
+tuple[str, tuple[int, ...] | None, tuple[int, ...], Callable[[], tuple[Tensor, Tensor, tuple[Any, ...]]]]] = {
     "linear": ("linear", None, (5, 4), lambda: (torch.randn(7, 3, 5), torch.randn(7, 3, 4), ())),
     "linear, transposed": ("linear", (1, 0), (4, 5), lambda: (torch.randn(7, 3, 5), torch.randn(7, 3, 4), ())),
     "right": ("right", None, (4, 5), lambda: (torch.randn(21, 5), torch.randn(21, 4), ())),
     "batched": ("batched", None, (3, 4, 5), lambda: (torch.randn(3, 9, 5), torch.randn(3, 9, 4), ())),
     "batched, transposed": ("batched", (0, 2, 1), (3, 5, 4), lambda: (torch.randn(3, 9, 5), torch.randn(3, 9, 4), ())),
-    "batched, neither dim last": ("batched", (2, 0, 1), (4, 5, 3), lambda: (torch.randn(3, 9, 5), torch.randn(3, 9, 4), ())),
+    "batched, neither dim last": ("batched", (2, 0, 1), (4, 5, 3),
+    lambda: (torch.randn(3, 9, 5), torch.randn(3, 9, 4), ())),
     "in turn": ("in turn", None, (3, 4, 5), lambda: (torch.randn(9, 5), torch.randn(9, 4), (torch.tensor([2, 2, 9]),))),
     "no rows": ("linear", None, (5, 4), lambda: (torch.randn(0, 5), torch.randn(0, 4), ())),
 }  # fmt: skip
@@ -121,7 +125,10 @@ def test_what_has_them() -> None:
     assert Backend("cuda").wide_product(torch.float32) is None and Backend("cuda").wide_product(None) is None
     assert Backend.of_kind("cpu").type == "cpu" and Backend.of_kind("gpu").kind == "gpu"
     if not torch.accelerator.is_available():
-        assert Backend("cuda").wide_product(torch.bfloat16) is not None and Backend("xpu").wide_product(torch.bfloat16) is None
+        assert (
+            Backend("cuda").wide_product(torch.bfloat16) is not None
+            and Backend("xpu").wide_product(torch.bfloat16) is None
+        )
 
 
 class Net(nn.Module):

@@ -45,6 +45,7 @@ def test_a_number_of_ranks_that_is_none_is_refused(size: object) -> None:
 
 def test_a_recipe_that_does_not_exist_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match='tensor: \'1d-ps\' is not legal; legal: "1d", "1d-sp", "2d", "2.5d", "3d". Did you mean "1d-sp"?'
+        ConfigError,
+        match='tensor: \'1d-ps\' is not legal; legal: "1d", "1d-sp", "2d", "2.5d", "3d". Did you mean "1d-sp"?',
     ):
         tensor_parallel(Plan(), 2, "1d-ps")  # type: ignore[arg-type]

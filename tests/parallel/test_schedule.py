@@ -54,7 +54,8 @@ def test_activations_are_the_papers(name: str) -> None:
     for p, m, v in numbers(name):
         group = -(-m // max(1, m // p))
         most = {
-            "naive": 1, "gpipe": m, "1f1b": p, "interleaved": (v - 1) * group + 2 * p - 1, "zb-h1": p, "zb-h2": 2 * p - 1,
+            "naive": 1, "gpipe": m, "1f1b": p, "interleaved": (v - 1) * group + 2 * p - 1, "zb-h1": p,
+            "zb-h2": 2 * p - 1,
             "zbv": 2 * p, "dualpipe-v": 2 * p + 1,
         }[name]  # fmt: skip
         found = [alive(tasks) for tasks in timetable(name, p, m, v)]
@@ -77,7 +78,9 @@ def test_one_rank_alternates() -> None:
 
 
 def test_known_orders() -> None:
-    """Drawn in Megatron-LM (figures 3 and 4) and in the zero-bubble paper: 4 ranks, 8 microbatches, the last and the first rank."""
+    """Drawn in Megatron-LM (figures 3 and 4) and in the zero-bubble paper: 4 ranks, 8 microbatches, the last and the
+    first rank.
+    """
 
     def words(name: str, rank: int, v: int | None = None) -> str:
         return " ".join(f"{t.kind}{t.microbatch + 1}{chr(39) * (t.stage // 4)}" for t in timetable(name, 4, 8, v)[rank])
@@ -85,7 +88,9 @@ def test_known_orders() -> None:
     assert words("1f1b", 0) == "F1 F2 F3 F4 B1 F5 B2 F6 B3 F7 B4 F8 B5 B6 B7 B8"
     assert words("1f1b", 3) == "F1 B1 F2 B2 F3 B3 F4 B4 F5 B5 F6 B6 F7 B7 F8 B8"
     assert words("interleaved", 3, 2).startswith("F1 F2 F3 F4 F1' B1' F2' B2' F3' B3' F4' B4' F5 B1 F6 B2")
-    assert words("interleaved", 0, 2).startswith("F1 F2 F3 F4 F1' F2' F3' F4' F5 F6 F7 B1' F8 B2' F5' B3' F6' B4' F7' B1")
+    assert words("interleaved", 0, 2).startswith(
+        "F1 F2 F3 F4 F1' F2' F3' F4' F5 F6 F7 B1' F8 B2' F5' B3' F6' B4' F7' B1"
+    )
     assert words("zb-h1", 3).startswith("F1 I1 F2 I2 F3 I3 F4 I4 W1 F5 I5 W2")
     assert words("zb-h1", 0).startswith("F1 F2 F3 F4 I1 W1 F5 I2 W2")
     assert words("zb-h2", 0).startswith("F1 F2 F3 F4 F5 F6 F7 I1 W1 F8 I2 W2 I3 W3")
@@ -105,9 +110,15 @@ def test_places() -> None:
         (("naive", 2, 4), 'microbatches: 4 is not legal with schedule "naive" on 2 ranks; legal: 1'),
         (("1f1b", 2, 4, 2), r'stages_per_rank: 2 is not legal with .*legal: 1\. .*"interleaved", "zbv", "dualpipe-v"'),
         (("interleaved", 2, 4, 1), 'stages_per_rank: 1 is not legal with schedule "interleaved"; legal: at least 2'),
-        (("zbv", 2, 4, 3), r'stages_per_rank: 3 is not legal with schedule "zbv"; legal: 2\. Schedules for 3: "interleaved"'),
+        (
+            ("zbv", 2, 4, 3),
+            r'stages_per_rank: 3 is not legal with schedule "zbv"; legal: 2\. Schedules for 3: "interleaved"',
+        ),
         (("zbv", 2, 4, True), "stages_per_rank: True is not legal"),
-        (("pipedream-2bw", 4, 3), 'microbatches: 3 is not legal with schedule "pipedream-2bw" on 4 ranks; legal: at least 4'),
+        (
+            ("pipedream-2bw", 4, 3),
+            'microbatches: 3 is not legal with schedule "pipedream-2bw" on 4 ranks; legal: at least 4',
+        ),
     ],
 )
 def test_refused(args: tuple[str, int, int], words: str) -> None:
@@ -119,7 +130,9 @@ def test_refused(args: tuple[str, int, int], words: str) -> None:
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_pipedream_uses_the_weights_that_the_order_leaves(n: int) -> None:
-    """Played as a program: a stage updates after each backward, and a forward finds the version that its rank has by then."""
+    """Played as a program: a stage updates after each backward, and a forward finds the version that its rank has by
+    then.
+    """
     for stage, tasks in enumerate(timetable("pipedream", n, 30)):
         version, stashed = 0, {}
         for kind, _, m in tasks:
@@ -135,7 +148,9 @@ def test_pipedream_uses_the_weights_that_the_order_leaves(n: int) -> None:
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_double_buffered_weights_are_there_when_needed(n: int) -> None:
-    """No version is used before its update, and what is in the pipeline and the newest weights are two versions at most."""
+    """No version is used before its update, and what is in the pipeline and the newest weights are two versions at
+    most.
+    """
     for size in range(n, n + 6):
         for tasks in timetable("pipedream-2bw", n, 5 * size):
             updates, alive_versions = 0, Counter[int]()

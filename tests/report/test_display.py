@@ -127,7 +127,9 @@ def test_numbers() -> None:
 def test_tables() -> None:
     out = console()
     show(
-        out, pairs("a title", {"name": "[value]", "none": None}), grid("", ("a", ">b"), [("x", 1), ("y", 20)], totals=("sum", 21))
+        out,
+        pairs("a title", {"name": "[value]", "none": None}),
+        grid("", ("a", ">b"), [("x", 1), ("y", 20)], totals=("sum", 21)),
     )
     lines = [line.rstrip() for line in written(out).splitlines()]
     assert lines[:2] == ["a title", "name  [value]"] and "none" not in written(out)

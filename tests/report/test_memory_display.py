@@ -24,9 +24,14 @@ def account(number: int = 40, scale: int = GIB, highest: int | None = None) -> A
     top = number // 2 if highest is None else highest
     names = tuple(f"{'FORWARD' if i <= top else 'BACKWARD'} u{i} m0" for i in range(number - 1)) + ("STEP b0",)
     states = {"optimizer": 3 * scale, "parameters": 2 * scale, "gradients": scale}
-    rising = [6 * scale * (i + 1) // (top + 1) if i <= top else 6 * scale * (number - i) // (number - top) for i in range(number)]
+    rising = [
+        6 * scale * (i + 1) // (top + 1) if i <= top else 6 * scale * (number - i) // (number - top)
+        for i in range(number)
+    ]
     peaks = tuple({**states, "activations": n, "temporary": 4 * scale if i == top else 0} for i, n in enumerate(rising))
-    return Account(3, names, peaks, {**states, "temporary": 16}, top, "forward of the unit in the middle in microbatch 0")
+    return Account(
+        3, names, peaks, {**states, "temporary": 16}, top, "forward of the unit in the middle in microbatch 0"
+    )
 
 
 def printed(*parts: Any) -> str:
@@ -50,7 +55,8 @@ def test_table_has_every_category_and_their_sums() -> None:
 
 def test_comparison_says_how_far_off_the_prediction_is() -> None:
     one = account()
-    more = Account(3, one.instructions, tuple({**p, "activations": p["activations"] * 2, "reserve": GIB} for p in one.peaks),
+    more = Account(3, one.instructions,
+    tuple({**p, "activations": p["activations"] * 2, "reserve": GIB} for p in one.peaks),
                    one.between, one.at, one.where)  # fmt: skip
     text = printed(comparison("rank 3", one, more))
     assert re.search(r"activations +6\.0 GiB +12\.0 GiB +\+6\.0 GiB +\+100\.0%", text)
@@ -94,11 +100,15 @@ def test_chart_shows_the_budget_where_it_is_near() -> None:
 @pytest.mark.parametrize("limit", [None, 10 * GIB, 20 * GIB, 100 * GIB])
 def test_all_that_is_written_lies_inside_the_picture(highest: int, limit: int | None) -> None:
     one = account(highest=highest)
-    figure = make_figure(one, f"gpt, {'many ' * 8}parameters\nZeRO-3, {'and so on, ' * 6}", limit, account(highest=highest))
+    figure = make_figure(
+        one, f"gpt, {'many ' * 8}parameters\nZeRO-3, {'and so on, ' * 6}", limit, account(highest=highest)
+    )
     canvas = FigureCanvasAgg(figure)
     canvas.draw()
     axes, width, height = figure.axes[0], *canvas.get_width_height()
-    texts = [t for t in (axes.title, axes.get_xaxis().label, *axes.texts, *figure.legends[0].get_texts()) if t.get_text()]
+    texts = [
+        t for t in (axes.title, axes.get_xaxis().label, *axes.texts, *figure.legends[0].get_texts()) if t.get_text()
+    ]
     title = axes.get_title("left")
     assert title.startswith("gpt, many") and any(t.get_text().startswith("ZeRO-3") for t in texts)
     for text in texts:
@@ -124,7 +134,9 @@ def test_all_that_is_written_lies_inside_the_picture(highest: int, limit: int | 
 @pytest.mark.parametrize("microbatches", [1, 2, 4, 7, 12, 100])
 def test_names_of_phases_do_not_overlap(microbatches: int) -> None:
     """Forwards are short beside backwards with their sums over ranks."""
-    names = [n for m in range(microbatches) for n in [f"FORWARD u0 m{m}"] * 5 + [f"BACKWARD u0 m{m}"] * 11] + ["STEP b0"] * 9
+    names = [n for m in range(microbatches) for n in [f"FORWARD u0 m{m}"] * 5 + [f"BACKWARD u0 m{m}"] * 11] + [
+        "STEP b0"
+    ] * 9
     peaks = tuple({"parameters": GIB} for _ in names)
     figure = make_figure(Account(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
     FigureCanvasAgg(figure).draw()
@@ -132,11 +144,19 @@ def test_names_of_phases_do_not_overlap(microbatches: int) -> None:
     boxes = sorted((t.get_window_extent().x0, t.get_window_extent().x1) for t in phases)
     assert all(before[1] <= after[0] for before, after in zip(boxes, boxes[1:], strict=False))
     shown = {t.get_text().strip() for t in phases}
-    assert {"forward 0", "backward 0", "update"} <= shown if microbatches < 3 else len(shown) >= (4 if microbatches < 8 else 0)
+    assert (
+        {"forward 0", "backward 0", "update"} <= shown
+        if microbatches < 3
+        else len(shown) >= (4 if microbatches < 8 else 0)
+    )
 
 
 def test_the_parts_of_a_backward_are_phases() -> None:
-    names = [name for op in ("FORWARD", "BACKWARD_INPUT", "GATHER", "BACKWARD_WEIGHT", "STEP") for name in [f"{op} u0 m1"] * 20]
+    names = [
+        name
+        for op in ("FORWARD", "BACKWARD_INPUT", "GATHER", "BACKWARD_WEIGHT", "STEP")
+        for name in [f"{op} u0 m1"] * 20
+    ]
     peaks = tuple({"parameters": GIB} for _ in names)
     figure = make_figure(Account(0, tuple(names), peaks, peaks[0], 0, "forward"), "a\nb")
     shown = [t.get_text().strip() for t in figure.axes[0].texts if t.get_fontsize() == 7.5]

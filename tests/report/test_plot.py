@@ -30,17 +30,24 @@ def line(step: int, loss: float | None = 2.0, speed: float = 1000.0, memory: int
     }  # fmt: skip
 
 
-def write(folder: Path, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]] | None = None, *, end: str = "") -> Path:
+def write(
+    folder: Path, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]] | None = None, *, end: str = ""
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines) + end, encoding="utf-8")
     if evaluations is not None:
-        (folder / "evaluations.jsonl").write_text("".join(json.dumps(one) + "\n" for one in evaluations), encoding="utf-8")
+        (folder / "evaluations.jsonl").write_text(
+            "".join(json.dumps(one) + "\n" for one in evaluations), encoding="utf-8"
+        )
     return folder
 
 
 def noisy(steps: int, start: float = 5.0, seed: int = 0) -> list[dict[str, Any]]:
     r = random.Random(seed)
-    return [line(s, 1.5 + start * math.exp(-20 * s / steps) + r.gauss(0, 0.1), 1000 * r.gauss(1, 0.05)) for s in range(steps)]
+    return [
+        line(s, 1.5 + start * math.exp(-20 * s / steps) + r.gauss(0, 0.1), 1000 * r.gauss(1, 0.05))
+        for s in range(steps)
+    ]
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -94,10 +101,17 @@ def test_a_damaged_evaluation_is_named(tmp_path: Path) -> None:
 def test_folders_that_are_no_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    for name, what in (("absent", "there is no such folder"), ("file", "is a file"), ("empty", "there is no metrics.jsonl")):
+    for name, what in (
+        ("absent", "there is no such folder"),
+        ("file", "is a file"),
+        ("empty", "there is no metrics.jsonl"),
+    ):
         with pytest.raises(ConfigError, match=rf"{name}: {what}.*; legal: the folder of a run \(train.run_dir\)"):
             read_run(tmp_path / name)
-    nothing: list[tuple[list[dict[str, Any]], str]] = [([], "no step yet"), ([{"step": 0}, {"step": 1}], "none of its 2 steps")]
+    nothing: list[tuple[list[dict[str, Any]], str]] = [
+        ([], "no step yet"),
+        ([{"step": 0}, {"step": 1}], "none of its 2 steps"),
+    ]
     for lines, what in nothing:
         with pytest.raises(ConfigError, match=f"metrics.jsonl: nothing to draw, {what}"):
             read_run(write(tmp_path / "nothing", lines))
@@ -181,11 +195,17 @@ def curves(axes: Axes, **look: object) -> list[Any]:
 
 
 def test_three_panels_with_units_over_the_same_steps(tmp_path: Path) -> None:
-    figure = make_figure([read_run(write(tmp_path / "a", [line(s, 3.0 - s, 1000.0 + s, (1 + s) * GIB) for s in range(3)]))])
+    figure = make_figure(
+        [read_run(write(tmp_path / "a", [line(s, 3.0 - s, 1000.0 + s, (1 + s) * GIB) for s in range(3)]))]
+    )
     loss, speed, memory = figure.axes
     assert [axes.get_title("left") for axes in figure.axes] == ["Loss", "Throughput (tokens/s)", "Peak memory (GiB)"]
     assert memory.get_xlabel() == "Step" and loss.get_shared_x_axes().joined(loss, memory)
-    assert [list(curves(axes)[0].get_ydata()) for axes in (loss, speed, memory)] == [[3, 2, 1], [1000, 1001, 1002], [1, 2, 3]]
+    assert [list(curves(axes)[0].get_ydata()) for axes in (loss, speed, memory)] == [
+        [3, 2, 1],
+        [1000, 1001, 1002],
+        [1, 2, 3],
+    ]
     assert speed.get_ylim()[0] == memory.get_ylim()[0] == 0
     assert all(one.get_marker() == "o" for axes in figure.axes for one in axes.lines if len(one.get_xdata()))
 
@@ -227,7 +247,9 @@ def test_values_out_of_range_are_marked_and_told(tmp_path: Path) -> None:
 
 
 def test_over_seconds_a_step_is_where_it_ended(tmp_path: Path) -> None:
-    lines = [{**line(s, 3.0 - s / 100), "step_seconds": 0.5 if s < 40 else None if s == 40 else 1.0} for s in range(2, 50)]
+    lines = [
+        {**line(s, 3.0 - s / 100), "step_seconds": 0.5 if s < 40 else None if s == 40 else 1.0} for s in range(2, 50)
+    ]
     lines[1]["loss"] = 312.4
     evaluations = [{"step": s, "validation_loss": 2.0} for s in (1, 41)]
     figure = make_figure([read_run(write(tmp_path, lines, evaluations))], "seconds")
@@ -291,7 +313,9 @@ def test_out_says_where_and_in_which_format(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--out .*a.txt: .txt is not legal; legal: .png, .svg, .pdf"):
         draw([found], tmp_path / "a.txt")
     (tmp_path / "folder.png").mkdir()
-    with pytest.raises(ConfigError, match=r"--out .*folder.png: cannot be written: .*; legal: a file in a writable folder"):
+    with pytest.raises(
+        ConfigError, match=r"--out .*folder.png: cannot be written: .*; legal: a file in a writable folder"
+    ):
         draw([found], tmp_path / "folder.png")
 
 
@@ -308,7 +332,8 @@ def test_no_run_and_no_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_neither_torch_nor_pyplot_is_imported(tmp_path: Path) -> None:
     write(tmp_path, [line(0)])
     code = (
-        "import sys; from pathlib import Path; from shardwise.cli.plot import run; run([Path(sys.argv[1])], None, False); "
+        "import sys; from pathlib import Path; from shardwise.cli.plot import run; run([Path(sys.argv[1])], None, "
+        "False); "
         "print([m for m in ('torch', 'matplotlib.pyplot') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)

@@ -30,7 +30,9 @@ def computed(rank: int, order: Iterable[tuple[str, int]], start: float, length: 
     found = []
     for op, m in order:
         whole = length if op == "FORWARD" else 2 * length
-        found += [event(op, start + whole * u / UNITS, start + whole * (u + 1) / UNITS, m, stage=rank) for u in range(UNITS)]
+        found += [
+            event(op, start + whole * u / UNITS, start + whole * (u + 1) / UNITS, m, stage=rank) for u in range(UNITS)
+        ]
         start += whole
     return found
 
@@ -70,7 +72,8 @@ def test_instructions_of_a_task_are_one_box_on_the_common_axis(tmp_path: Path) -
         for key, row in one.rows().items()
     }
     assert rows[0, "compute"] == [
-        ("F", 0, 0, 0.0, 0.1), ("F", 0, 1, 0.1, 0.2), ("B", 0, 0, 0.4, 0.6), ("B", 0, 1, 0.6, 0.8), ("STEP", -1, -1, 0.9, 0.95),
+        ("F", 0, 0, 0.0, 0.1), ("F", 0, 1, 0.1, 0.2), ("B", 0, 0, 0.4, 0.6), ("B", 0, 1, 0.6, 0.8),
+        ("STEP", -1, -1, 0.9, 0.95),
     ]  # fmt: skip
     assert rows[1, "compute"] == [
         ("F", 1, 0, 0.15, 0.25),
@@ -92,7 +95,10 @@ def test_a_gap_that_can_be_seen_parts_a_task(tmp_path: Path) -> None:
     )
     one = of_recorded(write(tmp_path, replace(first, events=waits, seconds=1.03), second))
     parts = [b for b in one.rows()[0, "compute"] if (b.kind, b.microbatch) == ("F", 0)]
-    assert [round(b.stop - b.start, 6) for b in parts] == [pytest.approx(0.2 / 3, abs=1e-5), pytest.approx(0.1 / 3, abs=1e-5)]
+    assert [round(b.stop - b.start, 6) for b in parts] == [
+        pytest.approx(0.2 / 3, abs=1e-5),
+        pytest.approx(0.1 / 3, abs=1e-5),
+    ]
     detailed = of_recorded(tmp_path, whole=False)
     assert len(detailed.boxes) == len(first.events) + len(second.events)
     assert detailed.bubble == one.bubble and detailed.step == one.step
@@ -123,7 +129,9 @@ def test_the_last_common_step_and_the_later_of_two_records(tmp_path: Path) -> No
 
 
 def test_errors_name_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rank_0.jsonl: cannot be read: No such file or directory; legal: the folder of a run"):
+    with pytest.raises(
+        ConfigError, match=r"rank_0.jsonl: cannot be read: No such file or directory; legal: the folder of a run"
+    ):
         of_recorded(tmp_path)
     write(tmp_path, pipeline()[0])
     with pytest.raises(ConfigError, match=r"rank_1.jsonl: cannot be read"):
@@ -140,7 +148,9 @@ def test_errors_name_the_file(tmp_path: Path) -> None:
 
 
 def test_the_prediction_is_the_order_without_communication(tmp_path: Path) -> None:
-    """F0 F1 B0 B1 on rank 0 and F0 B0 F1 B1 on rank 1, F = 0.1 and B = 0.2: seven forwards' time, and the optimizer's step."""
+    """F0 F1 B0 B1 on rank 0 and F0 B0 F1 B1 on rank 1, F = 0.1 and B = 0.2: seven forwards' time, and the optimizer's
+    step.
+    """
     found = predicted(write(tmp_path, *pipeline()))
     assert found.step == pytest.approx(0.1 + 0.1 + 0.2 + 0.1 + 0.2 + 0.2 + 0.05)
     assert found.bubble == pytest.approx(1 - (0.65 + 0.6) / (2 * found.step))
@@ -165,7 +175,9 @@ def test_replicas_are_predicted_each_for_itself(tmp_path: Path) -> None:
 
 
 def test_other_schedules_of_the_recorded_stages(tmp_path: Path) -> None:
-    """F takes 0.1 s and B 0.2 s on both stages, the step of the first 0.05 s: 1F1B and GPipe of two microbatches take 3 (F + B) and it."""
+    """F takes 0.1 s and B 0.2 s on both stages, the step of the first 0.05 s: 1F1B and GPipe of two microbatches take 3
+    (F + B) and it.
+    """
     order, costs = measured(write(tmp_path, *pipeline()))
     assert [[(task.kind, task.microbatch) for task in tasks] for tasks in order] == [
         [("F", 0), ("F", 1), ("B", 0), ("B", 1)], [("F", 0), ("B", 0), ("F", 1), ("B", 1)]
@@ -190,7 +202,10 @@ def test_a_backward_in_two_parts(tmp_path: Path) -> None:
         events = [event(op, float(at), at + 1.0, 0, stage=stage) for at, op in enumerate(ops)]
         return RankStep(3, stage, 2, 0, "a", 0.0, 9.0, 0, tuple(events))
 
-    steps = rank(0, "FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"), rank(1, "FORWARD", "BACKWARD", "BACKWARD")
+    steps = (
+        rank(0, "FORWARD", "BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT"),
+        rank(1, "FORWARD", "BACKWARD", "BACKWARD"),
+    )
     order, costs = measured(write(tmp_path, *steps))
     assert written(order) == ("F0.0 I0.0 W0.0", "F1.0 B1.0")
     assert (costs.forward, costs.input, costs.weight, costs.backward) == ((1, 1), (2, 2), (1, 0), (0, 2))

@@ -74,11 +74,15 @@ def test_what_adds_nothing_leaves_nothing(tmp_path: Path) -> None:
 
 def test_without_tensorboard_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(ConfigError, match=r"train.tensorboard = true: .*; legal: pip install shardwise\[tensorboard\], or false"):
+    with pytest.raises(
+        ConfigError, match=r"train.tensorboard = true: .*; legal: pip install shardwise\[tensorboard\], or false"
+    ):
         TensorBoard(tmp_path)
 
 
 @pytest.mark.fresh
 def test_nothing_is_imported_before_use() -> None:
     code = "import sys, shardwise.report.tensorboard; print([m for m in ('torch', 'tensorboard') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )

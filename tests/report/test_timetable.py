@@ -49,8 +49,10 @@ def recorded() -> Drawing:
     """Two ranks with lanes that communicate, in a message from one to the other."""
     boxes = [
         TimeBox(0, 0.0, 0.02, "F", 0, 0), TimeBox(0, 0.02, 0.03, "SEND", 0, 0, "send", flow="0 to 1: 0"),
-        TimeBox(1, 0.01, 0.031, "RECEIVE", 1, 0, "receive", flow="0 to 1: 0"), TimeBox(1, 0.031, 0.06, "F", 1, 0), TimeBox(1, 0.06, 0.1, "B", 1, 0),
-        TimeBox(1, 0.1, 0.12, "REDUCE", -1, -1, "reduce"), TimeBox(1, 0.12, 0.13, "STEP", name="STEP b0"), TimeBox(0, 0.12, 0.14, "STEP"),
+        TimeBox(1, 0.01, 0.031, "RECEIVE", 1, 0, "receive", flow="0 to 1: 0"), TimeBox(1, 0.031, 0.06, "F", 1, 0),
+        TimeBox(1, 0.06, 0.1, "B", 1, 0),
+        TimeBox(1, 0.1, 0.12, "REDUCE", -1, -1, "reduce"), TimeBox(1, 0.12, 0.13, "STEP", name="STEP b0"),
+        TimeBox(0, 0.12, 0.14, "STEP"),
     ]  # fmt: skip
     return Drawing("recorded", tuple(boxes), 2, 0.15, 0.6, (3 << 30, 5 << 20))
 
@@ -67,7 +69,7 @@ def rectangles(svg: str) -> list[dict[str, str]]:
     return [{**r.attrib, "tip": r.findtext("{*}title") or ""} for r in root.iter() if r.tag.endswith("rect")]
 
 
-# ---- pictures ----------------------------------------------------------------------------------------------------------
+# ---- pictures --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", PIPELINES, ids=str)
@@ -98,9 +100,13 @@ def test_microbatches_are_written_into_boxes_that_have_room() -> None:
     small, large = simulated("1f1b", 4, 8), simulated("1f1b", 16, 64)
     for one, kinds in ((small, {"F", "B"}), (large, {"B"})):
         words = [
-            e for e in ET.fromstring(picture([one]).svg()).iter() if e.tag.endswith("text") and e.get("text-anchor") == "middle"
+            e
+            for e in ET.fromstring(picture([one]).svg()).iter()
+            if e.tag.endswith("text") and e.get("text-anchor") == "middle"
         ]
-        rows = sorted({float(w.attrib["y"]) for w in words if float(w.attrib["y"]) < max(float(v.attrib["y"]) for v in words)})
+        rows = sorted(
+            {float(w.attrib["y"]) for w in words if float(w.attrib["y"]) < max(float(v.attrib["y"]) for v in words)}
+        )
         numbers = Counter(w.text for w in words if float(w.attrib["y"]) in rows)
         wanted = Counter(str(box.microbatch) for box in one.boxes if box.kind in kinds)
         assert len(rows) == one.ranks and numbers == wanted
@@ -168,10 +174,12 @@ def test_formats(tmp_path: Path) -> None:
 
 
 def test_ticks_are_round() -> None:
-    assert [round_step(x) for x in (0.9, 1.0, 1.1, 2.0, 4.9, 5.1, 21, 0.0301)] == pytest.approx([1, 1, 2, 2, 5, 10, 50, 0.05])
+    assert [round_step(x) for x in (0.9, 1.0, 1.1, 2.0, 4.9, 5.1, 21, 0.0301)] == pytest.approx(
+        [1, 1, 2, 2, 5, 10, 50, 0.05]
+    )
 
 
-# ---- the terminal --------------------------------------------------------------------------------------------------------
+# ---- the terminal ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("colours", [False, True])
@@ -230,7 +238,7 @@ def test_a_shared_axis_in_the_terminal() -> None:
     assert ends[1] == len(rows[0]) and ends[0] / ends[1] == pytest.approx(first.end / second.end, abs=1 / len(rows[0]))
 
 
-# ---- data ---------------------------------------------------------------------------------------------------------------
+# ---- data ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("norm", ["barrier", "post-validate"])
@@ -238,7 +246,8 @@ def test_a_shared_axis_in_the_terminal() -> None:
 def test_simulated_boxes_are_the_simulators_times(name: tuple[str, int, int], norm: str) -> None:
     one = simulated(*name, step=2e-3, norm=norm)
     tasks = [
-        [(b.kind, b.stage, b.microbatch) for b in one.rows()[rank, "compute"] if b.microbatch >= 0] for rank in range(one.ranks)
+        [(b.kind, b.stage, b.microbatch) for b in one.rows()[rank, "compute"] if b.microbatch >= 0]
+        for rank in range(one.ranks)
     ]
     assert tasks == [[tuple(task) for task in row] for row in timetable(*name)]
     last = max(b.stop for b in one.boxes)
@@ -259,18 +268,27 @@ def test_a_critical_path_has_no_gap(name: tuple[str, int, int]) -> None:
     tasks = timetable(*name)
     costs = Costs.uniform(name[1] * SCHEDULES[name[0]].stages_per_rank, 1.0, 1.5, 0.7)
     one = drawing("", simulate(tasks, costs), costs)
-    for boxes in (one.boxes, mark_critical([TimeBox(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch) for b in one.boxes])):
+    for boxes in (
+        one.boxes,
+        mark_critical([TimeBox(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch) for b in one.boxes]),
+    ):
         path = sorted((b for b in boxes if b.critical), key=lambda b: b.start)
         assert path[0].start == 0 and path[-1].stop == pytest.approx(one.step)
         assert all(before.stop == pytest.approx(after.start) for before, after in pairwise(path))
 
 
 def test_the_path_stays_in_its_replica_and_passes_through_a_norm() -> None:
-    boxes = [TimeBox(0, 0, 1, "F", 0, 0), TimeBox(0, 1, 4, "B", 0, 0), TimeBox(1, 0, 2, "F", 0, 0), TimeBox(1, 2, 3, "B", 0, 0)]
+    boxes = [
+        TimeBox(0, 0, 1, "F", 0, 0),
+        TimeBox(0, 1, 4, "B", 0, 0),
+        TimeBox(1, 0, 2, "F", 0, 0),
+        TimeBox(1, 2, 3, "B", 0, 0),
+    ]
     boxes += [TimeBox(1, 4.1, 4.2, "NORM"), TimeBox(0, 4.1, 4.15, "NORM")]
     marked = [b for b in mark_critical(boxes, [0, 1]) if b.critical]
     assert marked == [
-        TimeBox(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch, critical=True) for b in (boxes[0], boxes[1], boxes[4])
+        TimeBox(b.rank, b.start, b.stop, b.kind, b.stage, b.microbatch, critical=True)
+        for b in (boxes[0], boxes[1], boxes[4])
     ]
 
 
@@ -293,7 +311,15 @@ def test_perfetto_has_every_box(tmp_path: Path) -> None:
         for b in one.boxes
     }
     found = {
-        (e["pid"], e["tid"], round(e["ts"] * 1e3), round(e["dur"] * 1e3), e["name"], e["args"]["stage"], e["args"]["microbatch"])
+        (
+            e["pid"],
+            e["tid"],
+            round(e["ts"] * 1e3),
+            round(e["dur"] * 1e3),
+            e["name"],
+            e["args"]["stage"],
+            e["args"]["microbatch"],
+        )
         for e in complete
     }
     assert found == wanted and len(complete) == len(drawings[0].boxes) + len(drawings[1].boxes)
@@ -303,7 +329,11 @@ def test_perfetto_has_every_box(tmp_path: Path) -> None:
     assert threads[0, LANES.index("send")] == "send" and {(e["pid"], e["tid"]) for e in complete} <= set(threads)
     sent, received = (next(e for e in events if e.get("cat") == "flow" and e["ph"] == phase) for phase in "sf")
     assert (sent["pid"], sent["ts"], sent["id"]) == (0, pytest.approx(2e4), received["id"])
-    assert received["pid"] == 1 and sent["ts"] <= received["ts"] <= 3.1e4 and sum(e.get("cat") == "flow" for e in events) == 2
+    assert (
+        received["pid"] == 1
+        and sent["ts"] <= received["ts"] <= 3.1e4
+        and sum(e.get("cat") == "flow" for e in events) == 2
+    )
 
 
 def test_a_drawing_refuses_what_cannot_be() -> None:
@@ -318,5 +348,9 @@ def test_a_drawing_refuses_what_cannot_be() -> None:
 def test_json_of_a_drawing() -> None:
     one = simulated("zb-h1", 2, 3)
     values = json.loads(json.dumps(one.to_dict()))
-    assert values["bubble"] == one.bubble and values["step_seconds"] == one.step and values["memory"] == list(one.memory or ())
+    assert (
+        values["bubble"] == one.bubble
+        and values["step_seconds"] == one.step
+        and values["memory"] == list(one.memory or ())
+    )
     assert [b["start"] for b in values["boxes"]] == [b.start for b in one.boxes]

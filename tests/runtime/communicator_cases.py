@@ -346,7 +346,7 @@ def buffers(c: Communicator) -> None:
 
 
 def common_memory(c: Communicator) -> None:
-    """What one member writes in its part the others see after a gather, which copies nothing; apart for other groups."""
+    """What one member writes in its part the others see after a gather, which copies nothing."""
     for axes in axes_of(c):
         ranks = members(c, axes)
         buffers = [c.common(len(ranks) * 50, dtype, axes) for dtype in (torch.float32, torch.bfloat16)]
@@ -358,7 +358,9 @@ def common_memory(c: Communicator) -> None:
                 mine = whole[ranks.index(c.rank) * 50 :][:50]
                 mine.copy_(value(c.rank, 50, whole.dtype, turn))
                 c.all_gather(whole, mine, axes, lane="gather").wait()
-                same(whole, torch.cat([value(rank, 50, whole.dtype, turn) for rank in ranks]), (axes, whole.dtype, turn))
+                same(
+                    whole, torch.cat([value(rank, 50, whole.dtype, turn) for rank in ranks]), (axes, whole.dtype, turn)
+                )
                 c.barrier()  # the others have looked
 
 
@@ -446,7 +448,8 @@ CASES: dict[str, Case] = {
     for case in (
         all_reduce, all_reduce_large, all_reduce_is_the_same_everywhere, progress,
         all_gather, reduce_scatter, complex_numbers,
-        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding, a_receive_does_not_wait_for_what_the_sender_does_next, a_long_queue,
+        all_to_all, large_parts, broadcast, messages, messages_both_ways, many_outstanding,
+        a_receive_does_not_wait_for_what_the_sender_does_next, a_long_queue,
         subgroups_side_by_side, buffers, common_memory, gradients_and_shapes, trivial_groups, barrier, waits_are_told,
         bad_arguments,
     )

@@ -1,6 +1,6 @@
 """One rank of a run over gloo, as torchrun would start it: what it prints is compared by ``test_distributed.py``.
 
-python distributed_runs.py steps        a step, an evaluation and the state of a tied GPT on three stages of two ranks each
+python distributed_runs.py steps        a step, an evaluation, the state of a tied GPT on three stages of two ranks each
 python distributed_runs.py unprepared   what the use of a communicator says that was not prepared
 python distributed_runs.py talk         what a rank gets of messages to all and to rank 0
 python distributed_runs.py guest        the same steps, in a process group that is there already and stays
@@ -108,4 +108,6 @@ def steps() -> dict[str, float]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({"steps": steps, "unprepared": unprepared, "guest": guest, "talk": talk}[sys.argv[1]]()), flush=True)
+    print(
+        json.dumps({"steps": steps, "unprepared": unprepared, "guest": guest, "talk": talk}[sys.argv[1]]()), flush=True
+    )

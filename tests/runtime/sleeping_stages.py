@@ -1,7 +1,8 @@
-"""One rank of a pipeline whose units do nothing but sleep: prints the seconds of its steps under each schedule, as JSON.
+"""One rank of a pipeline whose units do nothing but sleep: prints the seconds of its steps under each schedule, as
+JSON.
 
-Its arguments are the backend, the microbatches and the number of steps, and the schedules, of which one with "+post-validate" goes on
-without a barrier; the environment says which rank it is.
+Its arguments are the backend, the microbatches and the number of steps, and the schedules, of which one with
+"+post-validate" goes on without a barrier; the environment says which rank it is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from shardwise.train.trainer import Trainer
 
 RANKS = 4
 BLOCKS = 2 * RANKS
-FORWARD, INPUT, WEIGHT = 0.18, 0.15, 0.12  # seconds of a block: what a rank does beside sleeping takes about 2 ms for each
+FORWARD, INPUT, WEIGHT = (
+    0.18,
+    0.15,
+    0.12,
+)  # seconds of a block: what a rank does beside sleeping takes about 2 ms for each
 WIDTH = 8  # of the blocks' weights alone
 sleeps = [time.sleep]
 
@@ -118,8 +123,8 @@ def slow_weights() -> None:
 
 
 def seconds(comm: Any, schedule: str, wanted: int, steps: int) -> list[float]:
-    """Of each step, from when all ranks are there until this one is through; where steps overlap, what so many more of them take.  Before
-    them come such without sleep."""
+    """Of each step, from when all ranks are there until this one is through; where steps overlap, what so many more of
+    them take.  Before them come such without sleep."""
     cut, (name, norm), m = list(stages(schedule)), parts(schedule), microbatches(schedule, wanted)
     cut[0], cut[-1] = cut[0] + 1, cut[-1] + 1  # what comes before and after the blocks takes no time
     plan = pipeline(Plan(microbatches=m, norm=norm), RANKS, name, stages=cut)

@@ -40,7 +40,9 @@ class Ended:
 
 def run_processes(ranks: int, *arguments: str) -> list[Ended]:
     """Run the cases' program once per rank, as torchrun would; whatever still runs at the limit is killed."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # hosted here: no port is free and then taken
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )  # hosted here: no port is free and then taken
     source = str(Path(shared.__file__).parents[2])
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(ranks)}
     common |= {
@@ -72,7 +74,9 @@ def run_processes(ranks: int, *arguments: str) -> list[Ended]:
     return ended
 
 
-@pytest.mark.parametrize("mesh", [one if one == "dp=2,tp=2" else pytest.param(one, marks=pytest.mark.full) for one in MESHES])
+@pytest.mark.parametrize(
+    "mesh", [one if one == "dp=2,tp=2" else pytest.param(one, marks=pytest.mark.full) for one in MESHES]
+)
 def test_processes(mesh: str) -> None:
     """All cases on both backends, in one set of processes."""
     ended = run_processes(cases.parse_mesh(mesh).size, "conformance", mesh)

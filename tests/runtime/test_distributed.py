@@ -26,13 +26,18 @@ from shardwise.runtime.threads import run_ranks
 
 
 def found(ranks: int, what: str) -> list[Any]:
-    return [json.loads(output.splitlines()[-1]) for output in run_processes(ranks, [runs.__file__, what], 150, OMP_NUM_THREADS=1)]
+    return [
+        json.loads(output.splitlines()[-1])
+        for output in run_processes(ranks, [runs.__file__, what], 150, OMP_NUM_THREADS=1)
+    ]
 
 
 @cache
 def alone() -> dict[str, float]:
     """The same on one rank."""
-    return run_ranks(Mesh.of(dp=1), lambda comm: runs.results(comm, runs.compiled(Plan(microbatches=2, precision="fp64"))))[0]
+    return run_ranks(
+        Mesh.of(dp=1), lambda comm: runs.results(comm, runs.compiled(Plan(microbatches=2, precision="fp64")))
+    )[0]
 
 
 def check(each: list[dict[str, float]]) -> None:
@@ -71,7 +76,8 @@ def test_a_backend_that_this_torch_lacks_is_refused_before_anything_starts(monke
     device = torch.device("cuda", 0)
     monkeypatch.setattr(dist, "is_backend_available", lambda name: name == "gloo")
     with pytest.raises(
-        ConfigError, match=r'built without "nccl", by which 2 ranks .* install a build of torch that has it.*backend="gloo"'
+        ConfigError,
+        match=r'built without "nccl", by which 2 ranks .* install a build of torch that has it.*backend="gloo"',
     ):
         connect(Mesh.of(dp=2), device)
     with pytest.raises(
@@ -107,7 +113,9 @@ def test_the_backend_that_is_asked_for_is_obeyed(monkeypatch: pytest.MonkeyPatch
 
 
 def test_groups_of_a_device_are_made_for_its_transport_and_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What communicates is taken up before what computes; gloo's have no such choice, and messages between CPUs need no group."""
+    """What communicates is taken up before what computes; gloo's have no such choice, and messages between CPUs need no
+    group.
+    """
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
@@ -120,7 +128,12 @@ def test_groups_of_a_device_are_made_for_its_transport_and_urgent(monkeypatch: p
         comm = DistributedCommunicator(Mesh.of(dp=2), torch.device(device), everyone=everyone)
         comm.rank = 2  # of no group: nobody answers here
         comm._make(Members((1, 0), "reduce"))
-        assert asked.pop() == {"ranks": [0, 1], "timeout": timedelta(seconds=300), "backend": made[0], "pg_options": made[1]}
+        assert asked.pop() == {
+            "ranks": [0, 1],
+            "timeout": timedelta(seconds=300),
+            "backend": made[0],
+            "pg_options": made[1],
+        }
         comm._make(Members((1, 0), "forward", pair=True))
         assert len(asked) == (device != "cpu")
         asked.clear()

@@ -1,4 +1,4 @@
-"""The loss in evaluation mode is that of the plain module in evaluation mode, on any number of ranks and microbatches."""
+"""The loss in evaluation mode is that of the plain module in evaluation mode, for any ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_evaluation(name: str, dp: int, microbatches: int) -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "pp", "schedule", "microbatches", "dp", "zero"),
-    [("gpt", 2, "1f1b", 3, 1, 0), ("gpt", 3, "zb-h1", 2, 2, 1), ("gpt", 2, "interleaved", 3, 1, 0), ("gpt", 2, "zbv", 2, 2, 3),
+    [("gpt", 2, "1f1b", 3, 1, 0), ("gpt", 3, "zb-h1", 2, 2, 1), ("gpt", 2, "interleaved", 3, 1, 0),
+    ("gpt", 2, "zbv", 2, 2, 3),
      ("gpt", 4, "naive", 1, 1, 0), ("normed", 2, "1f1b", 3, 2, 0), ("normed", 2, "dualpipe-v", 3, 1, 0)],
 )  # fmt: skip
 def test_evaluation_in_a_pipeline(name: str, pp: int, schedule: str, microbatches: int, dp: int, zero: int) -> None:
@@ -72,12 +73,18 @@ def test_evaluation_in_a_pipeline(name: str, pp: int, schedule: str, microbatche
     [("gpt", "1d", 2, 3, 1, 1), ("gpt", "1d-sp", 3, 2, 1, 1), ("gpt", "1d", 2, 2, 2, 2), ("gpt", "1d-sp", 2, 1, 2, 1),
      ("normed", "1d", 2, 3, 2, 1), ("normed", "1d-sp", 4, 1, 1, 1), ("gpt", "2d", 4, 2, 1, 1),
      *(pytest.param(*one, marks=pytest.mark.full) for one in [
-        ("gpt", "2d", 9, 1, 1, 1), ("gpt", "2d", 4, 3, 2, 2), ("gpt", "2.5d", 8, 2, 1, 1), ("gpt", "3d", 8, 1, 2, 1), ("gpt", "3d", 8, 2, 1, 2),
+        ("gpt", "2d", 9, 1, 1, 1), ("gpt", "2d", 4, 3, 2, 2), ("gpt", "2.5d", 8, 2, 1, 1), ("gpt", "3d", 8, 1, 2, 1),
+        ("gpt", "3d", 8, 2, 1, 2),
         ("normed", "2d", 4, 3, 1, 1), ("normed", "3d", 8, 1, 1, 1), ("normed", "2.5d", 8, 2, 1, 2)])],
 )  # fmt: skip
-def test_evaluation_by_ranks_that_share_layers(name: str, tensor: Any, tp: int, microbatches: int, dp: int, pp: int) -> None:
+def test_evaluation_by_ranks_that_share_layers(
+    name: str, tensor: Any, tp: int, microbatches: int, dp: int, pp: int
+) -> None:
     """Parameters lie as in training, whatever the evaluated graph would have liked."""
-    check(name, pipeline(data_parallel(tensor_parallel(Plan(microbatches=microbatches, precision="fp64"), tp, tensor), dp), pp))
+    check(
+        name,
+        pipeline(data_parallel(tensor_parallel(Plan(microbatches=microbatches, precision="fp64"), tp, tensor), dp), pp),
+    )
 
 
 def check(name: str, plan: Plan) -> None:

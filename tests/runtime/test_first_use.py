@@ -1,4 +1,6 @@
-"""Communicators whose first use blocks the host, as NCCL's do: which a run needs, that they suffice, and what hangs without them."""
+"""Communicators whose first use blocks the host, as NCCL's do: which a run needs, that they suffice, and what hangs
+without them.
+"""
 
 from __future__ import annotations
 
@@ -124,20 +126,26 @@ def test_groups_of_replicas_run_where_first_uses_block() -> None:
 
 def test_what_the_product_leaves_out_is_refused() -> None:
     one = compiled(("pipedream", "tied gpt", 1, "zero 0"))
-    with pytest.raises(ConfigError, match=r'"pipedream" updates each stage for itself, but \S+ is used by stages 0 and 1'):
+    with pytest.raises(
+        ConfigError, match=r'"pipedream" updates each stage for itself, but \S+ is used by stages 0 and 1'
+    ):
         one.programs(one.general, 1)
 
 
 @pytest.mark.parametrize(
     ("schedule", "model", "microbatches"), [("1f1b", "tied gpt", 4), ("1f1b", "llama", 1), ("gpipe", "tied gpt", 4)]
 )
-def test_without_preparing_it_is_stuck(schedule: str, model: str, microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_preparing_it_is_stuck(
+    schedule: str, model: str, microbatches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On threads, and before: the check names the instructions in whose start of a communicator it ends."""
     one = compiled((schedule, model, microbatches, "zero 0"))
     programs = one.programs(one.general, microbatches)
     check(programs, one.plan.mesh)
     check(programs, one.plan.mesh, communicators(programs, one.plan.mesh))
-    with pytest.raises(ProgramError, match=r"(?s)deadlock.*(SEND|RECEIVE).*starts its communicator, in which its host waits"):
+    with pytest.raises(
+        ProgramError, match=r"(?s)deadlock.*(SEND|RECEIVE).*starts its communicator, in which its host waits"
+    ):
         check(programs, one.plan.mesh, ())
     monkeypatch.setattr(Communicator, "prepare", lambda self, wanted: None)
     with pytest.raises(CommunicationTimeout):
@@ -146,7 +154,9 @@ def test_without_preparing_it_is_stuck(schedule: str, model: str, microbatches: 
 
 
 def test_what_is_derived_is_exactly_what_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step with tensor parallelism within two stages, tied weights and ZeRO-3: nothing in excess, in one order on all ranks."""
+    """Of a step with tensor parallelism within two stages, tied weights and ZeRO-3: nothing in excess, in one order on
+    all ranks.
+    """
     plan = pipeline(tensor_parallel(data_parallel(Plan(microbatches=2), 2, 3), 2, "1d"), 2, "1f1b")
     one = captured("tied gpt", True).under(plan)
     derived = one.communicators([one.general] * 2)

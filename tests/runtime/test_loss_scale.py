@@ -33,7 +33,9 @@ def torchs_scales(choice: ScaleChoice, bad: list[bool]) -> list[float]:
 @pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.3, 0.7), (1.001, 0.99)])
 @pytest.mark.parametrize(("share", "interval"), [(0.02, 7), (0.3, 2), (0.001, 40), (0.9, 1), (0.0, 3)])
 def test_scales_are_torchs(growth: float, backoff: float, share: float, interval: int) -> None:
-    """Over 1,000 steps, with rare and frequent overflows; at a share of 0 the scale reaches the end of fp32, at 0.9 that of 0."""
+    """Over 1,000 steps, with rare and frequent overflows; at a share of 0 the scale reaches the end of fp32, at 0.9
+    that of 0.
+    """
     choice = ScaleChoice(growth=growth, backoff=backoff, interval=interval)
     draw = random.Random(f"{growth} {share}")
     bad = [draw.random() < share for _ in range(1000)]

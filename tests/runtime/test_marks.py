@@ -1,4 +1,4 @@
-"""How far a device has come, told while the host runs ahead of it; the device here is a list of what it has been given."""
+"""How far a device has come, told while the host runs ahead of it; the device here is a list of what it was given."""
 
 from __future__ import annotations
 
@@ -138,7 +138,10 @@ def test_the_record_has_the_places_of_host_and_device(rank: Watched) -> None:
     rank.progress.phase("the end of step 18")
     found = rank.read(3)
     assert found.behind and found.device_at == (17, 1) == found.at
-    assert found.whereabouts == "device at FORWARD u3 m0, which waits for GATHER b3, of step 17, host at the end of step 18"
+    assert (
+        found.whereabouts
+        == "device at FORWARD u3 m0, which waits for GATHER b3, of step 17, host at the end of step 18"
+    )
     assert found.place == "the end of step 18"
     found = rank.read()
     assert not found.behind and found.whereabouts == "the end of step 18" and found.at == (-1, -1)
@@ -208,7 +211,9 @@ def test_on_a_cpu_nothing_is_followed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_events_are_of_the_device_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the thread's current one, in whose stream torch records where no other is given; a lone rank selects its own."""
+    """Not of the thread's current one, in whose stream torch records where no other is given; a lone rank selects its
+    own.
+    """
     recorded: list[object] = []
     selected: list[torch.device] = []
     second = torch.device("cuda", 1)

@@ -165,7 +165,13 @@ def test_numbers_of_a_step() -> None:
     loss, norm, skipped, halted = (torch.tensor(v) for v in (2.5, 0.1, 1.0, 1.0))
     found = StepResult(loss, norm, skipped, torch.tensor(7), torch.tensor(0.0), halted=halted).on_host()
     assert found.loss == 2.5 and found.grad_norm == float(norm) and found.weight == 7
-    assert found.skipped is True and found.stop == 0 and found.halted is True and found.scale is None and found.overflows is None
+    assert (
+        found.skipped is True
+        and found.stop == 0
+        and found.halted is True
+        and found.scale is None
+        and found.overflows is None
+    )
     scale, overflows = torch.tensor(1024.0), torch.tensor(3, dtype=torch.int32)
     scaled = StepResult(
         loss, norm, skipped, torch.tensor(7), torch.tensor(2.0), scale, overflows, halted=torch.tensor(0.0)

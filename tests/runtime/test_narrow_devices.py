@@ -1,4 +1,6 @@
-"""Devices without float64, such as MPS and some of Intel's: nothing of that type is made on them, and the numbers are the same to rounding."""
+"""Devices without float64, such as MPS and some of Intel's: nothing of that type is made on them, and the numbers are
+the same to rounding.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ class Narrow(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if any(isinstance(one, Tensor) and one.dtype == torch.float64 for one in tree_leaves(found)):
-            raise TypeError(f"{func}: Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+            raise TypeError(
+                f"{func}: Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64"
+            )
         return found
 
 
@@ -55,7 +59,9 @@ def test_float64_is_found(narrow: Narrow) -> None:
 
 def test_an_evaluation(narrow: Narrow) -> None:
     losses = {1.5: 3.0, 2.5: 1.0}
-    results = iter([SimpleNamespace(loss=torch.tensor(loss), weight=torch.tensor(weight)) for loss, weight in losses.items()])
+    results = iter(
+        [SimpleNamespace(loss=torch.tensor(loss), weight=torch.tensor(weight)) for loss, weight in losses.items()]
+    )
     trainer: Any = SimpleNamespace(comm=SimpleNamespace(device=CPU), evaluate=lambda batch: next(results))
     with narrow:
         found = evaluate(trainer, [SimpleNamespace(rows=2)] * 2, perplexity=False)  # type: ignore[list-item]
@@ -74,7 +80,10 @@ def test_a_loss_scale(narrow: Narrow) -> None:
 def test_draws(narrow: Narrow) -> None:
     """The same 0 and 1 as on other devices, and the same normal values to rounding."""
     chance = torch.cat(
-        [torch.linspace(-0.1, 1.1, 9991), torch.tensor([0.0, 1.0, math.nan, 2.0**-33, 1 - 2.0**-24, math.inf, -math.inf])]
+        [
+            torch.linspace(-0.1, 1.1, 9991),
+            torch.tensor([0.0, 1.0, math.nan, 2.0**-33, 1 - 2.0**-24, math.inf, -math.inf]),
+        ]
     )
     exact = keyed_normal(1, 2, 3, (9998,), dtype=torch.float64), keyed_bernoulli(chance.double(), 1, 2, 3)
     with narrow:
@@ -104,7 +113,13 @@ def test_a_mean_over_targets_that_nobody_has_counted(narrow: Narrow, probabiliti
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(6, 5, generator=generator)
     target = torch.rand(6, 5, generator=generator) if probabilities else torch.tensor([0, 4, -100, 2, 1, 3])
-    how: dict[str, Any] = {"ignore_index": -100, "smoothing": 0.0, "reduction": 1, "counted": False, "log_probabilities": False}
+    how: dict[str, Any] = {
+        "ignore_index": -100,
+        "smoothing": 0.0,
+        "reduction": 1,
+        "counted": False,
+        "log_probabilities": False,
+    }
     with narrow:
         found = cross_entropy(Env(rows=6), scores, target, None, **how, summand=True, share=None, spread=())
     assert torch.allclose(found, F.cross_entropy(scores, target), rtol=1e-6)

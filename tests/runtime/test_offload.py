@@ -1,4 +1,6 @@
-"""Offload: the same numbers, with state or activations on the host.  On a CPU the host is the device, and every copy is made all the same."""
+"""Offload: the same numbers, with state or activations on the host.  On a CPU the host is the device, and every copy is
+made all the same.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def test_masters_and_state_are_on_the_host_alone() -> None:
 @pytest.mark.few(3)
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("dp", "zero"), [(1, 0), (2, 3)])
-def test_offloaded_activations_change_no_bit(dp: int, zero: int, recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_activations_change_no_bit(
+    dp: int, zero: int, recompute: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copied: list[int] = []
     original = gathered.Gathered.keep
 

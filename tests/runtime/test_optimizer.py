@@ -62,7 +62,9 @@ class Flat:
     def state(self, name: str) -> dict[str, Tensor]:
         """The optimizer's state of one parameter, in its shape."""
         entry = self.buffer.entry(name)
-        segment, state = next((s, v) for s, v in self.optimizer.states() if s.start <= entry.offset < s.start + s.param.numel())
+        segment, state = next(
+            (s, v) for s, v in self.optimizer.states() if s.start <= entry.offset < s.start + s.param.numel()
+        )
         first = entry.offset - segment.start
         return {k: v[first : first + entry.numel].view(entry.shape) if v.dim() else v for k, v in state.items()}
 
@@ -269,7 +271,9 @@ def test_wrong_choices_are_refused(numbers: dict[str, object], message: str) -> 
 def test_optimizers_that_count_on_the_host_are_refused() -> None:
     """MPS has no counters of steps on the device but for fused kernels: a step could not be skipped without a wait."""
     for name in ("radam", "nadam", "rmsprop"):
-        with pytest.raises(ConfigError, match=f'"{name}" is not legal on devices of type mps.*legal: adagrad, adam, adamw, sgd'):
+        with pytest.raises(
+            ConfigError, match=f'"{name}" is not legal on devices of type mps.*legal: adagrad, adam, adamw, sgd'
+        ):
             check_optimizer(OptimizerChoice(name), torch.device("mps"))
         for device in ("cpu", "cuda", "xpu"):
             check_optimizer(OptimizerChoice(name), torch.device(device))

@@ -1,4 +1,6 @@
-"""Ranks that are threads, each with a stream of its own: nothing is read before it is written, nor memory given away before it is read."""
+"""Ranks that are threads, each with a stream of its own: nothing is read before it is written, nor memory given away
+before it is read.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,9 @@ def test_memory_that_the_allocator_may_give_away_is_found(operation: Callable[[T
 
 
 def test_what_ranks_share_past_the_communicator_is_found() -> None:
-    """A race of a program's own: one rank reads a tensor that another has made, in time for the host, and without an event."""
+    """A race of a program's own: one rank reads a tensor that another has made, in time for the host, and without an
+    event.
+    """
     streams, shared, added = Streams(), list[Tensor](), threading.Event()
 
     def rank(comm: ThreadCommunicator) -> None:

@@ -1,4 +1,6 @@
-"""What a recorder sees of a step: every instruction, once, between the stamps it was given; and nothing where there is none."""
+"""What a recorder sees of a step: every instruction, once, between the stamps it was given; and nothing where there is
+none.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ROWS = 12
 def compiled(dp: int, zero: int, microbatches: int, device: str = "cpu") -> Compiled:
     torch.manual_seed(0)
     plan = data_parallel(Plan(microbatches=microbatches), dp, zero)
-    return Compiled(Blocks(6), plan, {"x": torch.randn(ROWS, 6), "y": torch.randn(ROWS, 6)}, device=torch.device(device))
+    return Compiled(
+        Blocks(6), plan, {"x": torch.randn(ROWS, 6), "y": torch.randn(ROWS, 6)}, device=torch.device(device)
+    )
 
 
 def fields(one: Compiled, rank: int) -> dict[str, Tensor]:
@@ -69,7 +73,9 @@ def test_every_instruction_is_recorded_and_the_numbers_are_the_same(dp: int, zer
         assert found is not None and (found.step, found.rank, found.ranks, found.memory) == (1, index, dp, 77)
         assert found.pipeline == index  # no stages: each rank is a pipeline of its own
         assert [e.text for e in found.events] == [str(i) for i in program]
-        assert [(e.op, e.lane, e.microbatch, e.peer) for e in found.events] == [(i.op, i.lane, i.microbatch, -1) for i in program]
+        assert [(e.op, e.lane, e.microbatch, e.peer) for e in found.events] == [
+            (i.op, i.lane, i.microbatch, -1) for i in program
+        ]
         assert [e.stage for e in found.events] == [0 if i.unit >= 0 else -1 for i in program]
         assert all(0 <= e.start <= e.stop <= found.seconds for e in found.events)
         computed = [e for e in found.events if e.lane == Lane.COMPUTE]
@@ -80,7 +86,9 @@ def test_every_instruction_is_recorded_and_the_numbers_are_the_same(dp: int, zer
                 assert found.events[before].stop <= found.events[at].start
                 if dp > 1 and before not in waited and program[before].lane is not Lane.COMPUTE:
                     between = [
-                        e.stop for e, i in zip(found.events[before:at], program[before:at], strict=True) if i.lane is Lane.COMPUTE
+                        e.stop
+                        for e, i in zip(found.events[before:at], program[before:at], strict=True)
+                        if i.lane is Lane.COMPUTE
                     ]
                     assert found.events[before].stop >= max(between, default=0.0)
                 waited |= {b for b in range(before + 1) if program[b].lane is program[before].lane}
@@ -95,7 +103,9 @@ def test_the_other_side_of_a_message_is_a_rank() -> None:
         engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
         with Recorder(engine.interpreter, stage=lambda _: 5) as recorder:
             for at, offset in enumerate((1, -1)):
-                recorder.run(at, Instruction(Op.SEND, microbatch=at, peer=("dp", offset), lane=Lane.SEND), lambda _: None)
+                recorder.run(
+                    at, Instruction(Op.SEND, microbatch=at, peer=("dp", offset), lane=Lane.SEND), lambda _: None
+                )
         found = recorder.found(0, 0)
         assert [event.stage for event in found.events] == [5, 5]
         return [event.peer for event in found.events]

@@ -1,6 +1,7 @@
 """Training stays on the device: no step of a run, and nothing between two steps, makes the host wait.
 
-The engine, the loader and the metrics run as they do on a GPU, on a device without hardware (``card.py``), in a process of its own.
+The engine, the loader and the metrics run as they do on a GPU, on a device without hardware (``card.py``), in a process
+of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from resident import FAULTS, MODELS, PLANS, WAITED
 
 TESTS = Path(__file__).parents[1]
 LOOPED = {(name, plan) for name in MODELS if name.startswith("mixtral") for plan in ("fp32", "fp16")}
-"""transformers multiplies experts one by one, after a look at their sizes, where torch has no kernel for all of them."""
+"""transformers multiplies experts one by one, after a look at their sizes, where torch has no kernel for all of them.
+"""
 UNCUT = {"own tagger", "own mlp"}  # of one unit, so of one stage
 EACH = 6  # the models that share a process
 
@@ -29,7 +31,7 @@ def legal(name: str) -> list[str]:
 
 
 def once() -> list[list[str]]:
-    """Each model under one plan, the plans in turn, in groups that share a process; the other pairs are for test-all."""
+    """Each model under one plan, the plans in turn, in groups that share a process; other pairs are for test-all."""
     cases = []
     for i, name in enumerate(MODELS):
         plans = [plan for plan in legal(name) if (name, plan) not in LOOPED]
@@ -55,7 +57,12 @@ def test_what_makes_the_host_wait_is_found() -> None:
     """Each planted fault is, and nothing else; without one there is none."""
     found = waits("own mlp:fp32", *(f"own mlp:fp32:{fault}" for fault in FAULTS))
     assert [bool(one) for one in found.values()] == [False] + [True] * len(FAULTS)
-    expected = {"read": "the host reads", "copy": "a blocking copy", "pageable": "pageable memory", "early": "this very step"}
+    expected = {
+        "read": "the host reads",
+        "copy": "a blocking copy",
+        "pageable": "pageable memory",
+        "early": "this very step",
+    }
     for fault, text in expected.items():
         assert len(found[f"own mlp:fp32:{fault}"]) == 1 and text in next(iter(found[f"own mlp:fp32:{fault}"]))
 

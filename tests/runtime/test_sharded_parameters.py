@@ -26,9 +26,12 @@ from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 from shardwise.units.trace import Parameter
 
 PLANS: list[tuple[dict[str, int], dict[str, Any]]] = [
-    ({"tp": 2}, {}), ({"tp": 3}, {"dp": 2, "zero": 1}), ({"tp": 2}, {"dp": 3, "zero": 2}), ({"tp": 3}, {"dp": 2, "zero": 3}),
-    ({"tp": 2}, {"dp": 4, "zero": 3, "replicas": 2}), ({"tp": 2, "ep": 2}, {"dp": 2, "zero": 1}), ({"tp": 3, "ep": 2}, {}),
-    ({"tp": 2}, {"pp": 2, "dp": 2, "zero": 3}), ({"tp": 2}, {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"}),
+    ({"tp": 2}, {}), ({"tp": 3}, {"dp": 2, "zero": 1}), ({"tp": 2}, {"dp": 3, "zero": 2}),
+    ({"tp": 3}, {"dp": 2, "zero": 3}),
+    ({"tp": 2}, {"dp": 4, "zero": 3, "replicas": 2}), ({"tp": 2, "ep": 2}, {"dp": 2, "zero": 1}),
+    ({"tp": 3, "ep": 2}, {}),
+    ({"tp": 2}, {"pp": 2, "dp": 2, "zero": 3}),
+    ({"tp": 2}, {"dp": 2, "zero": 1, "offload": "optimizer", "precision": "bf16"}),
 ]  # fmt: skip
 CHOICE = OptimizerChoice("adamw", lr=1e-2)
 
@@ -42,7 +45,9 @@ def test_a_bucket_has_parameters_sharded_over_the_same_axes() -> None:
     for bucket in found.buckets:
         assert {p.axes for p in bucket.parameters} == {bucket.axes}
     axes = {p.name: b.axes for b in found.buckets for p in b.parameters}
-    assert axes["embed.weight"] == ("ep", "tp") and axes["head.bias"] == ("ep",) and axes["blocks.1.out.weight"] == ("tp",)
+    assert (
+        axes["embed.weight"] == ("ep", "tp") and axes["head.bias"] == ("ep",) and axes["blocks.1.out.weight"] == ("tp",)
+    )
     assert axes["blocks.1.out.bias"] == axes["gain"] == axes["frozen.bias"] == ()
     plain = Compiled(sharded.net(), sharded.planned({"tp": 1}), sharded.batch())
     assert all(b.axes == () for b in plain.buckets) and len(plain.buckets) < len(found.buckets)
@@ -68,7 +73,9 @@ def test_local_shapes() -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_every_rank_starts_with_its_piece_and_all_together_have_the_whole(plan: tuple[dict[str, int], dict[str, Any]]) -> None:
+def test_every_rank_starts_with_its_piece_and_all_together_have_the_whole(
+    plan: tuple[dict[str, int], dict[str, Any]],
+) -> None:
     found = made(*plan)
     truth = sharded.net().state_dict()
     other = {name: torch.randn(value.shape, dtype=value.dtype) for name, value in truth.items()}
@@ -103,7 +110,7 @@ def gradients(parameters: tuple[Parameter, ...]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_the_norm_counts_every_element_once(plan: tuple[dict[str, int], dict[str, Any]]) -> None:
-    """Gradients as they are after their reduction, put there by hand; the norm's own reduction is that of the program."""
+    """Gradients as they are after their reduction, put there by hand; the norm is reduced by the program."""
     found = made(*plan)
     whole = gradients(found.general.parameters)
     program = found.programs(found.general, 1)[0]
@@ -124,7 +131,9 @@ def test_the_norm_counts_every_element_once(plan: tuple[dict[str, int], dict[str
                 for name, view in memory.views(flat).items():
                     view.copy_(mine[name])
                 memory.grad.copy_(flat[memory.held.start : memory.held.stop])
-        batch = BatchState(engine.interpreter, [found.general], StepInput(_rows(comm.mesh, comm.rank, found), 5, 0, 0.0))
+        batch = BatchState(
+            engine.interpreter, [found.general], StepInput(_rows(comm.mesh, comm.rank, found), 5, 0, 0.0)
+        )
         batch.take_norm(buffers)
         assert batch.norms is not None
         comm.all_reduce(batch.norms, summed.axes).wait()

@@ -45,7 +45,8 @@ def measured(backend: str, m: int, steps: int, schedules: Sequence[str]) -> dict
 def check(backend: str, m: int, steps: int, *schedules: str) -> None:
     """All schedules are within 3 % of what is simulated.
 
-    Other work on the machine makes steps longer, never shorter; so of several attempts the best is what the runtime itself takes.
+    Other work on the machine makes steps longer, never shorter; so of several attempts the best is what the runtime
+    itself takes.
     """
     best = dict.fromkeys(schedules, float("inf"))
     for _ in range(ATTEMPTS):

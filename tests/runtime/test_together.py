@@ -40,7 +40,14 @@ def test_only_steps_in_a_row_are_together() -> None:
     assert together.steps(Program("", instructions=tuple(rows)), kinds.get) == {
         0: (0, 1), 1: (), 2: (2, 3), 3: (), 4: (4,), 5: (5,), 6: (6,),
     }  # fmt: skip
-    apart = (step(0), Instruction(Op.GATHER, bucket=0), step(1), step(6, waits=(1,)), step(0, version=1), step(1, version=1))
+    apart = (
+        step(0),
+        Instruction(Op.GATHER, bucket=0),
+        step(1),
+        step(6, waits=(1,)),
+        step(0, version=1),
+        step(1, version=1),
+    )
     assert together.steps(Program("", instructions=apart), kinds.get) == {0: (0,), 2: (1,), 3: (6,), 4: (0, 1), 5: ()}
 
 
@@ -75,7 +82,8 @@ def trained(
         with Kernels() as kernels:
             engine.step(fields, ROWS)
         moments = {
-            f"{b.bucket.index}.{k}": v.clone() for b in engine.memory.buckets.values() for u in b.updates for _, s in u.optimizer.states() for k, v in s.items()
+            f"{b.bucket.index}.{k}": v.clone() for b in engine.memory.buckets.values() for u in b.updates for _,
+            s in u.optimizer.states() for k, v in s.items()
         }  # fmt: skip
         return engine.state_dict() | moments, kernels.found
 
@@ -89,7 +97,10 @@ PLANS = {
         OptimizerChoice("adam", lr=1e-2, weight_decay=0.1),
     ),
     "fp16": (data_parallel(Plan(precision="fp16"), 2, 1), OptimizerChoice("adamw", lr=1e-2)),
-    "stages": (pipeline(Plan(precision="fp64", microbatches=3), 2, "1f1b"), OptimizerChoice("sgd", lr=1e-2, momentum=0.9)),
+    "stages": (
+        pipeline(Plan(precision="fp64", microbatches=3), 2, "1f1b"),
+        OptimizerChoice("sgd", lr=1e-2, momentum=0.9),
+    ),
     "without a fused kernel": (Plan(mesh=Mesh.of(dp=2), precision="fp64"), OptimizerChoice("radam", lr=1e-2)),
 }
 

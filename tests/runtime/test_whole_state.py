@@ -38,7 +38,9 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "offload": lambda: data_parallel(BASE.replace(offload="optimizer"), 2, zero=2),
     "tp": lambda: tensor_parallel(BASE, 3, "1d"),
     "pp": lambda: pipeline(BASE, 2, "1f1b"),
-    "all": lambda: tensor_parallel(pipeline(data_parallel(BASE.replace(precision="bf16"), 2, zero=3), 2, "1f1b"), 2, "1d-sp"),
+    "all": lambda: tensor_parallel(
+        pipeline(data_parallel(BASE.replace(precision="bf16"), 2, zero=3), 2, "1f1b"), 2, "1d-sp"
+    ),
 }
 ADAM = OptimizerChoice("adamw", lr=1e-2)
 
@@ -84,7 +86,9 @@ def test_one_rank_gets_what_all_would(name: str, chunk: int, tmp_path: Path, mon
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", PLANS)
-def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = PLANS[name]()
     made = compiled(plan, layers=12, model=Llama)
     mesh, rank = plan.mesh, plan.mesh.size - 1
@@ -116,7 +120,11 @@ def test_ranks_hold_a_chunk_and_the_one_that_keeps_a_bucket_at_a_time(name: str,
             assert tracker.current == before
             tracker.mark()
             kept = engine.state_dict()
-            assert whole <= tracker.peak - before <= whole + bound + sum(one.nbytes for one in engine.memory.buffers.values())
+            assert (
+                whole
+                <= tracker.peak - before
+                <= whole + bound + sum(one.nbytes for one in engine.memory.buffers.values())
+            )
             del kept
 
 

@@ -1,7 +1,8 @@
-"""One small model for every op and the arguments that it takes: a parameter before it, a parameter after it, rows sharded.
+"""One small model for every op and the arguments that it takes: a parameter before it, a parameter after it, rows
+sharded.
 
-An op gets ``m`` (the model and its parameters), ``h`` (an activation, (rows, 3, 4), that depends on a parameter) and ``b`` (the fields of
-the batch); it returns one tensor or several.
+An op gets ``m`` (the model and its parameters), ``h`` (an activation, (rows, 3, 4), that depends on a parameter) and
+``b`` (the fields of the batch); it returns one tensor or several.
 """
 
 from __future__ import annotations
@@ -160,7 +161,9 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "stack": lambda m, h, b: torch.stack([h, b["target"]], -2),
     "stack in front": lambda m, h, b: torch.stack([h, h.cos()]).flatten(0, 1) @ m.w,
     "views apart again": lambda m, h, b: torch.cat([h, h @ m.w]).chunk(2)[1] * h,
-    "one of two views": lambda m, h, b: torch.cat([h, h @ m.w])[: h.shape[0]] + torch.cat([h, h @ m.w])[h.shape[0] :] * 2,
+    "one of two views": lambda m, h, b: (
+        torch.cat([h, h @ m.w])[: h.shape[0]] + torch.cat([h, h @ m.w])[h.shape[0] :] * 2
+    ),
     "repeat": lambda m, h, b: h.repeat(1, 2, 1) + m.p.repeat(1),
     "repeat rows": lambda m, h, b: h.repeat(2, 1, 1),
     "repeat new dims": lambda m, h, b: h.repeat(2, 1, 1, 1),
@@ -177,7 +180,9 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "unfold": lambda m, h, b: h.unfold(-1, 2, 1),
     "diagonal": lambda m, h, b: h.diagonal(0, 1, 2),
     # factories of the batch's size
-    "factories": lambda m, h, b: h + torch.zeros(h.shape) + h.new_ones(h.shape[0], 1, 1) + torch.full((h.shape[0], 3, 1), 0.2),
+    "factories": lambda m, h, b: (
+        h + torch.zeros(h.shape) + h.new_ones(h.shape[0], 1, 1) + torch.full((h.shape[0], 3, 1), 0.2)
+    ),
     "arange of rows": lambda m, h, b: h * rows_of(h)[:, None, None].cos(),
     "positions": lambda m, h, b: h + m.table[torch.arange(3)] + F.embedding(torch.arange(3), m.table),
     "arange with start and step": lambda m, h, b: h * torch.arange(1, 9, 2),
@@ -266,7 +271,9 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
     "var_mean": lambda m, h, b: torch.var_mean(h, -1, keepdim=True),
     "prod": lambda m, h, b: h.prod(-1) + h.prod(1, keepdim=True)[:, 0, :3],
     "logsumexp": lambda m, h, b: h.logsumexp(-1) + h.logsumexp((1, 2))[:, None],
-    "norm": lambda m, h, b: h.norm(dim=-1) + torch.linalg.vector_norm(h, 3, (1, 2))[:, None] + F.normalize(h, dim=-1).sum(-1),
+    "norm": lambda m, h, b: (
+        h.norm(dim=-1) + torch.linalg.vector_norm(h, 3, (1, 2))[:, None] + F.normalize(h, dim=-1).sum(-1)
+    ),
     "any and all": lambda m, h, b: h * b["keep"].any(-1)[:, None, None] + b["keep"].all(1, keepdim=True)[..., None],
     "median": lambda m, h, b: [h.median(-1).values, h.kthvalue(2, -1).values],
     "softmax": lambda m, h, b: h.softmax(-1) + h.log_softmax(1) + F.softmin(h, 2),
@@ -301,7 +308,8 @@ LOCAL: dict[str, Op] = {  # nothing is communicated for these
         F.interpolate(h, 7, mode="linear"),
     ],  # fmt: skip
     "pixel_shuffle": lambda m, h, b: (
-        F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2) + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2)
+        F.pixel_shuffle(h.view(h.shape[0], 4, 3, 1), 2)
+        + F.pixel_unshuffle(h.view(h.shape[0], 1, 6, 2), 2).view(-1, 1, 6, 2)
     ),
     "image patches": lambda m, h, b: F.unfold(h[:, None], (2, 2)),
     "fold": lambda m, h, b: F.fold(h.view(-1, 4, 3), (2, 4), (2, 2)),
@@ -328,7 +336,15 @@ def _recurrent(op: Any, m: Any, h: Tensor, b: dict[str, Tensor]) -> Tensor:
     start = torch.zeros(1, h.shape[0], 4)
     y, *_ = op(h, (start, start) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, True)
     z, *_ = op(
-        h.transpose(0, 1), (start, start + 1) if gates == 4 else start, [*weights, *biases], True, 1, 0.0, True, False, False
+        h.transpose(0, 1),
+        (start, start + 1) if gates == 4 else start,
+        [*weights, *biases],
+        True,
+        1,
+        0.0,
+        True,
+        False,
+        False,
     )
     return y + z.transpose(0, 1)
 
@@ -379,7 +395,9 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "scatter over rows": lambda m, h, b: torch.zeros(4, 4).scatter_add(0, b["label"][:, None].expand(-1, 4), h[:, 0]),
     "index_put": lambda m, h, b: torch.zeros(4, 4).index_put((b["label"],), h[:, 0], accumulate=True),
     "batch_norm without running statistics": lambda m, h, b: F.batch_norm(h, None, None, m.q[:, 0], m.q[:, 1], True),
-    "balance": lambda m, h, b: (h[:, 0].softmax(-1).mean(0) * F.one_hot(h[:, 0].argmax(-1), 4).to(h.dtype).mean(0)).sum() * 4,
+    "balance": lambda m, h, b: (
+        (h[:, 0].softmax(-1).mean(0) * F.one_hot(h[:, 0].argmax(-1), 4).to(h.dtype).mean(0)).sum() * 4
+    ),
     "chosen by a mask": lambda m, h, b: [
         h[b["keep"]] @ m.w,
         h[b["label"] > 1].sum(0),
@@ -393,7 +411,9 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "any row": lambda m, h, b: h * b["keep"].any() + b["keep"].all(0)[:, None],
     "masked mean": lambda m, h, b: (h * b["keep"][..., None]).sum() / b["keep"].sum().clamp(min=1) / 4,
     "sum of integers": lambda m, h, b: h * b["ids"].sum() * 0.01 + b["ids"].sum(0)[:4] * 0.01,
-    "kl to the mean": lambda m, h, b: F.kl_div(h.log_softmax(-1), h.softmax(-1).mean(0).expand_as(h), reduction="batchmean"),
+    "kl to the mean": lambda m, h, b: F.kl_div(
+        h.log_softmax(-1), h.softmax(-1).mean(0).expand_as(h), reduction="batchmean"
+    ),
     "replicated then sharded": lambda m, h, b: h * (h.mean(0) @ m.w).softmax(-1),
     "reciprocal of a sum": lambda m, h, b: m.p / (1 + h.sum((0, 1)).square()),
     "two axes of rows": lambda m, h, b: (h[:, None, 0] - h[None, :, 1]).square().sum(-1),
@@ -465,7 +485,9 @@ LOSSES: dict[str, Op] = {
     "mse broadcast": lambda m, h, b: F.mse_loss(h, m.q.expand_as(h)),
     "l1": lambda m, h, b: F.l1_loss(h, b["target"]) + F.l1_loss(h, b["target"], reduction="none").mean((1, 2)),
     "smooth_l1": lambda m, h, b: F.smooth_l1_loss(h, b["target"], beta=0.4),
-    "huber": lambda m, h, b: F.huber_loss(h, b["target"], delta=0.3) + F.huber_loss(h, b["target"], reduction="sum") * 0.01,
+    "huber": lambda m, h, b: (
+        F.huber_loss(h, b["target"], delta=0.3) + F.huber_loss(h, b["target"], reduction="sum") * 0.01
+    ),
     "bce": lambda m, h, b: F.binary_cross_entropy(h.sigmoid(), b["target"], weight=m.q.detach().abs()),
     "bce with logits": lambda m, h, b: F.binary_cross_entropy_with_logits(h, b["target"]),
     "bce with pos_weight": lambda m, h, b: F.binary_cross_entropy_with_logits(
@@ -480,7 +502,9 @@ LOSSES: dict[str, Op] = {
     "soft margin": lambda m, h, b: F.soft_margin_loss(h, b["target"].sign()),
     "nll": lambda m, h, b: F.nll_loss(h[:, 0].log_softmax(-1), b["label"]),
     "nll of several dims": lambda m, h, b: F.nll_loss(h.transpose(1, 2).log_softmax(1), _labels(b)),
-    "nll weighted": lambda m, h, b: F.nll_loss(h.transpose(1, 2).log_softmax(1), _labels(b), weight=torch.linspace(1, 2, 4)),
+    "nll weighted": lambda m, h, b: F.nll_loss(
+        h.transpose(1, 2).log_softmax(1), _labels(b), weight=torch.linspace(1, 2, 4)
+    ),
     "nll none": lambda m, h, b: F.nll_loss(h[:, 0].log_softmax(-1), b["label"], reduction="none"),
     "cross entropy": lambda m, h, b: F.cross_entropy(h[:, 0], b["label"]),
     "cross entropy of tokens": lambda m, h, b: F.cross_entropy(h.reshape(-1, 4), _labels(b).reshape(-1)),
@@ -493,7 +517,9 @@ LOSSES: dict[str, Op] = {
         h.transpose(1, 2), _labels(b), weight=torch.linspace(0.5, 2, 4), label_smoothing=0.1
     ),
     "cross entropy sum": lambda m, h, b: F.cross_entropy(h.transpose(1, 2), _labels(b), reduction="sum") * 0.1,
-    "cross entropy none": lambda m, h, b: F.cross_entropy(h.transpose(1, 2), _labels(b), reduction="none", label_smoothing=0.1),
+    "cross entropy none": lambda m, h, b: F.cross_entropy(
+        h.transpose(1, 2), _labels(b), reduction="none", label_smoothing=0.1
+    ),
     "cross entropy with probabilities": lambda m, h, b: F.cross_entropy(
         h.transpose(1, 2), b["target"].transpose(1, 2).softmax(1)
     ),
@@ -506,8 +532,12 @@ LOSSES: dict[str, Op] = {
     "cosine embedding": lambda m, h, b: F.cosine_embedding_loss(h[:, 0], h[:, 1], b["label"].sign() * 2 - 1),
     "triplet": lambda m, h, b: F.triplet_margin_loss(h[:, 0], h[:, 1], h[:, 2]),
     "cosine embedding of one row": lambda m, h, b: F.cosine_embedding_loss(h[:, 0], m.q[:1], b["label"].sign() * 2 - 1),
-    "cosine embedding, one row first": lambda m, h, b: F.cosine_embedding_loss(m.q[:1], h[:, 0], b["label"].sign() * 2 - 1),
-    "cosine embedding of one number": lambda m, h, b: F.cosine_embedding_loss(h[:, 0], h[:, 1], torch.ones(1), reduction="none"),
+    "cosine embedding, one row first": lambda m, h, b: F.cosine_embedding_loss(
+        m.q[:1], h[:, 0], b["label"].sign() * 2 - 1
+    ),
+    "cosine embedding of one number": lambda m, h, b: F.cosine_embedding_loss(
+        h[:, 0], h[:, 1], torch.ones(1), reduction="none"
+    ),
     "cosine embedding, targets alone have rows": lambda m, h, b: (
         F.cosine_embedding_loss(m.q[:1], m.w[:1], b["label"].sign() * 2 - 1) + h.mean()
     ),
@@ -535,7 +565,9 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
     "a single number": lambda m, h, b: h * torch.rand(()) + torch.randn(1),
     "dropout of nothing and everything": lambda m, h, b: F.dropout(h, 0.0) + F.dropout(h, 1.0) + F.dropout(h, 0.5),
     "dropout outside training": lambda m, h, b: F.dropout(h, 0.5, training=False) + F.dropout(h, 0.5),
-    "dropout in place": lambda m, h, b: F.dropout(h * 1, 0.4, inplace=True) + F.alpha_dropout(h * 2, 0.5, True, inplace=True),
+    "dropout in place": lambda m, h, b: (
+        F.dropout(h * 1, 0.4, inplace=True) + F.alpha_dropout(h * 2, 0.5, True, inplace=True)
+    ),
     "dropout of flat rows": lambda m, h, b: F.dropout(h.reshape(-1, 4), 0.5) @ m.w,
     "dropout of transposed rows": lambda m, h, b: F.dropout(h.transpose(0, 1), 0.5) * m.q[:, None],
     "dropout of two views": lambda m, h, b: F.dropout(torch.cat([h, h @ m.w]), 0.5),
@@ -543,7 +575,9 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
     "dropout of a mean": lambda m, h, b: h * F.dropout(_first(h), 0.5) + h.mean(0) * m.q,
     "dropout of a sum": lambda m, h, b: F.dropout(h.sum(0), 0.5).tanh(),
     "channel dropout": lambda m, h, b: (
-        F.dropout2d(h[..., None], 0.5) + F.dropout1d(h, 0.5)[..., None] + F.dropout3d(h[:, :, :, None, None], 0.5)[..., 0]
+        F.dropout2d(h[..., None], 0.5)
+        + F.dropout1d(h, 0.5)[..., None]
+        + F.dropout3d(h[:, :, :, None, None], 0.5)[..., 0]
     ),
     "alpha dropout": lambda m, h, b: (
         F.alpha_dropout(h, 0.3, True) + F.feature_alpha_dropout(h, 0.3, True) + F.alpha_dropout(h, 0.3)
@@ -584,10 +618,16 @@ RANDOM: dict[str, Op] = {  # the same numbers as one device draws, whatever the 
         h + torch.randn(h.shape) + torch.rand(h.shape[0], 1, 4) + torch.randn(h.shape[0] * 3, 4).view(-1, 3, 4)
     ),
     "noise without rows": lambda m, h, b: h * torch.rand(3, 4) + torch.randint(0, 5, (4,)),
-    "random integers": lambda m, h, b: h * torch.randint(2, 5, (h.shape[0], 3, 1)) + m.table[torch.randint(7, (h.shape[0], 3))],
-    "bernoulli": lambda m, h, b: h * torch.bernoulli(h.sigmoid().detach()) + h * torch.bernoulli(torch.full_like(h, 0.2)),
+    "random integers": lambda m, h, b: (
+        h * torch.randint(2, 5, (h.shape[0], 3, 1)) + m.table[torch.randint(7, (h.shape[0], 3))]
+    ),
+    "bernoulli": lambda m, h, b: (
+        h * torch.bernoulli(h.sigmoid().detach()) + h * torch.bernoulli(torch.full_like(h, 0.2))
+    ),
     "in place": lambda m, h, b: (
-        h * torch.empty_like(h).uniform_(1, 2) + torch.zeros(h.shape).normal_(0.5, 0.1) + torch.empty(h.shape).bernoulli_(0.3)
+        h * torch.empty_like(h).uniform_(1, 2)
+        + torch.zeros(h.shape).normal_(0.5, 0.1)
+        + torch.empty(h.shape).bernoulli_(0.3)
     ),
     "keep by rows": lambda m, h, b: h * (torch.rand(h.shape[0], 1, 1) > 0.4) / 0.6,
     "reparameterised": lambda m, h, b: h[:, 0] + (h[:, 1] * 0.5).exp() * torch.randn_like(h[:, 1]),

@@ -83,11 +83,16 @@ class RandomModel(nn.Module):
         x = values[at]
         if x.dim() == 0 or x.shape[-1] != 4:
             return None
-        return (self.rng.choice((lambda x: x * self.p, lambda x: x + self.p, lambda x: x / (1 + self.p.square()))), [at])
+        return (
+            self.rng.choice((lambda x: x * self.p, lambda x: x + self.p, lambda x: x / (1 + self.p.square()))),
+            [at],
+        )
 
     def make_pair(self, values: list[Tensor], at: int) -> Any:
         other = self.other(values, at)
-        return None if other is None else (self.rng.choice((torch.add, torch.mul, torch.sub, torch.minimum)), [at, other])
+        return (
+            None if other is None else (self.rng.choice((torch.add, torch.mul, torch.sub, torch.minimum)), [at, other])
+        )
 
     def make_broadcast(self, values: list[Tensor], at: int) -> Any:
         other = self.pick(len(values))
@@ -112,9 +117,12 @@ class RandomModel(nn.Module):
         return (
             self.rng.choice(
                 (
-                    lambda x: x.softmax(d), lambda x: x.cumsum(d) * 0.5, lambda x: x.flip(d), lambda x: x.sort(d).values,
-                    lambda x: x - x.mean(d, keepdim=True), lambda x: x / (1 + x.square().sum(d, keepdim=True)), lambda x: x.roll(1, d),
-                    lambda x: F.normalize(x + 0.1, dim=d), lambda x: x * x.amax(d, keepdim=True), lambda x: x.log_softmax(d),
+                    lambda x: x.softmax(d), lambda x: x.cumsum(d) * 0.5, lambda x: x.flip(d),
+                    lambda x: x.sort(d).values,
+                    lambda x: x - x.mean(d, keepdim=True), lambda x: x / (1 + x.square().sum(d, keepdim=True)),
+                    lambda x: x.roll(1, d),
+                    lambda x: F.normalize(x + 0.1, dim=d), lambda x: x * x.amax(d, keepdim=True),
+                    lambda x: x.log_softmax(d),
                 )
             ),
             [at],
@@ -128,8 +136,10 @@ class RandomModel(nn.Module):
         return (
             self.rng.choice(
                 (
-                    lambda x: x.sum(d, keepdim=keep) * 0.3, lambda x: x.mean(d, keepdim=keep), lambda x: x.amax(d, keepdim=keep),
-                    lambda x: x.logsumexp(d, keepdim=keep), lambda x: x.var(d, correction=0, keepdim=keep), lambda x: x.norm(dim=d, keepdim=keep),
+                    lambda x: x.sum(d, keepdim=keep) * 0.3, lambda x: x.mean(d, keepdim=keep),
+                    lambda x: x.amax(d, keepdim=keep),
+                    lambda x: x.logsumexp(d, keepdim=keep), lambda x: x.var(d, correction=0, keepdim=keep),
+                    lambda x: x.norm(dim=d, keepdim=keep),
                 )
             ),
             [at],
@@ -137,7 +147,9 @@ class RandomModel(nn.Module):
 
     def make_everything(self, values: list[Tensor], at: int) -> Any:
         return (
-            (self.rng.choice((torch.mean, lambda x: x.sum() * 0.1, torch.amax)), [at]) if values[at].is_floating_point() else None
+            (self.rng.choice((torch.mean, lambda x: x.sum() * 0.1, torch.amax)), [at])
+            if values[at].is_floating_point()
+            else None
         )
 
     def make_order(self, values: list[Tensor], at: int) -> Any:
@@ -145,7 +157,10 @@ class RandomModel(nn.Module):
             return None
         order = self.rng.sample(range(values[at].dim()), values[at].dim())
         a, b = self.dim(values[at]), self.dim(values[at])
-        return (self.rng.choice((lambda x: x.permute(order), lambda x: x.transpose(a, b), lambda x: x.movedim(a, b))), [at])
+        return (
+            self.rng.choice((lambda x: x.permute(order), lambda x: x.transpose(a, b), lambda x: x.movedim(a, b))),
+            [at],
+        )
 
     def make_merge(self, values: list[Tensor], at: int) -> Any:
         if values[at].dim() < 2:
@@ -169,7 +184,10 @@ class RandomModel(nn.Module):
 
     def make_unsqueeze(self, values: list[Tensor], at: int) -> Any:
         d = self.rng.randrange(values[at].dim() + 1)
-        return (self.rng.choice((lambda x: x.unsqueeze(d), lambda x: x.unsqueeze(d).expand(*x.shape[:d], 2, *x.shape[d:]))), [at])
+        return (
+            self.rng.choice((lambda x: x.unsqueeze(d), lambda x: x.unsqueeze(d).expand(*x.shape[:d], 2, *x.shape[d:]))),
+            [at],
+        )
 
     def make_squeeze(self, values: list[Tensor], at: int) -> Any:
         return ((lambda x: x.squeeze()), [at]) if 1 in values[at].shape else None
@@ -180,7 +198,9 @@ class RandomModel(nn.Module):
             return None
         w = self.weights[str(x.shape[-1])]
         return (
-            self.rng.choice((lambda x: F.linear(x, w), lambda x: x @ w.T, lambda x: torch.einsum("...k,nk->...n", x, w))),
+            self.rng.choice(
+                (lambda x: F.linear(x, w), lambda x: x @ w.T, lambda x: torch.einsum("...k,nk->...n", x, w))
+            ),
             [at],
         )
 
@@ -196,7 +216,10 @@ class RandomModel(nn.Module):
             return None
         d = self.dim(x)
         if x.shape[d] % ROWS == 0:
-            return (self.rng.choice((lambda x: x.select(d, 0), lambda x: x.narrow(d, 0, 1), lambda x: x.select(d, -1))), [at])
+            return (
+                self.rng.choice((lambda x: x.select(d, 0), lambda x: x.narrow(d, 0, 1), lambda x: x.select(d, -1))),
+                [at],
+            )
         size = x.shape[d]
         if size < 2:
             return None
@@ -251,8 +274,10 @@ class RandomModel(nn.Module):
         return (
             self.rng.choice(
                 (
-                    lambda x: F.embedding((x > 0).long(), self.q), lambda x: self.q[(x > 0.2).long()], lambda x: x[torch.arange(x.shape[0])],
-                    lambda x: x[(torch.arange(x.shape[0]) * 2) % x.shape[0]], lambda x: x.gather(-1, x.argsort(-1)), lambda x: x * x.argmax(0),
+                    lambda x: F.embedding((x > 0).long(), self.q), lambda x: self.q[(x > 0.2).long()],
+                    lambda x: x[torch.arange(x.shape[0])],
+                    lambda x: x[(torch.arange(x.shape[0]) * 2) % x.shape[0]], lambda x: x.gather(-1, x.argsort(-1)),
+                    lambda x: x * x.argmax(0),
                 )
             ),
             [at],

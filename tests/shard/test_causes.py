@@ -1,4 +1,6 @@
-"""What units communicate, by the op that needs it; that bytes are those that are sent is tested in tests/estimate/test_traffic.py."""
+"""What units communicate, by the op that needs it; that bytes are those that are sent is tested in
+tests/estimate/test_traffic.py.
+"""
 
 from __future__ import annotations
 

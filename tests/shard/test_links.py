@@ -23,7 +23,9 @@ from shardwise.shard.solver.cost_model import Seconds
 @functools.cache
 def gpt() -> Compiled:
     """GPT-2's sizes, one layer; on meta."""
-    module = Values.of_recorded(record(lambda: GPT(vocabulary=50257, width=768, layers=1, heads=12, context=1024)), 0).structure()
+    module = Values.of_recorded(
+        record(lambda: GPT(vocabulary=50257, width=768, layers=1, heads=12, context=1024)), 0
+    ).structure()
     example = {n: torch.zeros(2, 1024, dtype=torch.int64) for n in ("input_ids", "labels")}
     return Compiled(module, Plan(precision="bf16", mesh=Mesh(())), example, batch_rows=8, kind="gpu")
 
@@ -48,7 +50,8 @@ def test_a_group_across_hosts_is_slower_and_may_choose_otherwise() -> None:
     assert fast is not None and slow is not None and (fast.ops, fast.parameters) != (slow.ops, slow.parameters)
     link = rates("gpu", "bf16", ["tp"])
     priced = [
-        sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.talks, *one.once)) for one in map(took, (within, across))
+        sum(link.collective(t.kind, t.nbytes, ["tp"], 4) for t in (*one.talks, *one.once))
+        for one in map(took, (within, across))
     ]
     assert took(across).communicating == pytest.approx(priced[1])
     assert took(across).total < took(within).computing + priced[0], "what is best within a host is not across"

@@ -57,7 +57,9 @@ def test_no_values_within_the_limit_take_fewer_seconds(seed: int) -> None:
 
 
 def test_equal_blocks_are_told_apart_only_by_number() -> None:
-    """Of 40 equal blocks each is fast or small: half of them small, whichever, and no more than one sum for each number of them."""
+    """Of 40 equal blocks each is fast or small: half of them small, whichever, and no more than one sum for each number
+    of them.
+    """
     own = np.array([1 + 10j, 2 + 4j, 1.6 + 8j])
     side = np.array(
         [[0, 0.25, 0.25], [0.25, 0, 0.25], [0.25, 0.25, 0]], complex

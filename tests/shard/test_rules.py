@@ -23,7 +23,15 @@ STATIC = {
     "parameter of the batch's size",
 }  # export fixes their rows
 ONE_ROW_DIFFERS = {"squeeze all", "some rows"}  # plain PyTorch does something else with a single row
-REPLICATED = {"index_add", "index_put", "chosen by a mask", "some targets", "positions of true", "where it is true", "two views"}
+REPLICATED = {
+    "index_add",
+    "index_put",
+    "chosen by a mask",
+    "some targets",
+    "positions of true",
+    "where it is true",
+    "two views",
+}
 """Ops whose result no rank can compute from its own rows, or without a rule."""
 
 

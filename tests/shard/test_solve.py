@@ -1,4 +1,6 @@
-"""The solver of tensor plans: against all plans of small graphs, its predictions against what is emitted, and against the recipes."""
+"""The solver of tensor plans: against all plans of small graphs, its predictions against what is emitted, and against
+the recipes.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ aten = torch.ops.aten
 SIDE, ROWS_OF = 4, 2
 
 
-# ---- all plans of small graphs ----------------------------------------------------------------------------------------------
+# ---- all plans of small graphs ---------------------------------------------------------------------------------------
 
 
 class Drawn:
@@ -63,7 +65,8 @@ class Drawn:
         loss = self.call(aten.sum.default, self.joined(values[1:]))
         self.graph.output((loss,))
         captured = Captured(
-            self.graph, None, {"p_a": "a", "p_b": "b"}, {}, {}, {"x": "x"}, ROWS_OF, ROWS_OF, {"a": True, "b": self.draw.random() < 0.8}
+            self.graph, None, {"p_a": "a", "p_b": "b"}, {}, {}, {"x": "x"}, ROWS_OF, ROWS_OF,
+            {"a": True, "b": self.draw.random() < 0.8}
         )  # fmt: skip
         self.normal = Normal(self.graph, captured)
 
@@ -83,7 +86,8 @@ class Drawn:
         kinds = {
             "linear": lambda: self.call(aten.linear.default, x, w), "add": lambda: self.call(aten.add.Tensor, x, y),
             "mul": lambda: self.call(aten.mul.Tensor, x, w), "relu": lambda: self.call(aten.relu.default, x),
-            "transpose": lambda: self.call(aten.transpose.int, x, 1, 2), "softmax": lambda: self.call(aten.softmax.int, x, 2),
+            "transpose": lambda: self.call(aten.transpose.int, x, 1, 2),
+            "softmax": lambda: self.call(aten.softmax.int, x, 2),
             "matmul": lambda: self.call(aten.matmul.default, x, y),
         }  # fmt: skip
         return kinds[self.draw.choice(["linear", "linear", "linear", *kinds])]()
@@ -149,7 +153,9 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
     axes = {"tp": 2} if seed % 4 else {"tp_i": 2, "tp_j": 2}
     context, batch = prepared(Drawn(seed).normal, TensorParallelSpec(axes, "2d" if len(axes) > 1 else "1d"))
     link = Link(draw.choice([0.0, 1.0]), draw.choice([1.0, 10.0, 100.0]))
-    prices = CostModel(context, batch, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu")
+    prices = CostModel(
+        context, batch, Rates(draw.choice([1.0, 30.0]), draw.choice([10.0, 100.0]), link), ROWS_OF, "cpu"
+    )
     chosen = {axis: thinned(draw, Candidates(context, axis, prices), 120 if len(axes) == 1 else 12) for axis in axes}
     solver = Solver(context, prices, chosen, direct=1 if seed % 2 else 1 << 18)
     found, flow = solver.least(), Flow(context)
@@ -166,7 +172,9 @@ def test_no_plan_of_a_small_graph_is_faster(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(70))
 def test_within_a_limit_of_memory_no_plan_is_faster(seed: int) -> None:
-    """Also where bytes of a move cost, and its seconds do not; and however few sums the solver keeps, its bound is true."""
+    """Also where bytes of a move cost, and its seconds do not; and however few sums the solver keeps, its bound is
+    true.
+    """
     draw = random.Random(seed)
     context, batch = prepared(Drawn(seed).normal, TensorParallelSpec({"tp": 2}))
     prices = CostModel(context, batch, Rates(10.0, 30.0, Link(0.0, draw.choice([30.0, 1e12]))), ROWS_OF, "cpu")
@@ -205,7 +213,7 @@ def priced(prices: CostModel, flow: Flow, one: dict[str, Assignment]) -> float |
         return None
 
 
-# ---- what is predicted is what is emitted ---------------------------------------------------------------------------------------
+# ---- what is predicted is what is emitted ----------------------------------------------------------------------------
 
 
 def normal_of(module: nn.Module, batch: Mapping[str, Tensor], precision: str = "fp32") -> Normal:
@@ -267,7 +275,7 @@ def predicted_to_the_byte(normal: Normal, pinned: bool) -> int:
     return sharded
 
 
-# ---- against the recipes --------------------------------------------------------------------------------------------------------
+# ---- against the recipes ---------------------------------------------------------------------------------------------
 
 
 def whole_model(name: str, layers: int) -> Normal:
@@ -275,7 +283,9 @@ def whole_model(name: str, layers: int) -> Normal:
     length = 1024 if name == "gpt" else 4096
     build = {
         "gpt": lambda: GPT(vocabulary=50257, width=768, layers=layers, heads=12, context=length),
-        "llama": lambda: Llama(vocabulary=128256, width=4096, layers=layers, heads=32, kv_heads=8, hidden=14336, context=length),
+        "llama": lambda: Llama(
+            vocabulary=128256, width=4096, layers=layers, heads=32, kv_heads=8, hidden=14336, context=length
+        ),
     }[name]
     example = {n: torch.zeros(2, length, dtype=torch.int64) for n in ("input_ids", "labels")}
     return normal_of(Values.of_recorded(record(build), 0).structure(), example, "bf16")
@@ -301,7 +311,9 @@ def fewest_bytes(normal: Normal, axes: Mapping[str, int], recipe: str, machine: 
     return int(re.findall(r"legal: (\d+) or more", str(refused.value))[0])
 
 
-@pytest.mark.parametrize(("name", "rows", "kind"), [("gpt", 8, "gpu"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "gpu")])
+@pytest.mark.parametrize(
+    ("name", "rows", "kind"), [("gpt", 8, "gpu"), ("gpt", 1, "cpu"), ("gpt", 4, "cpu"), ("llama", 1, "gpu")]
+)
 def test_no_recipe_is_faster_and_products_are_shared_out(name: str, rows: int, kind: str) -> None:
     normal = whole_model(name, 2)
     machine = Machine(rates(kind, "bf16"), rows)
@@ -340,7 +352,7 @@ def test_where_links_are_slow_everything_is_whole() -> None:
     assert auto.communicating == 0 and not emitted(found).layouts
 
 
-# ---- whole models ---------------------------------------------------------------------------------------------------------------
+# ---- whole models ----------------------------------------------------------------------------------------------------
 
 
 def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Solved, float]]:
@@ -359,10 +371,18 @@ def solved(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Solved, float]]:
 
 @pytest.mark.parametrize(
     ("name", "layers", "rows"),
-    [("gpt", 2, 8), pytest.param("gpt", 12, 8, marks=pytest.mark.full), pytest.param("llama", 32, 1, marks=pytest.mark.full)],
+    [
+        ("gpt", 2, 8),
+        pytest.param("gpt", 12, 8, marks=pytest.mark.full),
+        pytest.param("llama", 32, 1, marks=pytest.mark.full),
+    ],
 )
-def test_whole_models_within_limits_of_memory(monkeypatch: pytest.MonkeyPatch, name: str, layers: int, rows: int) -> None:
-    """On the links of a data sheet the answer is exact, and it is what the plan then takes; more memory is never slower."""
+def test_whole_models_within_limits_of_memory(
+    monkeypatch: pytest.MonkeyPatch, name: str, layers: int, rows: int
+) -> None:
+    """On the links of a data sheet the answer is exact, and it is what the plan then takes; more memory is never
+    slower.
+    """
     found, normal, own = solved(monkeypatch), whole_model(name, layers), rates("gpu", "bf16")
     fast = by(normal, {"tp": 4}, "1d", "auto", Machine(own, rows))[1]
     fewest = fewest_bytes(normal, {"tp": 4}, "1d", Machine(own, rows))

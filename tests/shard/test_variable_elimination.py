@@ -12,7 +12,9 @@ from shardwise.shard.solver.variable_elimination import CostFactor, Elimination,
 
 
 def drawn(seed: int) -> tuple[list[int], list[CostFactor]]:
-    """Up to 7 variables of up to 4 values, and factors of up to 4 of them, some of the tables shared, some elements infinite."""
+    """Up to 7 variables of up to 4 values, and factors of up to 4 of them, some of the tables shared, some elements
+    infinite.
+    """
     draw, numbers = random.Random(seed), np.random.default_rng(seed)
     sizes = [draw.randint(1, 4) for _ in range(draw.randint(1, 7))]
     factors: list[CostFactor] = []
@@ -38,7 +40,9 @@ def test_the_least_sum_is_that_of_all_values(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(300))
 def test_through_every_element_goes_the_least_of_all_values(seed: int) -> None:
-    """Of the variables of a kind: with its value, and the values of its neighbours, the least of everything; alike ones count together."""
+    """Of the variables of a kind: with its value, and the values of its neighbours, the least of everything; alike ones
+    count together.
+    """
     sizes, factors = drawn(seed)
     run = Elimination(sizes, factors)
     every = {values: total(factors, values) for values in itertools.product(*map(range, sizes))}

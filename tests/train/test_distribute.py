@@ -281,7 +281,9 @@ model.trainer.comm.close()
     ],
 )
 def test_the_same_loop_in_a_pipeline(tmp_path: Path, backend: str, schedule: str, dp: int, zero: int) -> None:
-    """In processes: a tied GPT, clipping, a schedule of rates and an evaluation in between, in fp64 as plain torch has them."""
+    """In processes: a tied GPT, clipping, a schedule of rates and an evaluation in between, in fp64 as plain torch has
+    them.
+    """
     the_same_loop(tmp_path, [backend, "1d", schedule], 1, 2, dp, zero)
 
 

@@ -26,7 +26,7 @@ ROWS, LENGTH = 6, 8
 
 
 class Spiked(nn.Module):
-    """A GPT whose loss is multiplied by ``spike``, a field with one number a row: a large one makes gradients overflow."""
+    """A GPT with a loss times ``spike``, a field of one number a row: a large one makes gradients overflow."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,9 @@ def run(
     compiled = Compiled(module or Spiked(), plan, batches[0])
 
     def rank(comm: ThreadCommunicator) -> list[dict[str, Any]]:
-        trainer = Trainer(compiled, OptimizerChoice("adamw", lr=1e-2), plan, {}, clip_norm=1.0, comm=comm, loss_scale=scale)
+        trainer = Trainer(
+            compiled, OptimizerChoice("adamw", lr=1e-2), plan, {}, clip_norm=1.0, comm=comm, loss_scale=scale
+        )
         seen = []
         for given in batches:
             ranges = rank_rows(ROWS, plan.microbatches, comm.mesh.axis_size(AXES), comm.mesh.index(comm.rank, AXES))
@@ -61,7 +63,11 @@ def run(
             result = trainer.step(Batch(mine, ROWS, tuple(a for a, _ in ranges), tuple(b - a for a, b in ranges)))
             assert result.scale is not None
             assert result.overflows is not None
-            numbers = {"skipped": bool(result.skipped), "scale": float(result.scale), "overflows": int(result.overflows)}
+            numbers = {
+                "skipped": bool(result.skipped),
+                "scale": float(result.scale),
+                "overflows": int(result.overflows),
+            }
             seen.append({**numbers, "norm": float(result.grad_norm), "state": trainer.state_dict()})
         return seen
 
@@ -85,7 +91,9 @@ def check_skipped(ranks: list[list[dict[str, Any]]]) -> None:
 
 
 @pytest.mark.few(3)
-@pytest.mark.parametrize(("zero", "dp", "microbatches"), [(0, 1, 1), (0, 3, 2), (1, 2, 1), (2, 3, 2), (3, 3, 1), (3, 2, 2)])
+@pytest.mark.parametrize(
+    ("zero", "dp", "microbatches"), [(0, 1, 1), (0, 3, 2), (1, 2, 1), (2, 3, 2), (3, 3, 1), (3, 2, 2)]
+)
 def test_an_overflow_in_one_rank_skips_the_step_on_all(zero: int, dp: int, microbatches: int) -> None:
     """The spike is in the rows of the last rank, or of the first; nothing of a skipped step is left."""
     plan = data_parallel(Plan(precision="fp16", microbatches=microbatches), dp, zero)
@@ -133,16 +141,18 @@ def test_overflows_without_end_stop_the_run_with_advice(zero: int) -> None:
 @pytest.mark.parametrize(("zero", "dp"), [(0, 2), (3, 2), (2, 3)])
 def test_first_gradients_are_as_near_to_the_truth_as_one_device(zero: int, dp: int) -> None:
     torch.manual_seed(0)
-    report = verify(Spiked(), [batch(i) for i in range(2)], data_parallel(Plan(precision="fp16", microbatches=2), dp, zero))
+    report = verify(
+        Spiked(), [batch(i) for i in range(2)], data_parallel(Plan(precision="fp16", microbatches=2), dp, zero)
+    )
     assert report.passed, (report.worst[:3], report.low_precision)
     assert report.low_precision is not None
 
 
-# ---- pipelines -----------------------------------------------------------------------------------------------------------
+# ---- pipelines -------------------------------------------------------------------------------------------------------
 
 
 class Probed(nn.Module):
-    """Blocks with a *probe*, a parameter whose gradient alone is multiplied by a field: overflows begin and end there."""
+    """Blocks with a *probe*, a parameter whose gradient alone is multiplied by a field: overflows are there only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +167,9 @@ class Probed(nn.Module):
 
 
 def probed(step: int, block: int = -1) -> dict[str, Tensor]:
-    """The gradient of a block's probe overflows, or none does; of the last row, so it is on one rank of the batch axes alone."""
+    """The gradient of a block's probe overflows, or none does; of the last row, so it is on one rank of the batch axes
+    alone.
+    """
     probe = torch.zeros(ROWS, 4)
     if block >= 0:
         probe[-1, block] = 6e4
@@ -181,7 +193,9 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(schedule: str, microbatc
 
 @pytest.mark.parametrize(("block", "unit"), [(0, "head"), (1, "blocks.1"), (3, "tail")])
 def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, unit: str) -> None:
-    """A probe belongs to the block that reads it; the first one is an input of the model, the last comes after all blocks."""
+    """A probe belongs to the block that reads it; the first one is an input of the model, the last comes after all
+    blocks.
+    """
     plan = pipeline(Plan(precision="fp16", microbatches=2), 2)
     with pytest.raises(LossScaleError, match=r"step 4: .* 3 steps in a row") as error:
         run(plan, [probed(0), probed(1), *(probed(i, block) for i in range(2, 9))], ScaleChoice(patience=3), Probed())
@@ -199,7 +213,9 @@ def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, uni
         ("bf16", "interleaved", 2, 1),
     ],
 )
-def test_first_gradients_of_pipelines_are_as_near_to_the_truth(precision: Any, schedule: str, dp: int, zero: int) -> None:
+def test_first_gradients_of_pipelines_are_as_near_to_the_truth(
+    precision: Any, schedule: str, dp: int, zero: int
+) -> None:
     torch.manual_seed(0)
     plan = pipeline(data_parallel(Plan(precision=precision, microbatches=2), dp, zero), 2, schedule)
     report = verify(Spiked(), [batch(i) for i in range(2)], plan)
@@ -210,7 +226,7 @@ def test_first_gradients_of_pipelines_are_as_near_to_the_truth(precision: Any, s
     )  # so it is low precision that is compared
 
 
-# ---- tensor parallelism --------------------------------------------------------------------------------------------------
+# ---- tensor parallelism ----------------------------------------------------------------------------------------------
 
 
 class Wide(nn.Module):
@@ -260,7 +276,7 @@ WIDE = [widely(0), widely(1), widely(2, 0, 15), widely(3), widely(4, 3, 0), wide
     ],
 )
 def test_an_overflow_in_one_piece_skips_the_step_on_all(kind: Any, tp: int, dp: int, zero: int, pp: int) -> None:
-    """In the last piece of a parameter, or in the first; the ranks that have the others see nothing of it but the norm."""
+    """In the last piece of a parameter, or in the first; the ranks that have others see only the norm of it."""
     base = Plan(precision="fp16", microbatches=2)
     plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp), tp, kind)
     module = Wide()

@@ -29,8 +29,10 @@ def batch(step: int, bad: bool) -> dict[str, Tensor]:
     return fields
 
 
-def train(zero: int, optimizer: str, precision: Any, bad: bool) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
-    """Four steps, before the last two of which a bad one is tried or not: errors, weights, and the loss scale's state."""
+def train(
+    zero: int, optimizer: str, precision: Any, bad: bool
+) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
+    """Four steps, before the last two of which a bad one is tried or not: errors, weights, and loss scales."""
     torch.manual_seed(0)
     plan = data_parallel(Plan(precision=precision), RANKS, zero)
     compiled = Compiled(Blocks(5), plan, batch(0, False))
@@ -56,7 +58,9 @@ def train(zero: int, optimizer: str, precision: Any, bad: bool) -> tuple[list[st
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "nadam", "rmsprop"])
-@pytest.mark.parametrize(("zero", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (0, "fp16"), (3, "fp16")])
+@pytest.mark.parametrize(
+    ("zero", "precision"), [(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "bf16"), (0, "fp16"), (3, "fp16")]
+)
 def test_training_goes_on_after_the_error(zero: int, optimizer: str, precision: str) -> None:
     errors, weights, scale = train(zero, optimizer, precision, bad=True)
     none, truth, _ = train(zero, optimizer, precision, bad=False)

@@ -44,7 +44,7 @@ class Rows:
 
 
 class Normed(nn.Module):
-    """Running statistics, a buffer outside the state dict, a frozen parameter, one that nothing reads, and a 0-d one."""
+    """Running statistics, a buffer outside the state dict, and parameters: a frozen, an unread and a 0-d one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,14 @@ COMPILED: dict[tuple[Any, ...], Compiled] = {}
 
 
 def compiled(
-    model: str, ranks: int, precision: str, zero: int = 0, schedule: str = "1f1b", pp: int = 1, tp: int = 1, tensor: Any = "1d"
+    model: str,
+    ranks: int,
+    precision: str,
+    zero: int = 0,
+    schedule: str = "1f1b",
+    pp: int = 1,
+    tp: int = 1,
+    tensor: Any = "1d",
 ) -> Compiled:
     key = (model, ranks, precision, zero, schedule, pp, tp, tensor)
     if key not in COMPILED:
@@ -110,10 +117,12 @@ def compiled(
 
 
 def run(
-    folder: Path, ranks: int, stop: int, *, model: str = "gpt", precision: str = "fp64", name: str = "adamw", rows: int = 17,
-    save: bool = True, zero: int = 0, schedule: str = "1f1b", pp: int = 1, tp: int = 1, tensor: str = "1d", **options: Any,
+    folder: Path, ranks: int, stop: int, *, model: str = "gpt", precision: str = "fp64", name: str = "adamw",
+    rows: int = 17,
+    save: bool = True, zero: int = 0, schedule: str = "1f1b", pp: int = 1, tp: int = 1, tensor: str = "1d",
+    **options: Any,
 ) -> tuple[State, list[list[int]]]:  # fmt: skip
-    """Go on from the folder's checkpoint to step ``stop`` and save; the state, and where each batch stood in the data."""
+    """Go on from the folder's checkpoint to step ``stop`` and save; the state, and each batch's place in the data."""
     made = compiled(model, ranks, precision, zero, schedule, pp, tp, tensor)
 
     def rank(comm: ThreadCommunicator) -> tuple[State, list[list[int]]]:
@@ -136,7 +145,9 @@ def run(
 
 
 def worst(ours: State, truth: State) -> float:
-    errors = [float((ours[n].double() - truth[n].double()).norm() / truth[n].double().norm().clamp(min=1e-30)) for n in truth]
+    errors = [
+        float((ours[n].double() - truth[n].double()).norm() / truth[n].double().norm().clamp(min=1e-30)) for n in truth
+    ]
     assert ours.keys() == truth.keys() and all(map(math.isfinite, errors))
     return max(errors)
 
@@ -150,7 +161,8 @@ PIPELINES: list[dict[str, Any]] = [
 LAYERS: list[dict[str, Any]] = [
     {"ranks": 1}, {"ranks": 1, "tp": 2}, {"ranks": 2, "tp": 3, "zero": 3, "tensor": "1d-sp"},
     {"ranks": 1, "tp": 4, "tensor": "1d-sp"}, {"ranks": 2, "tp": 2, "pp": 2, "zero": 1},
-    {"ranks": 1, "tp": 4, "tensor": "2d"}, {"ranks": 1, "tp": 8, "tensor": "2.5d"}, {"ranks": 2, "tp": 8, "tensor": "3d", "zero": 3},
+    {"ranks": 1, "tp": 4, "tensor": "2d"}, {"ranks": 1, "tp": 8, "tensor": "2.5d"},
+    {"ranks": 2, "tp": 8, "tensor": "3d", "zero": 3},
 ]  # fmt: skip
 
 
@@ -244,7 +256,10 @@ def test_bit_equal_in_bf16(tmp_path: Path) -> None:
     run(tmp_path / "parts", 2, 3, precision="bf16")
     state, _ = run(tmp_path / "parts", 2, STEPS, precision="bf16")
     assert all(torch.equal(state[n], truth[n]) for n in truth)
-    assert Checkpoint.open(latest(tmp_path / "parts")).tensors["model.blocks.0.attention.qkv.weight"].dtype == torch.float32  # type: ignore[arg-type]
+    assert (
+        Checkpoint.open(latest(tmp_path / "parts")).tensors["model.blocks.0.attention.qkv.weight"].dtype
+        == torch.float32
+    )  # type: ignore[arg-type]
 
 
 def test_a_run_in_fp16_goes_on_from_one_in_fp32_and_back(tmp_path: Path) -> None:
@@ -352,4 +367,6 @@ def test_saving_again_after_going_back(tmp_path: Path) -> None:
     state = run_ranks(made.plan.mesh, rank, timeout=60)[0]
     saved = Checkpoint.open(latest(tmp_path))  # type: ignore[arg-type]
     values = {f"model.{name}": value for name, value in state.items()}
-    assert saved.step == 4 and all(torch.equal(saved.read(n), values[n]) for n in saved.tensors if n.startswith("model."))
+    assert saved.step == 4 and all(
+        torch.equal(saved.read(n), values[n]) for n in saved.tensors if n.startswith("model.")
+    )

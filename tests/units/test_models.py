@@ -1,7 +1,7 @@
 """Whole models under every division of the batch: losses, gradients and state of AdamW steps against the oracle.
 
-By default each model meets every number of ranks, of microbatches and every kind of recomputation, and all pairs of these occur over
-the models; ``-m full`` runs the whole product.
+By default each model meets every number of ranks, of microbatches and every kind of recomputation, and all pairs of
+these occur over the models; ``-m full`` runs the whole product.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from shardwise.units.trace import Trace, Unit
 from zoo import NAMES, make
 
 aten = torch.ops.aten
-ADAM = OptimizerChoice("adamw", lr=0.01, eps=1e-3, weight_decay=0.1)  # a larger eps: gradients of pure rounding stay small
+ADAM = OptimizerChoice(
+    "adamw", lr=0.01, eps=1e-3, weight_decay=0.1
+)  # a larger eps: gradients of pure rounding stay small
 RECOMPUTE = ("none", "selective", "full")
 PRODUCT = list(itertools.product((1, 2, 3, 4), (1, 2, 3), RECOMPUTE))
 MIXES_ROWS = {"own convnet", "own pairs", "resnet", "mixtral", "mixtral balanced", "mixtral padded"}
@@ -30,7 +32,9 @@ PADDED = ("llama padded", "gpt2 padded", "bert padded", "mixtral padded", "qwen3
 
 
 def covering(index: int) -> list[tuple[int, int, str]]:
-    """Four of the product that hold every number of ranks, microbatches and kind of recomputation; shifted for each model."""
+    """Four of the product that hold every number of ranks, microbatches and kind of recomputation; shifted for each
+    model.
+    """
     return [(dp, 1 + (dp + index) % 3, RECOMPUTE[(dp + index // 3) % 3]) for dp in (1, 2, 3, 4)]
 
 
@@ -71,7 +75,7 @@ def test_the_covering_set_covers() -> None:
         assert {(c[a], c[b]) for c in cases} == {(c[a], c[b]) for c in PRODUCT}
 
 
-# ---- what is communicated, and what is computed twice --------------------------------------------------------------------------------
+# ---- what is communicated, and what is computed twice ----------------------------------------------------------------
 
 
 def moved(trace: Trace) -> set[str]:
@@ -92,7 +96,11 @@ def test_activations_stay_where_they_are(name: str) -> None:
     trace = subject(name).trace
     assert {op for op, _ in trace.replicated} == WITHOUT_RULE.get(name.split()[0] if "own" not in name else name, set())
     if name.startswith("mixtral"):
-        assert moved(trace) <= {"aten.sort.default", "aten.index.Tensor", "aten.mul.Tensor"}  # tokens sorted by expert; balance
+        assert moved(trace) <= {
+            "aten.sort.default",
+            "aten.index.Tensor",
+            "aten.mul.Tensor",
+        }  # tokens sorted by expert; balance
     elif name in ("own convnet", "resnet"):
         assert moved(trace) == {"sync_batch_norm"}
     else:
@@ -113,7 +121,8 @@ def seen(node: fx.Node) -> tuple[bool, bool]:
 
 
 @pytest.mark.parametrize(
-    ("name", "causal"), [("llama", True), ("gpt2", True), ("qwen3", True), ("mixtral", True), ("bert", False), ("vit", False)]
+    ("name", "causal"),
+    [("llama", True), ("gpt2", True), ("qwen3", True), ("mixtral", True), ("bert", False), ("vit", False)],
 )
 def test_masks_that_say_nothing_are_dropped(name: str, causal: bool) -> None:
     found = [seen(n) for n in attentions(subject(name).trace)]
@@ -163,7 +172,8 @@ def test_an_uneven_last_batch() -> None:
 def test_a_capture_does_without_networkx() -> None:
     """Which torch names in annotations; who uses it later has it."""
     code = (
-        "import sys, torch; from torch import nn; from shardwise.units.tracing import trace; from shardwise.models import GPT; "
+        "import sys, torch; from torch import nn; from shardwise.units.tracing import trace; from shardwise.models "
+        "import GPT; "
         "ids = torch.zeros(2, 4, dtype=torch.long); "
         "found = trace(GPT(vocabulary=8, width=8, layers=1, heads=1, context=4), {'input_ids': ids, 'labels': ids}); "
         "assert found.opaque is None and 'networkx' not in sys.modules; "

@@ -33,14 +33,16 @@ def boom(h: Tensor, y: Tensor) -> Tensor:
 
 
 ENDS: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
-    "raises": (boom, r"forward fails on a first batch of 4 rows: RuntimeError: boom in forward \(.*test_refused.py:\d+, in boom\)"),
+    "raises": (boom,
+    r"forward fails on a first batch of 4 rows: RuntimeError: boom in forward \(.*test_refused.py:\d+, in boom\)"),
     "nothing": (lambda h, y: None, "returned None; legal: a scalar loss"),
     "scores": (lambda h, y: h, r"returned a tensor of shape \(rows, 5\); legal: a scalar loss"),
     "integers": (lambda h, y: y.sum(), "returned a loss of torch.int64; legal: a loss of a floating-point dtype"),
     "constant": (lambda h, y: torch.tensor(3.0), "no trainable parameter has a gradient"),
     "no parameter": (lambda h, y: y.float().mean(), "no trainable parameter has a gradient"),
     "detached": (lambda h, y: F.cross_entropy(h.detach(), y), "no trainable parameter has a gradient"),
-    "opaque and detached": (lambda h, y: h.detach().mean() * (2 if h.sum() > 0 else 1), "no trainable parameter has a gradient"),
+    "opaque and detached": (lambda h, y: h.detach().mean() * (2 if h.sum() > 0 else 1),
+    "no trainable parameter has a gradient"),
     "number": (lambda h, y: h.mean().item(), "returned a number that is no tensor"),
 }  # fmt: skip
 

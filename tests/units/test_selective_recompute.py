@@ -93,10 +93,12 @@ OPS: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
     "convolution in channels last": (
         lambda x, w: F.conv2d(x.contiguous(memory_format=torch.channels_last), w), [_t(2, 3, 6, 6), _t(4, 3, 3, 3)]),
     "transposed convolution": (F.conv_transpose2d, [_t(2, 3, 4, 4), _t(3, 2, 3, 3), _t(2)]),
-    "complex": (lambda a, b: aten.matmul(a, b.mH).abs(), [_t(3, 5, dtype=torch.complex64), _t(4, 5, dtype=torch.complex64)]),
+    "complex": (lambda a, b: aten.matmul(a, b.mH).abs(),
+    [_t(3, 5, dtype=torch.complex64), _t(4, 5, dtype=torch.complex64)]),
     "attention": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True), [_t(2, 2, 7, 8)] * 3),
     "attention of one tensor": (
-        lambda x: F.scaled_dot_product_attention(*x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)), [_t(2, 7, 48)]),
+        lambda x: F.scaled_dot_product_attention(*x.unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)),
+        [_t(2, 7, 48)]),
     "attention with a learnt bias": (F.scaled_dot_product_attention, [*[_t(1, 2, 20, 4)] * 3, _t(2, 20, 20)]),
 }  # fmt: skip
 
@@ -221,7 +223,9 @@ def env(tape: Tape | None) -> Env:
 @pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp64"])
 def test_nothing_else_is_alive_after_forward(dtype: str) -> None:
-    """Per token: queries, keys, values, attention's result and projection, the wide half of the MLP, and one sum for each head."""
+    """Per token: queries, keys, values, attention's result and projection, the wide half of the MLP, and one sum for
+    each head.
+    """
     unit, arguments = block(dtype)
     assert unit.training_function is not None
     size, statistic = {"fp32": (4, 4), "bf16": (2, 4), "fp64": (8, 8)}[dtype]
@@ -338,7 +342,10 @@ class Products(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.both, self.experts = nn.Parameter(torch.randn(2, 6, 6) / 3), nn.Parameter(torch.randn(6, 2, 3) / 2)
-            self.bias, self.frozen = nn.Parameter(torch.randn(6)), nn.Parameter(torch.randn(6, 6) / 3, requires_grad=False)
+            self.bias, self.frozen = (
+                nn.Parameter(torch.randn(6)),
+                nn.Parameter(torch.randn(6, 6) / 3, requires_grad=False),
+            )
             self.conv = nn.Conv1d(6, 6, 3, padding=1)
 
         def forward(self, x: Tensor, fixed: Tensor) -> Tensor:
@@ -389,7 +396,8 @@ def test_running_statistics_are_updated_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "products"), [("own gpt", 5), ("own llama", 8), ("llama", 8), ("gpt2", 5), ("bert", 7), ("mixtral", 8), ("vit", 7)]
+    ("name", "products"),
+    [("own gpt", 5), ("own llama", 8), ("llama", 8), ("gpt2", 5), ("bert", 7), ("mixtral", 8), ("vit", 7)],
 )
 def test_every_product_of_a_block_is_kept(name: str, products: int) -> None:
     model = make(name)

@@ -20,7 +20,9 @@ class ScaledHead(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)]
+        )
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         weight, shift = (self.embedding.weight * 0.5).chunk(2, dim=1)
@@ -39,7 +41,9 @@ def test_what_follows_from_parameters_alone_is_made_where_it_is_read() -> None:
     found = trace(ScaledHead(), batch(4))
     assert len(found.units) > 3
     crossing = {name for unit in found.units for name in unit.inputs}
-    assert all(unit.values[name].meta["val"].shape[-1] == WIDTH for unit in found.units for name in unit.inputs), crossing
+    assert all(unit.values[name].meta["val"].shape[-1] == WIDTH for unit in found.units for name in unit.inputs), (
+        crossing
+    )
     assert "embedding.weight" in found.units[0].parameters and "embedding.weight" in found.units[-1].parameters
 
 

@@ -43,9 +43,11 @@ PRODUCTS: dict[str, tuple[Op, tuple[int, ...], tuple[int, ...]]] = {
     "mm": (lambda x, w: torch.mm(x.flatten(0, 1), w).unflatten(0, x.shape[:2]), (3, 4), (4, 5)),
     "addmm": (lambda x, w: torch.addmm(x.new_ones(5), x.flatten(0, 1), w).unflatten(0, x.shape[:2]), (3, 4), (4, 5)),
     "bmm": (lambda x, w: torch.bmm(x.transpose(0, 1), w).transpose(0, 1), (3, 4), (3, 4, 5)),
-    "bmm with a permuted weight": (lambda x, w: torch.bmm(x.transpose(0, 1), w.permute(2, 0, 1)).transpose(0, 1), (3, 4), (4, 5, 3)),
+    "bmm with a permuted weight": (lambda x, w: torch.bmm(x.transpose(0, 1), w.permute(2, 0, 1)).transpose(0, 1),
+    (3, 4), (4, 5, 3)),
     "batched matmul": (lambda x, w: (x.transpose(0, 1) @ w.mT).transpose(0, 1), (3, 4), (3, 5, 4)),
-    "baddbmm": (lambda x, w: torch.baddbmm(x.new_ones(3, 1, 5), x.transpose(0, 1), w).transpose(0, 1), (3, 4), (3, 4, 5)),
+    "baddbmm": (lambda x, w: torch.baddbmm(x.new_ones(3, 1, 5), x.transpose(0, 1), w).transpose(0, 1), (3, 4),
+    (3, 4, 5)),
     "conv1d": (lambda x, w: F.conv1d(x, w, stride=2, padding=1, dilation=2), (3, 9), (4, 3, 3)),
     "conv1d, padded to the same": (lambda x, w: F.conv1d(x, w, padding="same", dilation=3), (3, 9), (4, 3, 3)),
     "conv2d": (lambda x, w: F.conv2d(x, w, stride=(1, 2), padding=(2, 1)), (4, 6, 5), (6, 4, 3, 2)),
@@ -65,7 +67,11 @@ OTHERS: dict[str, tuple[Op, tuple[int, ...], tuple[int, ...]]] = {
     "a slice of a parameter": (lambda x, w: x @ w[0], (3, 4), (2, 4, 5)),
     "a parameter on the left": (lambda x, w: torch.matmul(w, x), (3, 4), (5, 3)),
     "a sum over matrices": (lambda x, w: x @ w, (2, 3, 4), (2, 4, 5)),
-    "scaled": (lambda x, w: torch.addmm(x.new_ones(5), x.flatten(0, 1), w, alpha=2.0).unflatten(0, x.shape[:2]), (3, 4), (4, 5)),
+    "scaled": (
+        lambda x, w: torch.addmm(x.new_ones(5), x.flatten(0, 1), w, alpha=2.0).unflatten(0, x.shape[:2]),
+        (3, 4),
+        (4, 5),
+    ),
     "padded on one side": (lambda x, w: F.conv1d(x, w, padding="same"), (3, 9), (4, 3, 2)),
     "twice as large": (lambda x, w: x @ (2 * w), (3, 4), (4, 5)),
 }
@@ -238,7 +244,13 @@ def test_a_weight_gradient_is_multiplied_while_ranks_sum_the_gradient_of_its_inp
     (unit,) = trace(TwoLayers(), batch, tensor=TensorParallelSpec({"tp": 2})).units
     noting = Noting(wire)
     env = Env(wire, rows=4, tensor={"tp": (2, 0)}, meanwhile=noting.flush)
-    shapes = {"first.weight": (4, 6), "first.bias": (4,), "second.weight": (6, 4), "second.bias": (6,), "third.weight": (4, 6)}
+    shapes = {
+        "first.weight": (4, 6),
+        "first.bias": (4,),
+        "second.weight": (6, 4),
+        "second.bias": (6,),
+        "third.weight": (4, 6),
+    }
     leaves = [torch.randn(shapes.get(n, (4,))).requires_grad_() for n in unit.parameters]
     assert unit.training_function is not None
     loss, *operands = unit.training_function(env, *leaves, batch["x"].requires_grad_())

@@ -10,8 +10,8 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _one_cpu() -> Iterator[None]:
-    """Threads take turns in Python.  On several CPUs each op, which lets another thread in, costs them a switch: 4 times the CPU time of
-    8 ranks, where nothing else runs.  Processes of pytest-xdist are on different CPUs."""
+    """Threads take turns in Python.  On several CPUs each op, which lets another thread in, costs them a switch: 4
+    times the CPU time of 8 ranks, where nothing else runs.  Processes of pytest-xdist are on different CPUs."""
     if not hasattr(os, "sched_setaffinity"):  # not everywhere
         yield
         return

@@ -65,7 +65,9 @@ class ConvNet(nn.Module):
 
     @staticmethod
     def block(width: int, out: int) -> nn.Module:
-        return nn.Sequential(nn.Conv2d(width, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2))
+        return nn.Sequential(
+            nn.Conv2d(width, out, 3, padding=1, bias=False), nn.BatchNorm2d(out), nn.ReLU(), nn.MaxPool2d(2)
+        )
 
     def forward(self, image: Tensor) -> Tensor:
         return self.head(self.drop(self.blocks(image).mean((2, 3))))
@@ -132,7 +134,8 @@ def _transformers(name: str, layers: int = 2, **changes: Any) -> nn.Module:
     import transformers as t
 
     sizes = {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 4,
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers,
+        "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 32,
     }  # fmt: skip
     small = {"num_labels": 5, "image_size": 16, "patch_size": 4}
@@ -142,9 +145,11 @@ def _transformers(name: str, layers: int = 2, **changes: Any) -> nn.Module:
         "mixtral": (t.MixtralForCausalLM, t.MixtralConfig(**sizes, num_local_experts=4, **changes)),
         "bert": (t.BertForMaskedLM, t.BertConfig(**{k: v for k, v in sizes.items() if k != "num_key_value_heads"})),
         "gpt2": (t.GPT2LMHeadModel, t.GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=0)),
+            vocab_size=VOCABULARY, n_embd=32, n_layer=layers, n_head=4, n_positions=32, bos_token_id=0,
+            eos_token_id=0)),
         "vit": (t.ViTForImageClassification, t.ViTConfig(
-            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, hidden_dropout_prob=0.1, **small)),
+            hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, hidden_dropout_prob=0.1,
+            **small)),
     }[name]  # fmt: skip
     config.use_cache = False
     return model(config)
@@ -155,8 +160,16 @@ def _vit_batch(rows: int) -> dict[str, Tensor]:
 
 
 CASES: dict[str, Callable[[], Case]] = {
-    "gpt": lambda: (GPT(vocabulary=VOCABULARY, width=24, layers=2, heads=3, context=SEQUENCE, dropout=0.1), tokens, None),
-    "own-llama": lambda: (Llama(vocabulary=VOCABULARY, width=24, layers=2, heads=4, kv_heads=2, context=SEQUENCE), tokens, None),
+    "gpt": lambda: (
+        GPT(vocabulary=VOCABULARY, width=24, layers=2, heads=3, context=SEQUENCE, dropout=0.1),
+        tokens,
+        None,
+    ),
+    "own-llama": lambda: (
+        Llama(vocabulary=VOCABULARY, width=24, layers=2, heads=4, kv_heads=2, context=SEQUENCE),
+        tokens,
+        None,
+    ),
     "mlp": lambda: (MLP(), _regression, None),
     "conv": lambda: (ConvNet(), _images, image_loss),
     "contrastive": lambda: (Contrastive(), lambda rows: {"a": torch.randn(rows, 6), "b": torch.randn(rows, 6)}, None),
@@ -169,7 +182,11 @@ CASES: dict[str, Callable[[], Case]] = {
     "bert": lambda: (_transformers("bert"), tokens, None),
     "bert-ones": lambda: (_transformers("bert"), lambda rows: tokens(rows, "ones"), None),
     "mixtral": lambda: (_transformers("mixtral"), tokens, None),
-    "mixtral-aux": lambda: (_transformers("mixtral", output_router_logits=True), lambda rows: tokens(rows, "padded"), None),
+    "mixtral-aux": lambda: (
+        _transformers("mixtral", output_router_logits=True),
+        lambda rows: tokens(rows, "padded"),
+        None,
+    ),
     "qwen3": lambda: (_transformers("qwen3"), tokens, None),
     "qwen3-ones": lambda: (_transformers("qwen3"), lambda rows: tokens(rows, "ones"), None),
     "vit": lambda: (_transformers("vit"), _vit_batch, None),

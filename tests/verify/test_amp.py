@@ -1,4 +1,6 @@
-"""Low precision against torch's own mixed precision: a small GPT learns the same, step by step, as under autocast on one device."""
+"""Low precision against torch's own mixed precision: a small GPT learns the same, step by step, as under autocast on
+one device.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def model(factor: float = 1.0, seed: int = 0) -> nn.Module:
 
 
 class Scaled(nn.Module):
-    """A model with ``factor`` times its loss: what AdamW learns is the same, as long as gradients do not leave their dtype's range."""
+    """A model with ``factor`` times its loss: what AdamW learns is the same, as long as gradients do not leave their
+    dtype's range.
+    """
 
     def __init__(self, inner: nn.Module, factor: float) -> None:
         super().__init__()
@@ -82,11 +86,13 @@ def apart(a: list[float], b: list[float]) -> list[float]:
 @pytest.mark.full
 @pytest.mark.parametrize(("precision", "factor"), [("bf16", 1.0), ("fp16", 1.0), ("fp16", 2.0**-16)])
 def test_losses_are_those_of_autocast(precision: str, factor: float) -> None:
-    """At every step as near to fp32 as torch's mixed precision comes in its worst step, to a factor of 2, and so on average.
+    """At every step as near to fp32 as torch's mixed precision comes in its worst step, to a factor of 2, and so on
+    average.
 
-    Both leave the curve in fp32 by rounding alone, along random paths, so the spread is that of four runs from different weights.
-    Ours are a little wider, for the residual stream is in low precision too: measured are ratios of 1.5 and 1.2 in bf16,
-    1.7 and 1.2 in fp16.  A learning rate 1 % larger is several times as far away.  With the small factor all but a few gradients are zero in fp16 unless the loss is scaled.
+    Both leave the curve in fp32 by rounding alone, along random paths, so the spread is that of four runs from
+    different weights. Ours are a little wider, for the residual stream is in low precision too: measured are ratios of
+    1.5 and 1.2 in bf16, 1.7 and 1.2 in fp16.  A learning rate 1 % larger is several times as far away.  With the small
+    factor all but a few gradients are zero in fp16 unless the loss is scaled.
     """
     theirs, mine = [], []
     for seed in range(4):

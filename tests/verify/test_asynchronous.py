@@ -1,4 +1,6 @@
-"""Asynchronous pipelines equal one device that uses the same old weights; which these are, how many are kept, and where it ends."""
+"""Asynchronous pipelines equal one device that uses the same old weights; which these are, how many are kept, and where
+it ends.
+"""
 
 from __future__ import annotations
 
@@ -92,8 +94,8 @@ def test_old_weights_are_not_what_one_device_without_them_uses(monkeypatch: pyte
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
 def test_the_programs_have_the_papers_versions(pp: int) -> None:
-    """PipeDream's stage s of n uses weights n - s - 1 updates old and keeps as many beside the newest; 2BW's are one update old, and
-    two versions are there."""
+    """PipeDream's stage s of n uses weights n - s - 1 updates old and keeps as many beside the newest; 2BW's are one
+    update old, and two versions are there."""
     number = 12
     for schedule, m in (("pipedream", 1), ("pipedream-2bw", pp)):
         compiled = alone("llama").under(plan_of(schedule, pp, m, precision="fp64"))
@@ -105,7 +107,9 @@ def test_the_programs_have_the_papers_versions(pp: int) -> None:
                 for k in range(number * m)
             ]
             assert [used[k] for k in range(number * m)] == expected
-            both = {(one.microbatch, one.version) for one in program.instructions if one.op in (Op.FORWARD, Op.BACKWARD)}
+            both = {
+                (one.microbatch, one.version) for one in program.instructions if one.op in (Op.FORWARD, Op.BACKWARD)
+            }
             assert len(both) == number * m  # forward and backward have the same
             learning = {one.bucket for one in program.instructions if one.op is Op.STEP}
             kept = pp - stage - 1 if schedule == "pipedream" else 1
@@ -129,7 +133,7 @@ def test_what_stages_of_their_own_cannot_have() -> None:
         run_ranks(compiled.plan.mesh, clipped, timeout=60)
 
 
-# ---- windows of a Trainer ----------------------------------------------------------------------------------------------
+# ---- windows of a Trainer --------------------------------------------------------------------------------------------
 
 
 def test_results_come_in_order_and_all_ranks_agree() -> None:

@@ -28,7 +28,10 @@ from verify.test_tensor_auto import FAST
 
 SIZES = ((64, 2), (31, 2), (31, 3))
 FEW = ("plain", "all but mean", "dims, all", "probabilities, all", "nll, none", "masked classes")
-CASES = [pytest.param(name, *SIZES[i % 3], marks=() if name in FEW else pytest.mark.full) for i, name in enumerate(classes.HOW)]
+CASES = [
+    pytest.param(name, *SIZES[i % 3], marks=() if name in FEW else pytest.mark.full)
+    for i, name in enumerate(classes.HOW)
+]
 
 
 @functools.cache

@@ -1,4 +1,6 @@
-"""What `verify` proves is what trains: the layouts and strategies that a solver decided for the plan's own precision, devices and memory."""
+"""What `verify` proves is what trains: the layouts and strategies that a solver decided for the plan's own precision,
+devices and memory.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,11 @@ def decided(one: Compiled) -> Decisions:
 
 def same(a: Compiled, b: Compiled) -> bool:
     ops, others = decided(a).ops, decided(b).ops
-    return placed(a) == placed(b) and repr(ops) == repr(others) and repr(decided(a).parameters) == repr(decided(b).parameters)
+    return (
+        placed(a) == placed(b)
+        and repr(ops) == repr(others)
+        and repr(decided(a).parameters) == repr(decided(b).parameters)
+    )
 
 
 class Spy:
@@ -50,7 +56,9 @@ class Spy:
     def __init__(self) -> None:
         self.seen: list[Compiled] = []
 
-    def __call__(self, compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]]) -> list[list[VerifiedStep]]:
+    def __call__(
+        self, compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]]
+    ) -> list[list[VerifiedStep]]:
         self.seen.append(compiled)
         return run_threads(compiled, rank)
 
@@ -79,8 +87,10 @@ FULL = pytest.mark.full
 
 @pytest.mark.parametrize(("name", "precision", "rows", "kind", "tp", "rates"), [
     ("gpt", "bf16", 64, "1d", 2, None),
-    pytest.param("gpt", "fp32", 4, "1d", 2, None, marks=FULL), pytest.param("gpt", "bf16", 64, "1d", 2, SLOW, marks=FULL),
-    pytest.param("llama", "fp16", 7, "1d", 2, FAST, marks=FULL), pytest.param("llama", "bf16", 64, "2d", 4, FAST, marks=FULL),
+    pytest.param("gpt", "fp32", 4, "1d", 2, None, marks=FULL),
+    pytest.param("gpt", "bf16", 64, "1d", 2, SLOW, marks=FULL),
+    pytest.param("llama", "fp16", 7, "1d", 2, FAST, marks=FULL),
+    pytest.param("llama", "bf16", 64, "2d", 4, FAST, marks=FULL),
     pytest.param("llama", "fp32", 7, "2d", 4, FAST, marks=FULL),
 ])  # fmt: skip
 def test_what_runs_in_fp64_is_what_trains(
@@ -114,13 +124,16 @@ def test_what_another_capture_has_alone_is_chosen_anew_and_said() -> None:
     lost = next(name for name in ops if name[0] == "aten.linear.default" and name[1].endswith("up"))
     found.decisions = replace(decided(training), ops={name: own for name, own in ops.items() if name != lost})
     exact = training.decided(plan.replace(precision="fp64"))
-    assert [note for note in exact.general.notes if f"aten.linear.default in {lost[1]}; how these are shared out" in note]
+    assert [
+        note for note in exact.general.notes if f"aten.linear.default in {lost[1]}; how these are shared out" in note
+    ]
 
 
 def test_a_plan_that_memory_decides_is_proven() -> None:
     """Its bytes are those of fp32; in fp64 it takes twice as many."""
     config = load_config(None, [
-        "model.width=32", "model.heads=4", "data.sequence_length=16", "data.batch_size=12", "parallel.tp=2", "parallel.dp=1",
+        "model.width=32", "model.heads=4", "data.sequence_length=16", "data.batch_size=12", "parallel.tp=2",
+        "parallel.dp=1",
         "parallel.tensor_plan=auto", "train.memory_gib=0.0018",
     ])  # fmt: skip
     assert verify_config(config).passed

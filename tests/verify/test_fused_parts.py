@@ -24,7 +24,8 @@ from shardwise.runtime.threads import ThreadCommunicator, run_ranks
 
 Case = tuple[int, int, str, int]
 CASES: list[Case] = [
-    (8, 2, "split", 2), (8, 2, "slices", 2), (8, 2, "view", 2), (9, 3, "split", 3), (8, 4, "slices", 4), (12, 6, "view", 6),
+    (8, 2, "split", 2), (8, 2, "slices", 2), (8, 2, "view", 2), (9, 3, "split", 3), (8, 4, "slices", 4),
+    (12, 6, "view", 6),
     (6, 3, "split", 2), (8, 2, "split", 4),  # pieces of unequal size, and heads that are fewer than ranks
 ]  # fmt: skip
 
@@ -77,7 +78,7 @@ def test_together_with_all_else(kind: str, dp: int, zero: int, pp: int, recomput
 @pytest.mark.parametrize("parts", [(8, 2, 2), (5, 1, 3), (1, 1)], ids=str)
 @pytest.mark.parametrize("outer", [(), ("o",)], ids=["one axis", "within another"])
 def test_moves_of_concatenations(parts: tuple[int, ...], outer: tuple[str, ...]) -> None:
-    """A slice and a gather of each part, by itself, in the order of the whole; and the sums of pieces, and gradients."""
+    """A slice and a gather of each part, alone, in the order of the whole; the sums of pieces; and gradients."""
     mesh, size = Mesh.of(o=2, i=3), sum(parts)
     layout = Layout(((Factor(2), Factor(size, (*outer, "i"), parts), Factor(2)),))
     above = Layout(((Factor(2), Factor(size, outer, parts), Factor(2)),))

@@ -56,7 +56,7 @@ class Counts(nn.Module):
 
 
 class ExpertsInALoop(nn.Module):
-    """Rows to the experts that chose them, found by the positions of true, and added to zeros that no gradient goes to."""
+    """Rows to the experts that chose them, found by the positions of true, and added to zeros without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +92,17 @@ class ReadInManyWays(nn.Module):
 
 
 class Frequencies(nn.Module):
-    """Products of complex numbers, whose parameter is pairs of real ones: sums over channels are sums of complex numbers."""
+    """Products of complex numbers, whose parameter is pairs of real ones: sums over channels are sums of complex
+    numbers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.filters, self.out = nn.Linear(8, 6), nn.Parameter(torch.randn(6, 6, 2, 2) * 0.3), nn.Linear(6, 1)
+        self.inner, self.filters, self.out = (
+            nn.Linear(8, 6),
+            nn.Parameter(torch.randn(6, 6, 2, 2) * 0.3),
+            nn.Linear(6, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.inner(x[:, None] * torch.arange(1, 5, dtype=x.dtype)[:, None]).transpose(1, 2)
@@ -115,13 +121,16 @@ class FewHeads(nn.Module):
         self.query, self.mix, self.out = nn.Linear(8, 12), nn.Linear(3, 3), nn.Linear(12, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query(x[:, None] * torch.arange(1, 3, dtype=x.dtype)[:, None]).unflatten(-1, (3, 4)).transpose(1, 2)
+        heads = (
+            self.query(x[:, None] * torch.arange(1, 3, dtype=x.dtype)[:, None]).unflatten(-1, (3, 4)).transpose(1, 2)
+        )
         scores = self.mix((heads @ heads.mT).movedim(1, -1)).movedim(-1, 1).softmax(-1)
         return self.out((scores @ heads).transpose(1, 2).flatten(2)).square().mean()
 
 
 MODELS = {
-    "parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts, "frequencies": Frequencies, "few heads": FewHeads,
+    "parts of a parameter": PartsOfAParameter, "repeated parts": RepeatedParts, "frequencies": Frequencies,
+    "few heads": FewHeads,
 }  # fmt: skip
 OF_DATA = {"counts": Counts, "experts in a loop": ExpertsInALoop}
 
@@ -135,7 +144,8 @@ def subject(name: str) -> tuple[Compiled, list[dict[str, Tensor]], list]:  # typ
 
 
 @pytest.mark.parametrize(("name", "kind", "tp"), [
-    pytest.param(name, *one, marks=() if (i + j) % 4 == 0 else pytest.mark.full) for i, name in enumerate(MODELS) for j, one in enumerate(KINDS)
+    pytest.param(name, *one, marks=() if (i + j) % 4 == 0 else pytest.mark.full) for i, name in enumerate(MODELS) for j,
+    one in enumerate(KINDS)
 ])  # fmt: skip
 def test_an_odd_model(name: str, kind: str, tp: int) -> None:
     one, batches, truth = subject(name)
@@ -223,7 +233,8 @@ def table() -> tuple[Compiled, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("kind", "tp", "field", "value"), [
-    ("1d", 2, "ids", -1), ("1d", 2, "labels", -1), ("1d", 3, "ids", 67), ("1d", 3, "labels", 67), ("2d", 4, "ids", 100), ("2d", 4, "labels", 100),
+    ("1d", 2, "ids", -1), ("1d", 2, "labels", -1), ("1d", 3, "ids", 67), ("1d", 3, "labels", 67), ("2d", 4, "ids", 100),
+    ("2d", 4, "labels", 100),
 ])  # fmt: skip
 def test_what_is_not_in_a_table_in_pieces_fails_as_on_one_device(kind: str, tp: int, field: str, value: int) -> None:
     one, batch = table()

@@ -102,7 +102,9 @@ def test_plain_optimizer_is_torch_optim(name: Any) -> None:
     oracle = Oracle(model, lambda y, b: (y**2).mean(), plain_optimizer(choice))
     plain = copy.deepcopy(model).double()
     groups = [{"params": [plain.weight]}, {"params": [plain.bias], "weight_decay": 0}]
-    optimizer: Any = {k.lower(): v for k, v in vars(torch.optim).items()}[name](groups, lr=0.03, weight_decay=0.2, **options)
+    optimizer: Any = {k.lower(): v for k, v in vars(torch.optim).items()}[name](
+        groups, lr=0.03, weight_decay=0.2, **options
+    )
     for _ in range(3):
         x = torch.randn(4, 3)
         result = oracle.step({"input": x})
@@ -142,7 +144,9 @@ def test_losses_that_are_no_mean_cross_entropy_weigh_by_rows() -> None:
     wide = copy.deepcopy(model).double()
     for name, loss in losses.items():
         result = Oracle(model, loss, microbatches=2).step(batch)
-        halves = [{k: (v[a:b].double() if k == "input" else v[a:b]) for k, v in batch.items()} for a, b in ((0, 2), (2, 5))]
+        halves = [
+            {k: (v[a:b].double() if k == "input" else v[a:b]) for k, v in batch.items()} for a, b in ((0, 2), (2, 5))
+        ]
         expected = sum(w * loss(wide(h["input"]), h).item() for w, h in zip((2 / 5, 3 / 5), halves, strict=True))
         assert result.loss == pytest.approx(expected, rel=1e-14), name
     for same in (
@@ -400,7 +404,11 @@ class Narrow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).float() * torch.arange(6, device=x.device).to(torch.bfloat16) * self.frequencies
         y = y + torch.full((6,), 1 / 3, dtype=torch.float32) * self.plain + torch.tensor(0.1) + torch.arange(1, 7) / 7
-        y = y.softmax(-1, dtype=torch.float32).type_as(x) + torch.ones(6).half() / 3 + torch.zeros(6, dtype=torch.float16)
+        y = (
+            y.softmax(-1, dtype=torch.float32).type_as(x)
+            + torch.ones(6).half() / 3
+            + torch.zeros(6, dtype=torch.float16)
+        )
         y = y.cumsum(-1, dtype=torch.float32).sum(-1, dtype=torch.float32) + y.to(torch.float32, copy=True).mean(-1)
         return (y.half() ** 2).mean()
 
@@ -420,7 +428,8 @@ def test_fp64_promotes_every_narrow_cast() -> None:
         y = y.cumsum(-1).sum(-1) + y.mean(-1)
     assert result.loss == pytest.approx(float((y**2).mean()), rel=1e-14)
     assert all(
-        t.dtype is torch.float64 for t in (*result.gradients.values(), *result.parameters.values(), *result.buffers.values())
+        t.dtype is torch.float64
+        for t in (*result.gradients.values(), *result.parameters.values(), *result.buffers.values())
     )
     assert oracle.promotions >= 9
     assert model(x).dtype is torch.float16  # the user's module is as it was
@@ -442,7 +451,9 @@ def test_transformers_llama_in_fp64_and_tied_gpt2() -> None:
         "num_attention_heads": 2,
     }
     llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, attn_implementation="sdpa"))
-    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=8))
+    gpt2 = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=17, n_embd=16, n_layer=2, n_head=2, n_positions=8)
+    )
     tokens = torch.randint(0, 17, (5, 8))
     labels = tokens.masked_fill(torch.rand(5, 8) < 0.3, -100)
     for model, drops in ((llama, False), (gpt2.train(), True)):
@@ -500,7 +511,8 @@ def test_small_gradients_in_fp16_need_a_loss_scale() -> None:
     model, batch = Tiny(), language_batch()
     truth = Oracle(model, small, microbatches=3).step(batch).gradients
     scaled, lost = (
-        Oracle(model, small, microbatches=3, precision="fp16", loss_scale=scale).step(batch).gradients for scale in (2.0**30, 1.0)
+        Oracle(model, small, microbatches=3, precision="fp16", loss_scale=scale).step(batch).gradients
+        for scale in (2.0**30, 1.0)
     )
     assert total_error(scaled, truth) < 5e-3 < 0.5 < total_error(lost, truth)
     assert largest(Oracle(model, small, microbatches=3, loss_scale=2.0**30).step(batch).gradients, truth) < 1e-15

@@ -34,19 +34,27 @@ PLAIN = OptimizerChoice("sgd", lr=0.1)
 MEGATRON = {"*.qkv.weight": "column", "*.up.weight": "column", "wte.weight": "row"}
 
 
-def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice = PLAIN) -> None:
-    ours: list[list[VerifiedStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, 1.0, 0))
+def check(
+    compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice = PLAIN
+) -> None:
+    ours: list[list[VerifiedStep]] = run_threads(
+        compiled, lambda comm: run_steps(compiled, comm, batches, choice, 1.0, 0)
+    )
     for rank in ours:
         found = compare(rank, truth)
         assert found.passes(TOLERANCE), (found.largest, found.worst(3))
 
 
-def oracle(module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int) -> list[OracleStep]:
+def oracle(
+    module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int
+) -> list[OracleStep]:
     one = Oracle(module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=1.0, decays=choice.decays)
     return [one.step(batch, choice.learning_rate(i)) for i, batch in enumerate(batches)]
 
 
-def planned(pins: Mapping[str, str], tp: int = 2, how: Any = "propagate", kind: Any = "1d", plan: Plan | None = None) -> Plan:
+def planned(
+    pins: Mapping[str, str], tp: int = 2, how: Any = "propagate", kind: Any = "1d", plan: Plan | None = None
+) -> Plan:
     return tensor_parallel(plan or Plan(precision="fp64", mesh=Mesh(())), tp, kind, how, pins)
 
 
@@ -76,12 +84,14 @@ def layouts(compiled: Compiled) -> dict[str, str]:
     return {name: str(p.placed) for name, p in found.items() if p.axes}
 
 
-def compiled_for(pins: Mapping[str, str], tp: int = 2, how: Any = "propagate", kind: Any = "1d", **sizes: int) -> Compiled:
+def compiled_for(
+    pins: Mapping[str, str], tp: int = 2, how: Any = "propagate", kind: Any = "1d", **sizes: int
+) -> Compiled:
     module, batches = tiny(**sizes)
     return Compiled(module, planned(pins, tp, how, kind), batches[0])
 
 
-# ---- what follows ----------------------------------------------------------------------------------------------------------
+# ---- what follows ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -99,21 +109,31 @@ def test_megatrons_plan_follows_for_llama_too() -> None:
     module = Llama(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, context=8).double()
     batch = {name: torch.randint(0, 32, (4, 8)) for name in ("input_ids", "labels")}
     recipe = layouts(Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 2, "1d"), batch))
-    pins = {"*.o_proj.weight": "row", "*.down_proj.weight": "row", "embedding.weight": "row", "lm_head.weight": "column"}
+    pins = {
+        "*.o_proj.weight": "row",
+        "*.down_proj.weight": "row",
+        "embedding.weight": "row",
+        "lm_head.weight": "column",
+    }
     assert layouts(Compiled(module, planned(pins), batch)) == recipe and len(recipe) == 16
 
 
 @pytest.mark.parametrize(
     ("pins", "expected"),
     [
-        ({"*.up.weight": "column"}, {"mlp.up.weight": "[2:tp*32, 16]", "mlp.up.bias": "[2:tp*32]", "mlp.proj.weight": "[16, 2:tp*32]"}),
-        ({"*.mlp.proj.weight": "1"}, {"mlp.up.weight": "[2:tp*32, 16]", "mlp.up.bias": "[2:tp*32]", "mlp.proj.weight": "[16, 2:tp*32]"}),
-        ({"*.mlp.up": "-1"}, {"mlp.up.weight": "[2:tp*32, 16]", "mlp.up.bias": "[2:tp*32]", "mlp.proj.weight": "[16, 2:tp*32]"}),
+        ({"*.up.weight": "column"},
+        {"mlp.up.weight": "[2:tp*32, 16]", "mlp.up.bias": "[2:tp*32]", "mlp.proj.weight": "[16, 2:tp*32]"}),
+        ({"*.mlp.proj.weight": "1"},
+        {"mlp.up.weight": "[2:tp*32, 16]", "mlp.up.bias": "[2:tp*32]", "mlp.proj.weight": "[16, 2:tp*32]"}),
+        ({"*.mlp.up": "-1"},
+        {"mlp.up.weight": "[2:tp*32, 16]", "mlp.up.bias": "[2:tp*32]", "mlp.proj.weight": "[16, 2:tp*32]"}),
         (
             {"*.attention.proj.weight": "row"},
-            {"attention.qkv.weight": "[3*2:tp*8, 16]", "attention.qkv.bias": "[3*2:tp*8]", "attention.proj.weight": "[16, 2:tp*8]"},
+            {"attention.qkv.weight": "[3*2:tp*8, 16]", "attention.qkv.bias": "[3*2:tp*8]",
+            "attention.proj.weight": "[16, 2:tp*8]"},
         ),
-        ({"*.qkv.weight": "0/3", "*.attention.proj.weight": "whole", "*.qkv.bias": "whole"}, {"attention.qkv.weight": "[3*2:tp*8, 16]"}),
+        ({"*.qkv.weight": "0/3", "*.attention.proj.weight": "whole", "*.qkv.bias": "whole"},
+        {"attention.qkv.weight": "[3*2:tp*8, 16]"}),
     ],
 )  # fmt: skip
 def test_what_follows_from_a_pin(pins: dict[str, str], expected: dict[str, str]) -> None:
@@ -137,9 +157,9 @@ def test_what_flows_between_blocks_is_sharded_along_the_sequence() -> None:
     recipe = compiled_for(MEGATRON, layers=2)
     assert layouts(found) == layouts(recipe)
     kinds = {kind for kind, _, path in communicated(found.general) if path == "blocks.1.drop"}
-    assert kinds == {"reduce_scatter"} and {k for k, _, path in communicated(recipe.general) if path == "blocks.1.drop"} == {
-        "all_reduce"
-    }
+    assert kinds == {"reduce_scatter"} and {
+        k for k, _, path in communicated(recipe.general) if path == "blocks.1.drop"
+    } == {"all_reduce"}
 
 
 def test_a_whole_result_stops_what_follows() -> None:
@@ -152,7 +172,8 @@ def test_conflicts_are_reported_by_name() -> None:
     found = compiled_for({"*.up.weight": "column", "*.mlp.proj.weight": "column"}, layers=2).general
     (note,) = [note for note in found.notes if "linear blocks.*.mlp.proj:" in note]
     assert note == (
-        'pins: linear blocks.*.mlp.proj: "*.up.weight" = "column" wants blocks.*.mlp.proj.weight in pieces of dim 1, and '
+        'pins: linear blocks.*.mlp.proj: "*.up.weight" = "column" wants blocks.*.mlp.proj.weight in pieces of dim 1, '
+        "and "
         '"*.mlp.proj.weight" = "column" of dim 0, which stays'
     )
 
@@ -166,7 +187,7 @@ def test_evaluation_lies_as_training_does() -> None:
     assert any(kind == "slice" for kind, _, _ in communicated(other))
 
 
-# ---- equal to one device -----------------------------------------------------------------------------------------------------
+# ---- equal to one device ---------------------------------------------------------------------------------------------
 
 CASES: list[tuple[str, int, str, dict[str, str]]] = [
     ("own gpt", 2, "1d", {"*.up.weight": "column"}),
@@ -177,7 +198,8 @@ CASES: list[tuple[str, int, str, dict[str, str]]] = [
     ("llama", 2, "1d", {"*.o_proj.weight": "row", "*.mlp.down_proj.weight": "row", "lm_head.weight": "column"}),
     ("llama", 4, "1d", {"*.q_proj.weight": "column", "*.k_proj.weight": "0", "*layernorm": "1"}),
     ("gpt2", 2, "1d", {"*.c_attn.weight": "column", "*.mlp.c_fc.weight": "1", "lm_head.weight": "row"}),
-    ("gpt2 padded", 4, "2d", {"*.c_attn.weight": "column@tp_j, 0@tp_i", "*.mlp.c_fc.weight": "column@tp_i", "*.ln_?": "0@tp_j"}),
+    ("gpt2 padded", 4, "2d",
+    {"*.c_attn.weight": "column@tp_j, 0@tp_i", "*.mlp.c_fc.weight": "column@tp_i", "*.ln_?": "0@tp_j"}),
     ("bert", 2, "1d", {"*.query.weight": "column", "*.intermediate.dense.weight": "column", "*.LayerNorm": "1"}),
     ("vit", 2, "1d", {"*.weight": "0"}),
     ("mixtral", 2, "1d", {"*.q_proj.weight": "column", "*embed_tokens.weight": "row"}),
@@ -190,7 +212,8 @@ LARGE = ("gpt2 padded", "bert", "mixtral", "qwen3", "vit")
 
 
 @pytest.mark.parametrize(
-    ("name", "tp", "kind", "pins"), [pytest.param(*case, marks=[pytest.mark.full] if case[0] in LARGE else []) for case in CASES]
+    ("name", "tp", "kind", "pins"),
+    [pytest.param(*case, marks=[pytest.mark.full] if case[0] in LARGE else []) for case in CASES],
 )
 def test_pins_equal_one_device(name: str, tp: int, kind: str, pins: dict[str, str]) -> None:
     module, loss, batches, truth = subject(name)
@@ -229,7 +252,10 @@ ON: dict[str, tuple[int, dict[str, str]]] = {
             "blocks.*.norm2": "1@tp_i",
         },
     ),
-    "2.5d": (8, {"*.qkv.weight": "column@tp_j", "*.mlp.up.weight": "0@tp_i", "blocks.?": "0@tp_d", "wpe.weight": "column@tp_i"}),
+    "2.5d": (
+        8,
+        {"*.qkv.weight": "column@tp_j", "*.mlp.up.weight": "0@tp_i", "blocks.?": "0@tp_d", "wpe.weight": "column@tp_i"},
+    ),
 }
 """Pins on the meshes of other recipes."""
 
@@ -261,10 +287,11 @@ def test_everything_together(kind: str, pp: int, dp: int, zero: int, recompute: 
     on_a_mesh(kind, pp, dp, zero, recompute)
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 TABLE = {
-    "w?e.weight": "column", "*.qkv.weight": "column", "*.attention.proj.weight": "row", "*.up.weight": "column", "*.mlp.proj.weight": "0",
+    "w?e.weight": "column", "*.qkv.weight": "column", "*.attention.proj.weight": "row", "*.up.weight": "column",
+    "*.mlp.proj.weight": "0",
 }  # fmt: skip
 
 
@@ -273,7 +300,8 @@ def test_a_table_says_it_all() -> None:
     found = Compiled(module, planned(TABLE, how="table"), batches[0])
     expected = {
         "wte.weight": "[24, 2:tp*8]", "wpe.weight": "[6, 2:tp*8]", "blocks.0.attention.qkv.weight": "[3*2:tp*8, 16]",
-        "blocks.0.attention.proj.weight": "[16, 2:tp*8]", "blocks.0.mlp.up.weight": "[2:tp*32, 16]", "blocks.0.mlp.proj.weight": "[2:tp*8, 64]",
+        "blocks.0.attention.proj.weight": "[16, 2:tp*8]", "blocks.0.mlp.up.weight": "[2:tp*32, 16]",
+        "blocks.0.mlp.proj.weight": "[2:tp*8, 64]",
     }  # fmt: skip
     own = layouts(found)
     assert {name: own[name] for name in expected} == expected
@@ -293,28 +321,37 @@ def test_what_a_table_leaves_out_is_listed_with_what_is_legal() -> None:
     assert "qkv" not in message and "norm" not in message
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------------
+# ---- what is refused -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("pins", "message"),
     [
-        ({"*.qvk.weight": "column"}, 'pins: "*.qvk.weight" matches no parameter that is read and no module with a result; legal: patterns of such names.'),
+        ({"*.qvk.weight": "column"},
+        'pins: "*.qvk.weight" matches no parameter that is read and no module with a result; '
+        "legal: patterns of such names."),
         ({"*.upp.weight": "column"}, 'Did you mean "*.up.weight"?'),
         ({"*.mpl.up.weight": "column"}, 'Did you mean "*.mlp.up.weight"?'),
         ({"blocks.*.atention": "1"}, 'Did you mean "blocks.*.attention"?'),
         ({"blocks.0.atention": "1"}, 'Did you mean "blocks.0.attention"?'),
         (
             {"*.qkv.weight": "column", "blocks.0.attention.*": "whole"},
-            'pins: "*.qkv.weight" = "column" and "blocks.0.attention.*" = "whole" disagree on blocks.0.attention.qkv.weight; legal: one of them.',
+            'pins: "*.qkv.weight" = "column" and "blocks.0.attention.*" = "whole" disagree on '
+            "blocks.0.attention.qkv.weight; legal: one of them.",
         ),
-        ({"blocks.0.mlp": "1", "blocks.?.mlp": "0"}, '"blocks.0.mlp" = "1" and "blocks.?.mlp" = "0" disagree on blocks.0.mlp'),
-        ({"*.norm1.weight": "column"}, 'blocks.0.norm1.weight of [16] has no such pieces for 2 ranks; legal: "0", "whole".'),
-        ({"*.qkv.bias": "row"}, 'blocks.0.attention.qkv.bias of [48] has no such pieces for 2 ranks; legal: "column", "0", "whole".'),
-        ({"*.up.weight": "2"}, 'pins: "*.up.weight" = "2": blocks.0.mlp.up.weight of [64, 16] has no dim 2; legal: 0, 1 and "whole".'),
-        ({"*.up.weight": "0/7"}, "dim 0 of blocks.0.mlp.up.weight is 64, which has no 7 equal parts with a piece for each of 2 ranks"),
+        ({"blocks.0.mlp": "1", "blocks.?.mlp": "0"},
+        '"blocks.0.mlp" = "1" and "blocks.?.mlp" = "0" disagree on blocks.0.mlp'),
+        ({"*.norm1.weight": "column"},
+        'blocks.0.norm1.weight of [16] has no such pieces for 2 ranks; legal: "0", "whole".'),
+        ({"*.qkv.bias": "row"},
+        'blocks.0.attention.qkv.bias of [48] has no such pieces for 2 ranks; legal: "column", "0", "whole".'),
+        ({"*.up.weight": "2"},
+        'pins: "*.up.weight" = "2": blocks.0.mlp.up.weight of [64, 16] has no dim 2; legal: 0, 1 and "whole".'),
+        ({"*.up.weight": "0/7"},
+        "dim 0 of blocks.0.mlp.up.weight is 64, which has no 7 equal parts with a piece for each of 2 ranks"),
         ({"*.up.weight": "0/64"}, "which has no 64 equal parts with a piece for each of 2 ranks"),
-        ({"blocks.*.mlp": "column"}, 'pins: "blocks.*.mlp" = "column" is of a parameter, and blocks.0.mlp is a module; legal: a dim of its result'),
+        ({"blocks.*.mlp": "column"},
+        'pins: "blocks.*.mlp" = "column" is of a parameter, and blocks.0.mlp is a module; legal: a dim of its result'),
         ({"blocks.*.mlp": "3"}, "blocks.0.mlp of [6, 6, 16] has no dim 3; legal: 0, 1, 2 and"),
     ],
 )  # fmt: skip
@@ -326,12 +363,14 @@ def test_what_pins_cannot_do(pins: dict[str, str], message: str) -> None:
 
 def test_a_parameter_too_small_for_the_ranks_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"wpe.weight of \[6, 16\] has no such pieces for 8 ranks; legal: \"column\", \"1\", \"whole\""
+        ConfigError,
+        match=r"wpe.weight of \[6, 16\] has no such pieces for 8 ranks; legal: \"column\", \"1\", \"whole\"",
     ):
         compiled_for({"wpe.weight": "row"}, 8)
     with pytest.raises(
         ConfigError,
-        match=r'dim 1 of what blocks.0.mlp returns, \[.*\], cannot be cut into pieces for 8 ranks over tp; legal: "whole"',
+        match=r"dim 1 of what blocks.0.mlp returns, \[.*\], cannot be cut into pieces for 8 ranks over tp; legal: "
+        r'"whole"',
     ):
         compiled_for({"blocks.0.mlp": "1"}, 8)
 
@@ -342,19 +381,26 @@ def test_two_axes_that_do_not_fit_together_are_refused() -> None:
         == "[2:tp_i*2:tp_j*16, 16]"
     )
     with pytest.raises(
-        ConfigError, match="dim 0 of blocks.0.attention.qkv.weight is 48, which cannot be cut over tp_j within the pieces"
+        ConfigError,
+        match="dim 0 of blocks.0.attention.qkv.weight is 48, which cannot be cut over tp_j within the pieces",
     ):
         compiled_for({"*.qkv.weight": "0@tp_i, 0@tp_j"}, 4, kind="2d")
 
 
-# ---- any pins ---------------------------------------------------------------------------------------------------------------
+# ---- any pins --------------------------------------------------------------------------------------------------------
 
 
 @functools.cache
 def fuzzed() -> tuple[nn.Module, list[dict[str, Tensor]], list[OracleStep], tuple[str, ...], tuple[str, ...]]:
     module, batches = tiny(vocabulary=23, width=15, heads=5)
     parameters = tuple(name for name, _ in module.named_parameters())
-    return module, batches, oracle(module, None, batches, PLAIN, 1), parameters, tuple(n for n, _ in module.named_modules() if n)
+    return (
+        module,
+        batches,
+        oracle(module, None, batches, PLAIN, 1),
+        parameters,
+        tuple(n for n, _ in module.named_modules() if n),
+    )
 
 
 @st.composite
@@ -363,7 +409,9 @@ def any_pins(draw: st.DrawFn) -> tuple[dict[str, str], int, str]:
     kind, tp = draw(st.sampled_from([("1d", 2), ("1d", 3), ("2d", 4)]))
     axis = st.sampled_from(["@tp_i", "@tp_j"] if kind == "2d" else [""])
     of_parameters = st.dictionaries(
-        st.sampled_from(parameters), st.sampled_from(["column", "row", "0", "1", "0/2", "0/3", "1/3", "1/5", "whole"]), max_size=3
+        st.sampled_from(parameters),
+        st.sampled_from(["column", "row", "0", "1", "0/2", "0/3", "1/3", "1/5", "whole"]),
+        max_size=3,
     )
     of_results = st.dictionaries(st.sampled_from(modules), st.sampled_from(["0", "1", "2", "whole"]), max_size=2)
     pins = {name: what + draw(axis) for name, what in {**draw(of_parameters), **draw(of_results)}.items()}

@@ -72,7 +72,13 @@ def subject(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], Compiled]:
 def truth(name: str, microbatches: int) -> list[OracleStep]:
     module, batches, _ = subject(name)
     oracle = Oracle(
-        module, None, plain_optimizer(OPTIMIZER), microbatches=microbatches, seed=0, clip_norm=CLIP, decays=OPTIMIZER.decays
+        module,
+        None,
+        plain_optimizer(OPTIMIZER),
+        microbatches=microbatches,
+        seed=0,
+        clip_norm=CLIP,
+        decays=OPTIMIZER.decays,
     )
     return [oracle.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
 
@@ -114,14 +120,15 @@ def test_a_plan_takes_every_schedule() -> None:
     assert CHOICES["schedule"] == (*SCHEDULES, AUTO)
 
 
-# ---- the same bits -------------------------------------------------------------------------------------------------------
+# ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
     """A stage adds the gradients of microbatches in their order, whatever lies between.
 
-    Where the first and the last stage are on one rank (a V), what both add to a tied weight takes turns as the schedule has it.
+    Where the first and the last stage are on one rank (a V), what both add to a tied weight takes turns as the schedule
+    has it.
     """
     tied = name != "llama"
     found = {}
@@ -140,11 +147,13 @@ def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
             assert all(torch.equal(a.parameters[n], b.parameters[n]) for n in a.parameters), schedule
 
 
-# ---- what crosses the cuts -----------------------------------------------------------------------------------------------
+# ---- what crosses the cuts -------------------------------------------------------------------------------------------
 
 
 class Skips(nn.Module):
-    """Several tensors cross each cut: one skips stages, one needs no gradient, one is an integer; one weight is used everywhere."""
+    """Several tensors cross each cut: one skips stages, one needs no gradient, one is an integer; one weight is used
+    everywhere.
+    """
 
     def __init__(self, width: int = 10, layers: int = 5) -> None:
         super().__init__()
@@ -161,18 +170,23 @@ class Skips(nn.Module):
         for block in self.blocks:
             h = torch.tanh(block(h) + self.shared(h)) * (1 + gate)
         h = self.frozen(h + first) / (1 + length)[:, None, None]
-        return nn.functional.cross_entropy(nn.functional.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten())
+        return nn.functional.cross_entropy(
+            nn.functional.linear(h, self.embedding.weight).flatten(0, 1), labels.flatten()
+        )
 
 
 @pytest.mark.parametrize(
-    ("schedule", "pp", "zero"), [("1f1b", 3, 0), ("zbv", 3, 3), ("interleaved", 2, 2), ("dualpipe-v", 2, 1), ("zb-h2", 5, 0)]
+    ("schedule", "pp", "zero"),
+    [("1f1b", 3, 0), ("zbv", 3, 3), ("interleaved", 2, 2), ("dualpipe-v", 2, 1), ("zb-h2", 5, 0)],
 )
 def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp: int, zero: int) -> None:
     torch.manual_seed(0)
     dp = 2 if zero else 1
     plan = pipeline(data_parallel(Plan(microbatches=5), dp, zero), pp, schedule)
     report = verify(
-        Skips(), [{k: v % 31 for k, v in tokens(rows).items() if k in ("input_ids", "labels")} for rows in (12, 11)], plan
+        Skips(),
+        [{k: v % 31 for k, v in tokens(rows).items() if k in ("input_ids", "labels")} for rows in (12, 11)],
+        plan,
     )
     assert report.passed, (report.largest, report.worst[:3])
     assert report.ranks_agree
@@ -190,7 +204,7 @@ def test_other_models(name: str, schedule: str) -> None:
     assert report.ranks_agree
 
 
-# ---- clipping ------------------------------------------------------------------------------------------------------------
+# ---- clipping --------------------------------------------------------------------------------------------------------
 
 TIED: list[Case] = [
     ("gpt", "1f1b", 2, 4, 0, 1, "none"),
@@ -204,13 +218,17 @@ def norms(case: Case, clip_norm: float) -> list[list[float]]:
     compiled = subject(case[0])[2].under(plan_of(case))
     return [
         [step.grad_norm for step in rank]
-        for rank in run_threads(compiled, lambda comm: run_steps(compiled, comm, subject(case[0])[1], OPTIMIZER, clip_norm, 0))
+        for rank in run_threads(
+            compiled, lambda comm: run_steps(compiled, comm, subject(case[0])[1], OPTIMIZER, clip_norm, 0)
+        )
     ]
 
 
 @pytest.mark.parametrize("case", TIED, ids=lambda case: "-".join(map(str, case)))
 def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All ranks clip by the norm that one device has, with a limit that clips every step (so that later norms follow from it)."""
+    """All ranks clip by the norm that one device has, with a limit that clips every step (so that later norms follow
+    from it).
+    """
     name, m = case[0], case[3]
     module, batches, _ = subject(name)
     oracle = Oracle(
@@ -224,7 +242,7 @@ def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monke
     assert norms(case, CLIP / 20)[0] != pytest.approx(truth, rel=1e-4, abs=0)
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_cut_is_refused() -> None:
@@ -263,11 +281,13 @@ def test_a_size_that_depends_on_data_does_not_cross() -> None:
     batch = {"input_ids": tokens(6)["input_ids"] % 31}
     assert Compiled(Picks(), Plan(), batch).general.opaque is None
     two = Compiled(Picks(), pipeline(Plan(), 2, stages=(2, 2)), batch)
-    with pytest.raises(ConfigError, match=r"pp: the size of a tensor that .* makes and another stage reads depends on data"):
+    with pytest.raises(
+        ConfigError, match=r"pp: the size of a tensor that .* makes and another stage reads depends on data"
+    ):
         two.programs(two.general, 1)
 
 
-# ---- controls ------------------------------------------------------------------------------------------------------------
+# ---- controls --------------------------------------------------------------------------------------------------------
 
 
 def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,7 +304,7 @@ def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) 
         steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
 
 
-# ---- orders of one's own -------------------------------------------------------------------------------------------------
+# ---- orders of one's own ---------------------------------------------------------------------------------------------
 
 
 HOMES = ((0, 1), (1, 0), (0, 1, 2), (2, 0, 1), (0, 1, 1, 0), (1, 0, 1, 0), (0, 2, 1, 1, 0, 2))

@@ -1,4 +1,6 @@
-"""Updates by a stage's own norm, validated under the next batch: the same numbers as with a barrier, whether or not they are made again."""
+"""Updates by a stage's own norm, validated under the next batch: the same numbers as with a barrier, whether or not
+they are made again.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,18 @@ Case = tuple[str, str, int, str, int, int, str, float]
 
 
 def plan_of(schedule: str, pp: int, microbatches: int, dp: int = 1, zero: int = 0, **changes: Any) -> Plan:
-    return pipeline(data_parallel(Plan(microbatches=microbatches, norm="post-validate", **changes), dp, zero), pp, schedule)
+    return pipeline(
+        data_parallel(Plan(microbatches=microbatches, norm="post-validate", **changes), dp, zero), pp, schedule
+    )
 
 
 def batches(number: int = STEPS, rows: int = ROWS) -> list[dict[str, Tensor]]:
     """Some have much larger gradients than others: all rows are the same, or none."""
     torch.manual_seed(1)
     found = [tokens(rows) for _ in range(number)]
-    return [{k: v[:1].expand_as(v).contiguous() for k, v in one.items()} if i % 2 else one for i, one in enumerate(found)]
+    return [
+        {k: v[:1].expand_as(v).contiguous() for k, v in one.items()} if i % 2 else one for i, one in enumerate(found)
+    ]
 
 
 @functools.cache
@@ -77,7 +83,8 @@ def verified(name: str, plan: Plan, clip: float, **changes: Any) -> tuple[Report
 SHAPES: list[Case] = [
     (name, schedule, pp, m, *shards, recompute, clip)
     for name, schedule, pp, m, shards, recompute, clip in itertools.product(
-        ("gpt", "llama", "gpt2"), SYNCHRONOUS, (2, 3, 4), ("pp", "2pp", "2pp + 1"), ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)),
+        ("gpt", "llama", "gpt2"), SYNCHRONOUS, (2, 3, 4), ("pp", "2pp", "2pp + 1"),
+        ((1, 0), (2, 0), (2, 1), (2, 2), (2, 3)),
         CHOICES["recompute"], (NEVER, OFTEN),
     )
 ]  # fmt: skip
@@ -86,7 +93,8 @@ FEW = list(covering(random.Random(0).sample(SHAPES, 600)))
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full if i >= 8 else ()) for i, c in enumerate(FEW)]
+    "case",
+    [pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full if i >= 8 else ()) for i, c in enumerate(FEW)],
 )
 def test_it_equals_one_device(case: Case) -> None:
     name, schedule, pp, m, dp, zero, recompute, clip = case
@@ -98,7 +106,9 @@ def test_it_equals_one_device(case: Case) -> None:
 
 
 def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The states before an update, and the loss of a batch whose forwards are run again; without clipping nothing goes back."""
+    """The states before an update, and the loss of a batch whose forwards are run again; without clipping nothing goes
+    back.
+    """
     plan = plan_of("1f1b", 3, 5)
     for owner, name in ((BucketMemory, "restore"), (BatchStates, "again")):
         with monkeypatch.context() as patch:
@@ -154,18 +164,24 @@ def test_stages_without_a_backward(pp: int, schedule: str, window: int) -> None:
     plan = plan_of(schedule, pp, 4, window=window)
     compiled = Compiled(module, plan, batches(1)[0])
     kinds = [{one.op for one in program.instructions} for program in compiled.programs(compiled.general, 4, 2)]
-    assert [found for found in kinds if Op.VALIDATE in found and Op.BACKWARD not in found and Op.BACKWARD_INPUT not in found]
-    ours, theirs = (trained(one, batches(), compiled, clip_norm=OFTEN / 2)[0] for one in (plan, plan.replace(norm="barrier")))
+    assert [
+        found for found in kinds if Op.VALIDATE in found and Op.BACKWARD not in found and Op.BACKWARD_INPUT not in found
+    ]
+    ours, theirs = (
+        trained(one, batches(), compiled, clip_norm=OFTEN / 2)[0] for one in (plan, plan.replace(norm="barrier"))
+    )
     assert any(result.repeated for result in ours[0])
     assert [float(r.loss) for r in ours[0]] == [float(r.loss) for r in theirs[0]]
     assert all(torch.equal(value, theirs[2][name]) for name, value in ours[2].items())
 
 
-# ---- steps that are not taken --------------------------------------------------------------------------------------------
+# ---- steps that are not taken ----------------------------------------------------------------------------------------
 
 
 class Spiked(nn.Module):
-    """Blocks with running statistics; ``spike`` is what a row's output is multiplied by: a large one makes gradients overflow in fp16."""
+    """Blocks with running statistics; ``spike`` is what a row's output is multiplied by: a large one makes gradients
+    overflow in fp16.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,12 +202,15 @@ def spiked(*spikes: float) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 def test_overflows_skip_steps_and_what_their_forwards_wrote(offload: Any) -> None:
-    """The first and the last of a window, several in a row: scales, weights and running statistics are those with a barrier."""
+    """The first and the last of a window, several in a row: scales, weights and running statistics are those with a
+    barrier.
+    """
     plan = plan_of("1f1b", 2, 3, precision="fp16", offload=offload, window=7)
     given = spiked(3e4, 1.0, 1.0, 3e4, 3e4, 1.0, 3e4, 1.0)
     scale = ScaleChoice(initial=3e4, interval=2, growth=1.7)
     ours, theirs = (
-        trained(p, given, Spiked(), loss_scale=scale, clip_norm=1.0) for p in (plan, plan.replace(norm="barrier", window=1))
+        trained(p, given, Spiked(), loss_scale=scale, clip_norm=1.0)
+        for p in (plan, plan.replace(norm="barrier", window=1))
     )
     skipped = [bool(result.skipped) for result in theirs[0][0]]
     assert skipped == [True, False, False, True, True, False, True, False]
@@ -208,13 +227,19 @@ def test_a_step_that_is_not_finite_changes_nothing() -> None:
     found = trained(plan, spiked(1.0, 1.0, 1e30, 1.0, 1.0, 1.0), Spiked())
     before = trained(plan, spiked(1.0, 1.0), Spiked())
     for (results, error, state), (_, stopping, good) in zip(found, before, strict=True):
-        assert isinstance(error, NonFiniteError) and error.step == 2 and "the weights are as before this step" in str(error)
+        assert (
+            isinstance(error, NonFiniteError)
+            and error.step == 2
+            and "the weights are as before this step" in str(error)
+        )
         assert len(results) == 6 and stopping is False
-        assert [one.repeated for one in results] == [False, False, True, False, False, None], "nobody goes back at a halt"
+        assert [one.repeated for one in results] == [False, False, True, False, False, None], (
+            "nobody goes back at a halt"
+        )
         assert all(torch.equal(value, good[name]) for name, value in state.items())
 
 
-# ---- programs ------------------------------------------------------------------------------------------------------------
+# ---- programs --------------------------------------------------------------------------------------------------------
 
 
 def programs(schedule: str = "zb-h2", pp: int = 3, m: int = 6, number: int = 3) -> tuple[tuple[Program, ...], Plan]:
@@ -225,7 +250,9 @@ def programs(schedule: str = "zb-h2", pp: int = 3, m: int = 6, number: int = 3) 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_forwards_are_computed_before_an_update_is_validated(schedule: str) -> None:
-    """All that a rank computes before its first backward, but where a stage hears of another's: there the norm is known too."""
+    """All that a rank computes before its first backward, but where a stage hears of another's: there the norm is known
+    too.
+    """
     m = 1 if SCHEDULES[schedule].most == 1 else 6
     found, _ = programs(schedule, 3, m)
     for program in found:
@@ -254,18 +281,22 @@ def test_what_cannot_be_run_again_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     )
     wrong = [*found]
     wrong[stage] = changed(found[stage], at, crosses=False)
-    with pytest.raises(ProgramError, match="is of a message that comes twice if an update was wrong, and does not say so"):
+    with pytest.raises(
+        ProgramError, match="is of a message that comes twice if an update was wrong, and does not say so"
+    ):
         check(wrong, plan.mesh)
     again = next(iter(repeated(found[0].instructions).values()))
     forward = next(at for at in again if found[0].instructions[at].op is Op.FORWARD)
-    with pytest.raises(ProgramError, match="lies between the update of batch 0 and its VALIDATE, where it would be run again"):
+    with pytest.raises(
+        ProgramError, match="lies between the update of batch 0 and its VALIDATE, where it would be run again"
+    ):
         check([changed(found[0], forward, op=Op.BACKWARD), *found[1:]], plan.mesh)
     monkeypatch.setattr(Validations, "earliest", lambda *_: 0)
     with pytest.raises(ProgramError, match="asks for a message before a VALIDATE|comes twice"):
         programs()
 
 
-# ---- bad input -----------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 def test_where_it_is_not_legal() -> None:
@@ -278,14 +309,16 @@ def test_where_it_is_not_legal() -> None:
     assert not plan_of("1f1b", 1, 2).post_validates  # nobody to wait for
 
 
-# ---- processes -----------------------------------------------------------------------------------------------------------
+# ---- processes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("shared", marks=pytest.mark.full)])
 def test_processes_go_back_too(backend: str) -> None:
     command = [str(Path(__file__).with_name("post_validating.py")), backend]
     mesh = PLANS[backend].mesh
-    ended = [json.loads(output.splitlines()[-1]) for output in run_processes(mesh.size, command, 100, OMP_NUM_THREADS=1)]
+    ended = [
+        json.loads(output.splitlines()[-1]) for output in run_processes(mesh.size, command, 100, OMP_NUM_THREADS=1)
+    ]
     model = compiled(PLANS[backend])
     (truth,) = {json.dumps(found) for found in run_ranks(mesh, lambda comm: steps(comm, model), timeout=60)}
     assert ended == [json.loads(truth)] * mesh.size

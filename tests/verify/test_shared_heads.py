@@ -1,4 +1,6 @@
-"""Groups of queries that share heads of keys and values, fewer than ranks: whole over a sub-axis, with nothing gathered for attention."""
+"""Groups of queries that share heads of keys and values, fewer than ranks: whole over a sub-axis, with nothing gathered
+for attention.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from shardwise.parallel.tensor import tensor_parallel
 SIZE = 4  # of a head
 Case = tuple[str, int, int, int, tuple[int, int]]
 CASES: list[Case] = [  # model, heads, of keys and values, ranks, those along the sub-axes
-    ("own", 8, 2, 4, (2, 2)), ("llama", 8, 2, 4, (2, 2)), ("llama padded dropout", 8, 2, 4, (2, 2)), ("qwen3", 8, 2, 4, (2, 2)),
+    ("own", 8, 2, 4, (2, 2)), ("llama", 8, 2, 4, (2, 2)), ("llama padded dropout", 8, 2, 4, (2, 2)),
+    ("qwen3", 8, 2, 4, (2, 2)),
     ("llama", 8, 1, 2, (2, 1)), ("own", 6, 1, 3, (3, 1)), ("llama padded", 6, 1, 3, (3, 1)),
     ("own", 6, 3, 6, (3, 2)), ("llama dropout", 6, 3, 6, (3, 2)), ("qwen3 padded", 12, 3, 6, (3, 2)),
     ("llama", 12, 4, 6, (2, 3)), ("llama padded", 12, 4, 6, (2, 3)),  # groups of queries cut apart
@@ -44,7 +47,9 @@ def subject(name: str, heads: int, shared: int) -> tuple[nn.Module, list[dict[st
     }  # fmt: skip
     module: nn.Module
     if name == "own":
-        module = Llama(vocabulary=zoo.WORDS, width=heads * SIZE, layers=2, heads=heads, context=zoo.LENGTH, kv_heads=shared)
+        module = Llama(
+            vocabulary=zoo.WORDS, width=heads * SIZE, layers=2, heads=heads, context=zoo.LENGTH, kv_heads=shared
+        )
     elif name.startswith("qwen3"):
         module = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**fields, head_dim=SIZE))
     else:
@@ -65,7 +70,9 @@ def parity(case: Case, kind: Any) -> None:
     one, (module, batches) = compiled(name, heads, shared, tp, kind), subject(name, heads, shared)
     assert one.general.tensor == ({"tp": tp} if inner == 1 else {f"tp//{inner}": outer, f"tp%{inner}": inner})
     gathered = [
-        path for (move, _, path) in communicated(one.general) if move == "all_gather" and "att" in path.rpartition(".")[2]
+        path
+        for (move, _, path) in communicated(one.general)
+        if move == "all_gather" and "att" in path.rpartition(".")[2]
     ]
     assert not gathered
     check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)
@@ -88,17 +95,24 @@ def test_every_parity(case: Case, kind: str) -> None:
 def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
     one = compiled(name, 8, 2, 4, "1d").general
     found = {
-        p.name.split(".", 3)[-1].removeprefix("self_"): p.placed for b in one.buckets for p in b.parameters if ".0." in p.name
+        p.name.split(".", 3)[-1].removeprefix("self_"): p.placed
+        for b in one.buckets
+        for p in b.parameters
+        if ".0." in p.name
     }
     placed = {key.removeprefix("attention.").removeprefix("attn."): layout for key, layout in found.items()}
     assert str(placed["q_proj.weight"]) == "[4:tp*8, 32]" and str(placed["o_proj.weight"]) == "[32, 4:tp*8]"
     for weight in ("k_proj.weight", "v_proj.weight"):
         assert str(placed[weight]) == "[2:tp//2*4, 32]"
-        assert [placed[weight].intervals(Mesh.of(tp=4), rank)[0] for rank in range(4)] == [[(0, 4)]] * 2 + [[(4, 8)]] * 2
+        assert [placed[weight].intervals(Mesh.of(tp=4), rank)[0] for rank in range(4)] == [[(0, 4)]] * 2 + [
+            [(4, 8)]
+        ] * 2
     layer = Counter({key: n for key, n in communicated(one).items() if ".0." in key[2] or key[2].endswith(".0")})
     assert {kind for kind, _, _ in layer} == {"all_reduce", "all_reduce in backward"}
     assert layer.total() == 4  # as for heads of each query's own
-    summed = {p.name.rpartition("attn.")[2].rpartition("attention.")[2]: p.summed for b in one.buckets for p in b.parameters}
+    summed = {
+        p.name.rpartition("attn.")[2].rpartition("attention.")[2]: p.summed for b in one.buckets for p in b.parameters
+    }
     assert summed["k_proj.weight"] == summed["v_proj.weight"] == ("tp%2",) and not summed["q_proj.weight"]
 
 

@@ -49,7 +49,7 @@ def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 
 
 
 def difference(mine: list[VerifiedStep], right: list[VerifiedStep]) -> float:
-    """The largest of the gradients' differences, each against its tensor's size; 0 if all bits agree, inf if one lacks."""
+    """The largest difference of gradients, each against its tensor's size; 0 if all bits agree, inf if one lacks."""
     worst = 0.0
     for a, b in zip(mine, right, strict=True):
         assert a.gradients.keys() == b.gradients.keys() and a.gradients
@@ -110,7 +110,7 @@ def test_slots_that_both_parts_write(reduced: Any, summed: Any) -> None:
     assert difference(steps("conv", plan, "at once", 2, 2), truth) <= (0 if summed == "auto" else 1e-2)
 
 
-# ---- negative controls ---------------------------------------------------------------------------------------------------
+# ---- negative controls -----------------------------------------------------------------------------------------------
 
 
 def test_a_parameter_that_is_kept_for_the_second_part_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,8 @@ def test_what_is_not_a_product_stays_with_autograd() -> None:
     units = next(iter(TRACES["mixtral"][3]["fp64"].values())).units
     block = next(u for u in units if "experts" in " ".join(u.parameters))
     assert {n.partition("layers.0.")[2] for n in block.products} == {
-        *(f"self_attn.{k}_proj.weight" for k in "qkvo"), "mlp.gate.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj",
+        *(f"self_attn.{k}_proj.weight" for k in "qkvo"), "mlp.gate.weight", "mlp.experts.gate_up_proj",
+        "mlp.experts.down_proj",
     }  # fmt: skip
     assert all("norm" in n for n in block.inside)
     assert not set(block.inside) & set(block.products)

@@ -1,4 +1,6 @@
-"""Where a residual stream begins with a product, and where a product makes scores: still Megatron's plan, and equal to one device."""
+"""Where a residual stream begins with a product, and where a product makes scores: still Megatron's plan, and equal to
+one device.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class Begun(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.layers, self.head = nn.Linear(5, WIDTH), nn.ModuleList(Layer() for _ in range(2)), nn.Linear(WIDTH, 5)
+        self.first, self.layers, self.head = (
+            nn.Linear(5, WIDTH),
+            nn.ModuleList(Layer() for _ in range(2)),
+            nn.Linear(WIDTH, 5),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)

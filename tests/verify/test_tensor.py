@@ -1,4 +1,6 @@
-"""Tensor parallelism equals one device: of every model, and together with data parallelism, ZeRO, pipelines and recomputation."""
+"""Tensor parallelism equals one device: of every model, and together with data parallelism, ZeRO, pipelines and
+recomputation.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,12 @@ PLAIN = OptimizerChoice("sgd", lr=0.1)
 Case = tuple[str, tuple[str, int], int, int, int, str, int]
 
 
-def check(compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice) -> None:
-    ours: list[list[VerifiedStep]] = run_threads(compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0))
+def check(
+    compiled: Compiled, batches: list[dict[str, Tensor]], truth: list[OracleStep], choice: OptimizerChoice
+) -> None:
+    ours: list[list[VerifiedStep]] = run_threads(
+        compiled, lambda comm: run_steps(compiled, comm, batches, choice, CLIP, 0)
+    )
     for rank in distinct(ours):
         found = compare(rank, truth)
         assert found.passes(TOLERANCE), (found.largest, found.worst(3))
@@ -60,12 +66,14 @@ def equal(a: VerifiedStep, b: VerifiedStep) -> bool:
     return named and (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
 
 
-def oracle(module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int) -> list[OracleStep]:
+def oracle(
+    module: nn.Module, loss: Any, batches: list[dict[str, Tensor]], choice: OptimizerChoice, m: int
+) -> list[OracleStep]:
     one = Oracle(module, loss, plain_optimizer(choice), microbatches=m, seed=0, clip_norm=CLIP, decays=choice.decays)
     return [one.step(batch, choice.learning_rate(i)) for i, batch in enumerate(batches)]
 
 
-# ---- every model -----------------------------------------------------------------------------------------------------------
+# ---- every model -----------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -127,14 +135,18 @@ def test_sizes_that_divide_or_coincide_or_are_prime(
 
 
 @functools.cache
-def sized(vocabulary: int, width: int, heads: int, context: int) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
+def sized(
+    vocabulary: int, width: int, heads: int, context: int
+) -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     torch.manual_seed(1)
     module = GPT(vocabulary=vocabulary, width=width, layers=1, heads=heads, context=context, dropout=0.1).double()
-    batches = [{name: torch.randint(0, vocabulary, (rows, context)) for name in ("input_ids", "labels")} for rows in (16, 5)]
+    batches = [
+        {name: torch.randint(0, vocabulary, (rows, context)) for name in ("input_ids", "labels")} for rows in (16, 5)
+    ]
     return Compiled(module, ALONE, batches[0]), batches, oracle(module, None, batches, PLAIN, 1)
 
 
-# ---- together with all else -----------------------------------------------------------------------------------------------
+# ---- together with all else ------------------------------------------------------------------------------------------
 
 
 DEEP = ("gpt", "llama", "gpt2")
@@ -211,7 +223,7 @@ def test_every_combination(case: Case) -> None:
     together(case)
 
 
-# ---- what is sharded ---------------------------------------------------------------------------------------------------------
+# ---- what is sharded -------------------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -230,13 +242,17 @@ def divisible(name: str) -> Compiled:
 def test_weights_and_products_are_shared_out(name: str, kind: Any, tp: int) -> None:
     """Each rank has 1/tp of every weight, and of the FLOPs of all products, forward and backward.
 
-    But for the layers of 2.5d, of which each has all weights, and for a table of positions, which no batch looks up: the ranks along ``tp``
-    and ``tp_l`` have the same of it.
+    But for the layers of 2.5d, of which each has all weights, and for a table of positions, which no batch looks up:
+    the ranks along ``tp`` and ``tp_l`` have the same of it.
     """
     one, found = divisible(name).general, divisible(name).under(tensor_parallel(ALONE, tp, kind)).general
     mesh, parts = Mesh.spanned(found.tensor), tp // sides(kind, tp).get("tp_d", 1)
     for parameter in (p for p in found.parameters if len(p.shape) > 1):
-        copies = mesh.axis_size([axis for axis in mesh.names if axis in ("tp", "tp_l")]) if parameter.name == "wpe.weight" else 1
+        copies = (
+            mesh.axis_size([axis for axis in mesh.names if axis in ("tp", "tp_l")])
+            if parameter.name == "wpe.weight"
+            else 1
+        )
         for rank in range(tp):
             assert math.prod(parameter.local_shape(mesh, rank)) * parts == parameter.numel * copies, parameter.name
     rows = 72
@@ -248,7 +264,10 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
     one = captured("gpt", "1d", 2).general
     found = {p.name.partition(".")[2]: str(p.placed) for b in one.buckets for p in b.parameters if ".1." in p.name}
     assert found["1.attention.qkv.weight"].startswith("[3*"), found
-    assert found["1.attention.proj.weight"].endswith("2:tp*16]") or ":tp" in found["1.attention.proj.weight"].partition(",")[2]
+    assert (
+        found["1.attention.proj.weight"].endswith("2:tp*16]")
+        or ":tp" in found["1.attention.proj.weight"].partition(",")[2]
+    )
     assert ":tp" in found["1.mlp.up.weight"].partition(",")[0]
     assert ":tp" in found["1.mlp.proj.weight"].partition(",")[2]
     assert ":tp" not in found["1.norm1.weight"]
@@ -261,9 +280,13 @@ def test_megatrons_plan_comes_out_for_a_transformer() -> None:
 def test_heads_stay_in_pieces(name: str) -> None:
     """Also where they are one dim with the rows of the batch (Bloom): a layer communicates as Megatron's does."""
     one = model(name)[0].under(tensor_parallel(ALONE, 2, "1d")).general
-    kinds = [kind for (kind, _, path), n in communicated(one).items() for _ in range(n) if ".1" in path and kind != "slice"]
+    kinds = [
+        kind for (kind, _, path), n in communicated(one).items() for _ in range(n) if ".1" in path and kind != "slice"
+    ]
     assert sorted(kinds) == ["all_reduce"] * 2 + ["all_reduce in backward"] * 2
-    assert list(one.replicated) == ([("aten.repeat.default", "transformer")] if name == "bloom" else []), "of the slopes of heads"
+    assert list(one.replicated) == ([("aten.repeat.default", "transformer")] if name == "bloom" else []), (
+        "of the slopes of heads"
+    )
 
 
 def test_a_forgotten_reduction_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,6 @@
-"""Solved tensor plans equal one device: of every model, where links are fast and where they are slow, and of plans that nobody would choose."""
+"""Solved tensor plans equal one device: of every model, where links are fast and where they are slow, and of plans that
+nobody would choose.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def solved(name: str, kind: Any, tp: int, rates: Rates, dp: int = 1, zero: int =
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
-    ("own gpt", "1d", 2), ("own llama", "2d", 4), ("own mlp", "1d", 4), ("own convnet", "1d", 2), ("own pairs", "1d", 4), ("vit", "1d", 2),
+    ("own gpt", "1d", 2), ("own llama", "2d", 4), ("own mlp", "1d", 4), ("own convnet", "1d", 2),
+    ("own pairs", "1d", 4), ("vit", "1d", 2),
     ("own fused", "2d", 4), ("qwen3", "2d", 4), ("bloom", "1d", 2),
 ])  # fmt: skip
 def test_a_solved_plan(name: str, kind: str, tp: int) -> None:
@@ -61,8 +64,10 @@ def test_beside_data_parallelism() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "tp"), [
-    ("own gpt", "1d-sp", 2), ("own mlp", "2.5d", 8), ("own mlp", "3d", 8), pytest.param("own gpt", "2.5d", 8, marks=pytest.mark.full),
-    pytest.param("own gpt", "3d", 8, marks=pytest.mark.full), pytest.param("own llama", "1d-sp", 4, marks=pytest.mark.full),
+    ("own gpt", "1d-sp", 2), ("own mlp", "2.5d", 8), ("own mlp", "3d", 8),
+    pytest.param("own gpt", "2.5d", 8, marks=pytest.mark.full),
+    pytest.param("own gpt", "3d", 8, marks=pytest.mark.full),
+    pytest.param("own llama", "1d-sp", 4, marks=pytest.mark.full),
 ])  # fmt: skip
 def test_on_the_meshes_of_other_recipes(name: str, kind: str, tp: int) -> None:
     assert any(b.axes for b in solved(name, kind, tp, FAST).general.buckets)
@@ -83,7 +88,9 @@ def stacked() -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
     torch.manual_seed(3)
     module, make = deep("gpt", 2)
     batches = [make(rows) for rows in (9, 5)]
-    one = Oracle(module.train(), None, plain_optimizer(OPTIMIZER), microbatches=2, seed=0, clip_norm=1.0, decays=OPTIMIZER.decays)
+    one = Oracle(
+        module.train(), None, plain_optimizer(OPTIMIZER), microbatches=2, seed=0, clip_norm=1.0, decays=OPTIMIZER.decays
+    )
     truth = [one.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
     return Compiled(module, Plan(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth
 

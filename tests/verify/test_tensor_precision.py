@@ -1,4 +1,6 @@
-"""Tensor parallelism in low precision: as near to the truth as one device, on all ranks the same, and clipped by the norm of all pieces."""
+"""Tensor parallelism in low precision: as near to the truth as one device, on all ranks the same, and clipped by the
+norm of all pieces.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ FEW: list[Case] = [
 ]
 
 
-def planned(mesh: tuple[str, int], precision: str, beside: tuple[int, int, int] = (1, 0, 1), recompute: str = "none") -> Plan:
+def planned(
+    mesh: tuple[str, int], precision: str, beside: tuple[int, int, int] = (1, 0, 1), recompute: str = "none"
+) -> Plan:
     kind, tp = mesh
     dp, zero, pp = beside
     base: Any = Plan(mesh=Mesh(()), microbatches=MICROBATCHES, recompute=recompute, precision=precision)  # type: ignore[arg-type]
@@ -93,7 +97,9 @@ def test_every_plan(case: Case) -> None:
 
 
 def clipped(mesh: tuple[str, int], precision: str, beside: tuple[int, int, int], share: float) -> None:
-    """With SGD an update is the gradient times what is left of it, so all three can be held against each other, in fp32."""
+    """With SGD an update is the gradient times what is left of it, so all three can be held against each other, in
+    fp32.
+    """
     one, batch, _ = subject("own-llama")
     compiled = one.under(planned(mesh, precision, beside))
     choice, fixed = OptimizerChoice("sgd", lr=1.0, weight_decay=0.0, momentum=0.0), ScaleChoice.fixed(2.0**10)

@@ -26,7 +26,9 @@ PLANS = list(itertools.product(DP, MICROBATCHES, RECOMPUTE))
 
 
 def covering() -> Iterator[tuple[str, int, int, str]]:
-    """For each model plans in which every pair of values occurs over the models, and dp > 1 with each model at least twice."""
+    """For each model plans in which every pair of values occurs over the models, and dp > 1 with each model at least
+    twice.
+    """
     pairs = [(1, 1), (2, 1), (3, 2), (1, 2), (2, 3), (4, 1), (1, 3), (3, 1), (4, 3), (4, 2), (2, 2), (3, 3)]
     rows = [(dp, microbatches, RECOMPUTE[(dp + microbatches) % 3]) for dp, microbatches in pairs]
     for i, name in enumerate(CASES):
@@ -74,7 +76,7 @@ def test_covering_set_covers_every_pair() -> None:
     assert all(max(case[1] for case in seen if case[0] == name) > 1 for name in CASES)
 
 
-# ---- negative controls: each of these errors must be found ---------------------------------------------------------------
+# ---- negative controls: each of these errors must be found -----------------------------------------------------------
 
 
 def _gpt_report(dp: int = 2, microbatches: int = 2, recompute: str = "none", dropout: float = 0.1) -> bool:
@@ -140,12 +142,13 @@ def test_a_value_that_is_not_kept_though_it_is_read_is_found(monkeypatch: pytest
 
 
 def test_a_reference_to_another_input_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selective_recompute._Saver, "unpack", lambda self, saved: saved if isinstance(saved, Tensor) else
+    monkeypatch.setattr(selective_recompute._Saver, "unpack", lambda self,
+    saved: saved if isinstance(saved, Tensor) else
                         next(iter(self.inputs.values())).as_strided(saved.shape, saved.stride))  # fmt: skip
     assert not _gpt_report(recompute="selective", dropout=0.0)
 
 
-# ---- recomputation changes nothing --------------------------------------------------------------------------------------
+# ---- recomputation changes nothing -----------------------------------------------------------------------------------
 
 
 @pytest.mark.few(6)
@@ -162,7 +165,9 @@ def test_recomputation_changes_no_bit(name: str, precision: str) -> None:
         for recompute, plan in plans.items():
             plan = plan.replace(mesh=Mesh.of(dp=dp), microbatches=microbatches)
             compiled = Compiled(module.train(), plan, batches[0], loss, _traces=traces)
-            steps[recompute] = run_threads(compiled, lambda comm, c=compiled: run_steps(c, comm, batches, OPTIMIZER, 1.0, 0))[0]  # type: ignore[misc]
+            steps[recompute] = run_threads(
+                compiled, lambda comm, c=compiled: run_steps(c, comm, batches, OPTIMIZER, 1.0, 0)
+            )[0]  # type: ignore[misc]
         for recompute in ("selective", "full"):
             for mine, right in zip(steps[recompute], steps["none"], strict=True):
                 assert mine.loss == right.loss
@@ -171,7 +176,7 @@ def test_recomputation_changes_no_bit(name: str, precision: str) -> None:
                 assert all(torch.equal(mine.buffers[n], b) for n, b in right.buffers.items())
 
 
-# ---- what the loss of a step means -----------------------------------------------------------------------------------------
+# ---- what the loss of a step means -----------------------------------------------------------------------------------
 
 
 def test_microbatches_of_unequal_masks_equal_one() -> None:
@@ -185,7 +190,9 @@ def test_microbatches_of_unequal_masks_equal_one() -> None:
     truth = module(**batch).item()
     for dp, microbatches in ((1, 1), (1, 2), (2, 1), (3, 2), (2, 6)):
         compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"), batch)
-        steps = run_threads(compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, [batch], OPTIMIZER, None, 0))  # type: ignore[misc]
+        steps = run_threads(
+            compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, [batch], OPTIMIZER, None, 0)
+        )  # type: ignore[misc]
         assert abs(steps[0][0].loss - truth) < 1e-12
 
 
@@ -225,7 +232,9 @@ def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
     curves = []
     for dp in (1, 2, 4):
         compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), precision="fp64"), batches[0])
-        steps = run_threads(compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, batches, OPTIMIZER, None, 7))  # type: ignore[misc]
+        steps = run_threads(
+            compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, batches, OPTIMIZER, None, 7)
+        )  # type: ignore[misc]
         curves.append([s.loss for s in steps[0]])
     assert max(abs(a - b) for other in curves[1:] for a, b in zip(curves[0], other, strict=True)) < 1e-12
     assert len({round(v, 6) for v in curves[0]}) == 6

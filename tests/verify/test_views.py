@@ -109,11 +109,13 @@ class Remembering(nn.Module):
 
 
 MODELS = {
-    "tied-by-hand": TiedByHand, "handed-on": HandedOn, "queries": lambda: Blocks(Queries), "complex": lambda: Blocks(Complex),
+    "tied-by-hand": TiedByHand, "handed-on": HandedOn, "queries": lambda: Blocks(Queries),
+    "complex": lambda: Blocks(Complex),
     "remembering": lambda: Blocks(Remembering),
 }  # fmt: skip
 PLANS: list[tuple[int, dict[str, Any]]] = [
-    (0, {}), (3, {}), (3, {"prefetch": 3}), (3, {"recompute": "full", "prefetch": 2}), (3, {"recompute": "selective", "prefetch": 0}),
+    (0, {}), (3, {}), (3, {"prefetch": 3}), (3, {"recompute": "full", "prefetch": 2}),
+    (3, {"recompute": "selective", "prefetch": 0}),
 ]  # fmt: skip
 
 

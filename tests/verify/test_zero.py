@@ -74,7 +74,9 @@ def test_complex_parameters(zero: int) -> None:
     plan = data_parallel(Plan(microbatches=2), 3, zero)
     report = verify(Spectral(real=True), batches, plan)
     assert report.passed and report.ranks_agree and report.compared > 10
-    with pytest.raises(ConfigError, match=r"parameter filters.0 is torch.complex64.*legal: a real one with a last dim of 2"):
+    with pytest.raises(
+        ConfigError, match=r"parameter filters.0 is torch.complex64.*legal: a real one with a last dim of 2"
+    ):
         verify(Spectral(real=False), batches, plan)
 
 
@@ -90,7 +92,11 @@ def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_every_choice_of_slots(gathered: Any, reduced: Any, prefetch: int) -> None:
     plan = Plan(
-        microbatches=3, recompute="full" if prefetch == 1 else "none", gathered=gathered, reduced=reduced, prefetch=prefetch
+        microbatches=3,
+        recompute="full" if prefetch == 1 else "none",
+        gathered=gathered,
+        reduced=reduced,
+        prefetch=prefetch,
     )
     check("gpt", data_parallel(plan, 2, 3))
 
@@ -108,7 +114,7 @@ def test_rows_of_the_table_side_by_side() -> None:
     check("gpt", plan)
 
 
-# ---- the same bits -------------------------------------------------------------------------------------------------------
+# ---- the same bits ---------------------------------------------------------------------------------------------------
 
 
 def steps(plan: Plan, module: nn.Module, clip: float | None = 0.1) -> list[list[VerifiedStep]]:
@@ -147,7 +153,13 @@ def test_how_long_parameters_stay_changes_no_bit() -> None:
     module = CASES["gpt"]()[0].train()
     plan = data_parallel(Plan(microbatches=3), 2, 3)
     first = steps(plan, module)
-    for change in ({"gathered": "forward"}, {"gathered": "step"}, {"prefetch": 0}, {"prefetch": 3}, {"recompute": "full"}):
+    for change in (
+        {"gathered": "forward"},
+        {"gathered": "step"},
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"recompute": "full"},
+    ):
         assert_same_bits(steps(plan.replace(**change), module), first)
 
 
@@ -164,7 +176,7 @@ def test_sums_in_bf16_are_rounded_and_the_same_on_all_stages() -> None:
         assert 1e-4 < error < 2e-2
 
 
-# ---- parameters without a gradient ---------------------------------------------------------------------------------------
+# ---- parameters without a gradient -----------------------------------------------------------------------------------
 
 
 class Branches(nn.Module):
@@ -186,7 +198,8 @@ def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> Non
     """Neither decay nor momentum move it, and its count of steps stays: torch.optim skips it too."""
     torch.manual_seed(0)
     batches = [
-        {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.full((6,), side)} for side in (True, False, False, True, True)
+        {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.full((6,), side)}
+        for side in (True, False, False, True, True)
     ]
     report = verify(Branches(), batches, data_parallel(Plan(), dp, zero))
     assert report.passed, report.worst[:3]
@@ -198,7 +211,7 @@ def test_what_is_not_captured_cannot_rest_in_shards() -> None:
         verify(Branches(), [batch], data_parallel(Plan(), 2, 3))
 
 
-# ---- negative controls: each of these errors must be found ---------------------------------------------------------------
+# ---- negative controls: each of these errors must be found -----------------------------------------------------------
 
 
 def _passes(**changes: Any) -> bool:
@@ -215,7 +228,9 @@ def test_control_passes() -> None:
 
 def test_weights_kept_by_backward_instead_of_a_reference_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gather into a slot of its own: else forward and backward may happen to use the same one."""
-    monkeypatch.setattr(gather, "assign", lambda spans: (list(range(len(spans))), tuple((span.bucket,) for span in spans)))
+    monkeypatch.setattr(
+        gather, "assign", lambda spans: (list(range(len(spans))), tuple((span.bucket,) for span in spans))
+    )
     assert _passes()
     monkeypatch.setattr(gathered.Gathered, "keep", lambda self, value: value)
     assert not _passes()
@@ -232,5 +247,7 @@ def test_a_shard_that_is_overwritten_instead_of_added_to_is_found(monkeypatch: p
     from dataclasses import replace
 
     original = gradients.Gradients.take
-    monkeypatch.setattr(gradients.Gradients, "take", lambda self, one: original(self, replace(one, first=(one.bucket,))))
+    monkeypatch.setattr(
+        gradients.Gradients, "take", lambda self, one: original(self, replace(one, first=(one.bucket,)))
+    )
     assert not _passes()

@@ -32,7 +32,8 @@ def trained(
     ranks: Any = None,
     **options: Any,
 ) -> list[Any]:
-    """Of each rank: the results of all steps, the error that ended them or whether it was asked to stop, and the state after them.
+    """Of each rank: the results of all steps, the error that ended them or whether it was asked to stop, and the state
+    after them.
 
     ``ranks`` are options of the threads.  A compiled module's capture serves this plan too.
     """

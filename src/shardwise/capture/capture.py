@@ -1,7 +1,7 @@
 """From a module and an example batch to one flat graph of ATen ops: ``torch.export`` with a symbolic batch dim.
 
-The capture runs on a *shadow* of the module: the same structure with uninitialised parameters of the compute dtype, so that
-casts in the graph are those of the precision that trains, and nothing that the user holds is touched.
+The capture runs on a *shadow* of the module: the same structure with uninitialised parameters of the compute dtype, so
+that casts in the graph are those of the precision that trains, and nothing that the user holds is touched.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LossFunction = Callable[[Any, Mapping[str, Tensor]], Tensor]
 class WithLoss(nn.Module):
     """``module`` followed by its loss; ``forward(fields)`` returns the scalar loss of a dict of batch fields.
 
-    Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.  With
-    one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.
+    Without a loss function the module gets every field by keyword and returns the loss or an output with ``.loss``.
+    With one, it gets the fields that its ``forward`` names, and ``loss(output, fields)`` sees all of them.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ def loss_of(output: Any, source: str = "model: forward") -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() and loss.numel() != 1:
         legal = "a scalar loss, or an output with .loss" if source == "model: forward" else "a scalar tensor"
         hint = " (or model.loss = a function of (output, batch) that makes it)" if source == "model: forward" else ""
-        raise ConfigError(f"{source} returned {_kind(loss if isinstance(loss, Tensor) else output)}; legal: {legal}{hint}")
+        raise ConfigError(
+            f"{source} returned {_kind(loss if isinstance(loss, Tensor) else output)}; legal: {legal}{hint}"
+        )
     if not loss.is_floating_point():
         raise ConfigError(f"{source} returned a loss of {loss.dtype}; legal: a loss of a floating-point dtype")
     return loss.reshape(())
@@ -143,15 +145,18 @@ def _guard(reason: str) -> str:
 
 
 def set_mode(wrapped: WithLoss, training: bool) -> WithLoss:
-    """Put a module into evaluation mode, or into training mode: then what is in evaluation mode inside of a module that trains stays
-    so (a frozen BatchNorm), but a module that is so as a whole, as ``from_pretrained`` gives it, trains."""
+    """Put a module into evaluation mode, or into training mode: then what is in evaluation mode inside of a module that
+    trains stays so (a frozen BatchNorm), but a module that is so as a whole, as ``from_pretrained`` gives it, trains.
+    """
     if training and wrapped.module.training:
         return wrapped
     return wrapped.train(training)
 
 
 def shadow(module: nn.Module, precision: str) -> nn.Module:
-    """A copy of ``module`` whose parameters are tensors of the compute dtype that take no memory, as nobody touches them; buffers are copies, cast as the precision asks, and other attributes are shared."""
+    """A copy of ``module`` whose parameters are tensors of the compute dtype that take no memory, as nobody touches
+    them; buffers are copies, cast as the precision asks, and other attributes are shared.
+    """
     memo: dict[int, Any] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if id(parameter) not in memo:
@@ -183,7 +188,9 @@ def _export(wrapped: WithLoss, batch: Mapping[str, Tensor], rows: int | None) ->
         import_export()
         program = torch.export.export(wrapped, (example,), strict=False, dynamic_shapes=shapes)
     if any(isinstance(constant, Tensor) and constant.is_meta for constant in program.constants.values()):
-        raise Uncapturable("it computes with a tensor without memory, which its constructor made and no attribute holds")
+        raise Uncapturable(
+            "it computes with a tensor without memory, which its constructor made and no attribute holds"
+        )
     signature = program.graph_signature
     canonical = _canonical(wrapped)
     order = list(example)

@@ -1,9 +1,10 @@
 """Which dtype computes what under each precision.
 
-``fp32`` changes nothing of a model in fp32.  ``fp64`` turns every cast to a narrower float into one to double.  ``bf16`` and
-``fp16`` cast parameters (not buffers, not BatchNorm's parameters), let matmul-like functions cast their operands, and compute
-losses in fp32; the fused norm and softmax kernels keep their statistics in fp32 by themselves.  ``fp16`` also computes in fp32
-what leaves its range easily: powers, exponentials, reciprocals and sums (as torch.autocast does for both).
+``fp32`` changes nothing of a model in fp32.  ``fp64`` turns every cast to a narrower float into one to double.
+``bf16`` and ``fp16`` cast parameters (not buffers, not BatchNorm's parameters), let matmul-like functions cast their
+operands, and compute losses in fp32; the fused norm and softmax kernels keep their statistics in fp32 by themselves.
+``fp16`` also computes in fp32 what leaves its range easily: powers, exponentials, reciprocals and sums (as
+torch.autocast does for both).
 
 A model that comes in low precision trains as if it had come in fp32.
 """
@@ -32,10 +33,14 @@ _MATMULS = frozenset(
     f
     for f in (
         F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.bilinear,
-        torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.addmm, torch.addmv, torch.addbmm, torch.baddbmm,
-        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot, Tensor.inner, Tensor.addmm,
-        Tensor.addmv, Tensor.addbmm, Tensor.baddbmm, torch.einsum, torch.tensordot, torch.linalg.multi_dot, torch.linalg.vecdot,
-        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d,
+        torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.addmm, torch.addmv, torch.addbmm,
+        torch.baddbmm,
+        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot,
+        Tensor.inner, Tensor.addmm,
+        Tensor.addmv, Tensor.addbmm, Tensor.baddbmm, torch.einsum, torch.tensordot, torch.linalg.multi_dot,
+        torch.linalg.vecdot,
+        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
+        torch.conv_transpose3d,
         F.scaled_dot_product_attention, F.layer_norm, F.group_norm, F.prelu, torch.prelu,
     )
 )  # fmt: skip
@@ -49,8 +54,10 @@ _OVERFLOWING = frozenset(
     getattr(owner, name)
     for owner in (torch, Tensor, torch.linalg)
     for name in (
-        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__", "rsqrt",
-        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "vector_norm", "matrix_norm", "logsumexp", "cdist", "dist",
+        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__",
+        "rsqrt",
+        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "vector_norm", "matrix_norm", "logsumexp", "cdist",
+        "dist",
     )
     if hasattr(owner, name)
 )  # fmt: skip
@@ -63,7 +70,9 @@ _WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
 _FLOAT_FACTORIES = frozenset(
     (torch.zeros, torch.ones, torch.empty, torch.rand, torch.randn, torch.eye, torch.linspace, torch.logspace)
 )
-_FACTORIES = frozenset((torch.tensor, torch.full, torch.arange, torch.scalar_tensor))  # their dtype follows from their values
+_FACTORIES = frozenset(
+    (torch.tensor, torch.full, torch.arange, torch.scalar_tensor)
+)  # their dtype follows from their values
 
 
 def shadow_dtype(module: nn.Module, name: str, parameter: Tensor, precision: str) -> torch.dtype:
@@ -81,7 +90,9 @@ def _owner_is_batch_norm(module: nn.Module, name: str) -> bool:
 
 
 def cast_field(value: Tensor, precision: str) -> Tensor:
-    """A batch field as the graph takes it: floats as doubles under ``fp64``, of at least fp32 under ``fp32``, otherwise unchanged."""
+    """A batch field as the graph takes it: floats as doubles under ``fp64``, of at least fp32 under ``fp32``, otherwise
+    unchanged.
+    """
     return value if precision in LOW_PRECISIONS else cast_buffer(value, precision)
 
 
@@ -101,7 +112,9 @@ def lacks_kernel(error: Exception) -> bool:
 
 
 class Promote:
-    """Casts and factories of narrower floats give doubles, whatever torch's default dtype (which belongs to the whole process)."""
+    """Casts and factories of narrower floats give doubles, whatever torch's default dtype (which belongs to the whole
+    process).
+    """
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
         if func in _WIDE_CASTS:
@@ -122,15 +135,15 @@ class Promote:
 
 
 def _double(value: Any, position: int) -> Any:
-    """An integer tensor, or the number of a ``where``, as a double: what it meets would make it torch's default dtype."""
+    """An integer tensor or the number of a ``where`` as a double: what it meets would make it the default dtype."""
     if isinstance(value, Tensor):
         return value.double()
     return torch.tensor(value, dtype=torch.float64) if isinstance(value, float) and position else value
 
 
 class CastOperands:
-    """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of fp16, take
-    at least fp32."""
+    """Matmul-like functions take their operands in ``dtype`` when these differ; losses, and what leaves the range of
+    fp16, take at least fp32."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

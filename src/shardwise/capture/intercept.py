@@ -25,7 +25,9 @@ _CHECKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function
 class Layer(Protocol):
     """Looks at a call, changes it or its result, or answers in its place; ``proceed`` makes the call."""
 
-    def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any: ...
+    def __call__(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed
+    ) -> Any: ...
 
 
 class Intercept(TorchFunctionMode):
@@ -45,7 +47,9 @@ class Intercept(TorchFunctionMode):
 
     def _run(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if not isinstance(func, FunctionType) or func.__module__ not in _OPENED or func.__closure__:
-            return func(*args, **kwargs)  # a closure chooses by a flag (max_pool2d) between functions that would ask again
+            return func(
+                *args, **kwargs
+            )  # a closure chooses by a flag (max_pool2d) between functions that would ask again
         body = self._bodies.get(func)
         if body is None:
             body = self._bodies[func] = _body(func)
@@ -60,6 +64,8 @@ def _wrap(layer: Layer, inner: Proceed) -> Proceed:
 def _body(func: FunctionType) -> FunctionType:
     """``func`` without its first question, whether somebody wants to handle the call: the mode just did."""
     unasked = dict.fromkeys(_CHECKS, lambda *_: False)
-    body = FunctionType(func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__)
+    body = FunctionType(
+        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
+    )
     body.__kwdefaults__ = func.__kwdefaults__
     return body

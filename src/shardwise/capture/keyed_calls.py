@@ -58,7 +58,7 @@ def batch_of(few: Sequence[Draw], more: Sequence[Draw], rows: int) -> list[tuple
 
 
 class KeyedRandom:
-    """A layer that answers random functions; ``batches`` is :func:`batch_of`'s list, or None to only record ``draws``."""
+    """A layer for random functions; ``batches`` is :func:`batch_of`'s list, or None to record ``draws`` only."""
 
     def __init__(self, seed: int, batches: Sequence[tuple[str, keyed.Batch | None]] | None = None) -> None:
         self.seed = seed
@@ -107,7 +107,9 @@ class KeyedRandom:
         if self.batches is not None:
             expected, batch = self.batches[ordinal] if ordinal < len(self.batches) else ("none", None)
             if name != expected:
-                raise ShardwiseError(f"random call {ordinal} of this forward is {name}; in the trial run it was {expected}")
+                raise ShardwiseError(
+                    f"random call {ordinal} of this forward is {name}; in the trial run it was {expected}"
+                )
         return self.seed, self.step, ordinal, batch, self.row_start
 
     # ---- dropout ---------------------------------------------------------------------------------
@@ -174,7 +176,9 @@ class KeyedRandom:
 
     def _bernoulli(self, name: str, input: Tensor, p: float | None = None) -> Tensor:
         seed, step, ordinal, batch, start = self._key(name, input.shape)
-        return keyed.keyed_bernoulli(input if p is None else torch.full_like(input, p), seed, step, ordinal, batch, start)
+        return keyed.keyed_bernoulli(
+            input if p is None else torch.full_like(input, p), seed, step, ordinal, batch, start
+        )
 
     def _bernoulli_(self, name: str, input: Tensor, p: Tensor | float = 0.5) -> Tensor:
         wide = Backend.of(input.device).widest_float
@@ -202,7 +206,9 @@ class KeyedRandom:
         return self._values(keyed.keyed_normal, name, torch.empty(*size, **options), options.get("dtype"))
 
     def _rand_like(self, name: str, input: Tensor, **options: Any) -> Tensor:
-        return self._values(keyed.keyed_uniform, name, torch.empty_like(input.detach(), **options), options.get("dtype"))
+        return self._values(
+            keyed.keyed_uniform, name, torch.empty_like(input.detach(), **options), options.get("dtype")
+        )
 
     def _randn_like(self, name: str, input: Tensor, **options: Any) -> Tensor:
         return self._values(keyed.keyed_normal, name, torch.empty_like(input.detach(), **options), options.get("dtype"))
@@ -210,7 +216,9 @@ class KeyedRandom:
     def _integers(self, low: int, high: int) -> Callable[..., Tensor]:
         return lambda *key, **options: keyed.keyed_randint(int(low), int(high), *key, **options)
 
-    def _randint(self, name: str, *args: Any, size: Any = None, low: int = 0, high: int | None = None, **options: Any) -> Tensor:
+    def _randint(
+        self, name: str, *args: Any, size: Any = None, low: int = 0, high: int | None = None, **options: Any
+    ) -> Tensor:
         numbers = list(args)
         if size is None:
             size = numbers.pop()
@@ -249,7 +257,8 @@ class RefuseRandom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise ShardwiseError(
-                f"{func} draws random numbers that cannot be keyed by sample: the model cannot be compared between devices "
+                f"{func} draws random numbers that cannot be keyed by sample: the model cannot be compared between "
+                "devices "
                 "(torch.utils.checkpoint draws again in backward: let the plan recompute instead)"
             )
         return func(*args, **kwargs)

@@ -1,7 +1,8 @@
 """Memory that nobody ever writes, beside the allocator's heap.
 
-Between two steps the heap gives nothing back to the system (that would cost page faults in every step).  What has lain there without
-being touched leaves a hole, and what is put into that takes new pages, beside those of the holes that a model's values have left.
+Between two steps the heap gives nothing back to the system (that would cost page faults in every step).  What has lain
+there without being touched leaves a hole, and what is put into that takes new pages, beside those of the holes that a
+model's values have left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ LEAST = 1 << 18
 
 
 def mapped(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Zeros of the CPU in a mapping of their own, whose pages are taken when they are touched and given back when the tensor ends."""
+    """Zeros of the CPU in a mapping of their own, whose pages are taken when they are touched and given back when the
+    tensor ends.
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LEAST:
         return torch.zeros(tuple(shape), dtype=dtype)

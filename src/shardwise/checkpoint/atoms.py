@@ -13,10 +13,14 @@ from shardwise.core.layout import Box
 
 
 class Gather(Protocol):
-    """A collective: every rank's bytes, in rank order.  A writer calls it from its own thread, in the same order on all ranks."""
+    """A collective: every rank's bytes, in rank order.  A writer calls it from its own thread, in the same order on all
+    ranks.
+    """
 
     def __call__(self, data: bytes, everywhere: bool = True) -> list[bytes]:
-        """Without ``everywhere`` rank 0 alone gets them, and the others nothing: what large messages need, whose sum each rank would hold."""
+        """Without ``everywhere`` rank 0 alone gets them, and the others nothing: what large messages need, whose sum
+        each rank would hold.
+        """
 
 
 def alone(data: bytes, everywhere: bool = True) -> list[bytes]:
@@ -51,13 +55,17 @@ class Piece:
         if not self.name or self.name == "__metadata__":
             raise ShardwiseError(f"{where}: the name is not legal; legal: any but an empty one and '__metadata__'")
         if len(self.box.start) != len(self.shape) or any(size < 0 for size in self.shape):
-            raise ShardwiseError(f"{where}: box {span(self.box)} does not belong to a tensor of shape {list(self.shape)}")
+            raise ShardwiseError(
+                f"{where}: box {span(self.box)} does not belong to a tensor of shape {list(self.shape)}"
+            )
         if not inside(self.box, self.shape):
             raise ShardwiseError(f"{where}: box {span(self.box)} lies outside a tensor of shape {list(self.shape)}")
         if tuple(self.tensor.shape) != self.box.shape:
             raise ShardwiseError(f"{where}: box {span(self.box)} has values of shape {list(self.tensor.shape)}")
         if self.tensor.layout != torch.strided or self.tensor.is_meta:
-            raise ShardwiseError(f"{where}: a {self.tensor.layout} tensor on {self.tensor.device} has no values to save or fill")
+            raise ShardwiseError(
+                f"{where}: a {self.tensor.layout} tensor on {self.tensor.device} has no values to save or fill"
+            )
 
 
 def inside(box: Box, shape: tuple[int, ...]) -> bool:

@@ -137,7 +137,9 @@ def _tensors(records: Sequence[RankRecord]) -> dict[str, TensorRecord]:
         for name, shape, dtype, key, start, stop in record.pieces:
             head = heads.setdefault(name, (tuple(shape), dtype))
             if head != (tuple(shape), dtype):
-                raise ShardwiseError(f"tensor {name!r} is {dtype} {shape} on rank {rank}, {head[1]} {list(head[0])} on another")
+                raise ShardwiseError(
+                    f"tensor {name!r} is {dtype} {shape} on rank {rank}, {head[1]} {list(head[0])} on another"
+                )
             boxes = stored.setdefault(name, [])
             if key is not None and record.file is not None:
                 boxes.append(Stored(record.file, key, Box(tuple(start), tuple(stop))))

@@ -1,7 +1,7 @@
 """The safetensors container: eight bytes of length, a JSON header, the values in little-endian order without gaps.
 
-Source: the format's own description, https://github.com/huggingface/safetensors#format.  Written here in one pass, so that the
-values are hashed on their way from staging memory to the disk and copied nowhere else.
+Source: the format's own description, https://github.com/huggingface/safetensors#format.  Written here in one pass, so
+that the values are hashed on their way from staging memory to the disk and copied nowhere else.
 """
 
 from __future__ import annotations
@@ -181,7 +181,8 @@ def write_as_they_come(
 ) -> None:
     """Write ``tensors``, whose ``values`` come one at a time in whatever order; others among them are passed over.
 
-    All values are asked for even where the disk takes no more, which is an OSError at the end: who gives them may need others to do so.
+    All values are asked for even where the disk takes no more, which is an OSError at the end: who gives them may need
+    others to do so.
     """
     entries = {one.key: one for one in lay_out(sorted(tensors, key=lambda tensor: -tensor[2].itemsize))}
     failure: OSError | None = None

@@ -13,8 +13,8 @@ from .atoms import inside, span
 def cover_fault(shape: tuple[int, ...], boxes: Sequence[Box]) -> str | None:
     """What is wrong with ``boxes`` as a tiling of a tensor of ``shape``, in words, or None.
 
-    Boxes without elements count for nothing.  They are swept in the order of their first dim, so that only boxes which meet
-    there are compared: flat ranges take n log n.
+    Boxes without elements count for nothing.  They are swept in the order of their first dim, so that only boxes which
+    meet there are compared: flat ranges take n log n.
     """
     for box in boxes:
         if len(box.start) != len(shape) or not inside(box, shape):

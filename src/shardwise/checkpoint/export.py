@@ -23,16 +23,19 @@ from .weights import INDEX, MODEL, SINGLE, aliases_of
 SHARD_BYTES = 5 * 2**30
 
 
-def export(checkpoint: Checkpoint, out: Path, *, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype | None = None) -> list[Path]:
+def export(
+    checkpoint: Checkpoint, out: Path, *, shard_bytes: int = SHARD_BYTES, dtype: torch.dtype | None = None
+) -> list[Path]:
     """Write the model of a checkpoint into the new folder ``out``; returns the files.
 
-    A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once.  Any other gets
-    plain safetensors, whose metadata map the other names of tied tensors to the one that is there.  Files larger than
-    ``shard_bytes`` are split, with an index.  ``dtype`` converts floating tensors.  The checkpoint is verified first, one tensor
-    at a time is in memory, and ``out`` appears when all of it is written.
+    A model of ``transformers`` gets its ``config.json``, for ``from_pretrained``; its tied tensors are written once.
+    Any other gets plain safetensors, whose metadata map the other names of tied tensors to the one that is there.
+    Files larger than ``shard_bytes`` are split, with an index.  ``dtype`` converts floating tensors.  The checkpoint is
+    verified first, one tensor at a time is in memory, and ``out`` appears when all of it is written.
 
     Raises:
-        ConfigError: a damaged checkpoint, one without a model, an ``out`` that is not empty, or a disk that does not take it.
+        ConfigError: a damaged checkpoint, one without a model, an ``out`` that is not empty, or a disk that does not
+        take it.
     """
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -65,7 +68,11 @@ def _write(checkpoint: Checkpoint, part: Path, shard_bytes: int, dtype: torch.dt
         tensors.update({alias: tensors[name] for alias, name in aliases.items()})
     metadata = {"format": "pt"} if transformers is not None else {"format": "pt", **aliases}
     shards = _shards(tensors, shard_bytes)
-    names = [SINGLE] if len(shards) == 1 else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    names = (
+        [SINGLE]
+        if len(shards) == 1
+        else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors" for n in range(len(shards))]
+    )
 
     def read(name: str) -> Tensor:
         return checkpoint.read(MODEL + aliases.get(name, name)).to(tensors[name].dtype)
@@ -91,7 +98,9 @@ def _tensors(checkpoint: Checkpoint, dtype: torch.dtype | None) -> dict[str, Ten
             chosen = dtype if dtype is not None and one.dtype.is_floating_point else one.dtype
             found[name.removeprefix(MODEL)] = TensorRecord(one.shape, chosen, ())
     if not found:
-        raise ConfigError(f"{checkpoint.path}: holds no tensor whose name begins with {MODEL!r}: there is no model to export")
+        raise ConfigError(
+            f"{checkpoint.path}: holds no tensor whose name begins with {MODEL!r}: there is no model to export"
+        )
     return found
 
 
@@ -101,10 +110,16 @@ def _transformers(checkpoint: Checkpoint) -> dict[str, Any] | None:
     found = model.get("transformers") if isinstance(model, Mapping) else None
     if found is None:
         return None
-    if not isinstance(found, Mapping) or not isinstance(found.get("class"), str) or not isinstance(found.get("config"), Mapping):
+    if (
+        not isinstance(found, Mapping)
+        or not isinstance(found.get("class"), str)
+        or not isinstance(found.get("config"), Mapping)
+    ):
         raise ConfigError(f"{checkpoint.path}: meta.model.transformers has to hold a class and a config")
     if not isinstance(found["config"].get("model_type"), str):
-        raise ConfigError(f"{checkpoint.path}: meta.model.transformers.config has no model_type, which from_pretrained needs")
+        raise ConfigError(
+            f"{checkpoint.path}: meta.model.transformers.config has no model_type, which from_pretrained needs"
+        )
     return {"class": found["class"], "config": dict(found["config"])}
 
 

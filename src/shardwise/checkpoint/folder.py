@@ -1,9 +1,9 @@
 """The folder of a run's checkpoints: names, what is complete, and how one appears and goes at once.
 
-A checkpoint is complete exactly if it has its own name: it is written under a name that begins with a dot and ends with ``.part``,
-and renamed when every byte of it is on the disk.  It goes the same way: renamed first, then removed.  A step that is saved again
-gets the name ``step_00000100_2``; the older one goes after that, so there is no moment without either, and where both are there
-the higher number counts.
+A checkpoint is complete exactly if it has its own name: it is written under a name that begins with a dot and ends with
+``.part``, and renamed when every byte of it is on the disk.  It goes the same way: renamed first, then removed.  A step
+that is saved again gets the name ``step_00000100_2``; the older one goes after that, so there is no moment without
+either, and where both are there the higher number counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def all_complete(folder: Path) -> list[Path]:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of ``RUN_DIR/checkpoints``, oldest step first; none where the folder does not exist."""
-    newest = {_order(path)[0]: path for path in all_complete(folder)}  # a later saving of a step takes the earlier one's place
+    newest = {
+        _order(path)[0]: path for path in all_complete(folder)
+    }  # a later saving of a step takes the earlier one's place
     return list(newest.values())
 
 
@@ -66,7 +68,9 @@ def part_folder(folder: Path, step: int) -> Path:
 def free_name(folder: Path, step: int) -> Path:
     """The name that a checkpoint of ``step`` gets: after every one that there is of this step."""
     taken = [
-        int(found[2] or 1) for entry in os.scandir(folder) if (found := _NAME.fullmatch(entry.name)) and int(found[1]) == step
+        int(found[2] or 1)
+        for entry in os.scandir(folder)
+        if (found := _NAME.fullmatch(entry.name)) and int(found[1]) == step
     ]
     return folder / (f"step_{step:08d}" + (f"_{max(taken) + 1}" if taken else ""))
 
@@ -106,9 +110,9 @@ def remove_tree(path: Path) -> None:
 def superseded(folder: Path, saved: Path, keep_last: int, keep_every: int | None) -> list[Path]:
     """What may go after ``saved`` is complete.
 
-    Kept are the ``keep_last`` newest up to its step, every step that is a multiple of ``keep_every``, and all later steps: they
-    are there if a run went back to an older checkpoint, and are nobody's to remove but the user's.  Of a step that was saved
-    more than once only the last is kept.
+    Kept are the ``keep_last`` newest up to its step, every step that is a multiple of ``keep_every``, and all later
+    steps: they are there if a run went back to an older checkpoint, and are nobody's to remove but the user's.  Of a
+    step that was saved more than once only the last is kept.
     """
     found = all_complete(folder)
     step = _order(saved)[0]

@@ -82,17 +82,19 @@ class Checkpoint:
             found = hash_file(self.path / name)
             if found != self.manifest.files[name].sha256:
                 raise FileError(
-                    self.path / name, f"damaged: its SHA-256 is {found}, the manifest says {self.manifest.files[name].sha256}"
+                    self.path / name,
+                    f"damaged: its SHA-256 is {found}, the manifest says {self.manifest.files[name].sha256}",
                 )
 
     def load(self, pieces: Iterable[Piece]) -> None:
         """Fill each ``piece.tensor`` from the boxes that meet it.
 
-        Sizes and headers of the files are checked, digests are not: that is :meth:`verify`.  All is checked before the first byte is
-        copied.
+        Sizes and headers of the files are checked, digests are not: that is :meth:`verify`.  All is checked before the
+        first byte is copied.
 
         Raises:
-            ConfigError: a name that is not there, another shape or dtype, a file that is missing or not what the manifest says.
+            ConfigError: a name that is not there, another shape or dtype, a file that is missing or not what the
+            manifest says.
             ShardwiseError: a piece that contradicts itself.
         """
         copies: dict[str, list[_Copy]] = {}
@@ -125,7 +127,9 @@ class Checkpoint:
     def _check_piece(self, piece: Piece) -> None:
         record = self.record(piece.name)
         if tuple(piece.shape) != record.shape:
-            raise ConfigError(f"{self.path}: {piece.name!r} has the shape {list(record.shape)}, not {list(piece.shape)}")
+            raise ConfigError(
+                f"{self.path}: {piece.name!r} has the shape {list(record.shape)}, not {list(piece.shape)}"
+            )
         if piece.tensor.dtype != record.dtype:
             raise ConfigError(f"{self.path}: {piece.name!r} is {record.dtype}, not {piece.tensor.dtype}")
 
@@ -143,7 +147,9 @@ class Checkpoint:
         wanted = self._wanted[name]
         for key in sorted(found.keys() | wanted.keys()):
             if found.get(key) != wanted.get(key):
-                raise FileError(path, f"damaged: {key!r} is {_kind(found.get(key))}, the manifest says {_kind(wanted.get(key))}")
+                raise FileError(
+                    path, f"damaged: {key!r} is {_kind(found.get(key))}, the manifest says {_kind(wanted.get(key))}"
+                )
         self._checked[name] = changed
 
     @cached_property
@@ -178,7 +184,10 @@ def _copies(record: TensorRecord, piece: Piece) -> list[tuple[str, _Copy]]:
         if box is not None:
             held += box.numel
             found.append(
-                (stored.file, _Copy(stored.key, _within(box, stored.box), piece.tensor.detach()[_within(box, piece.box)]))
+                (
+                    stored.file,
+                    _Copy(stored.key, _within(box, stored.box), piece.tensor.detach()[_within(box, piece.box)]),
+                )
             )
     if held != math.prod(piece.box.shape):
         raise ShardwiseError(f"the boxes of {piece.name!r} hold {held} of the {piece.box.numel} elements of a piece")

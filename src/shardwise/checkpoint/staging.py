@@ -1,7 +1,8 @@
 """Staging: the values of a moment, copied aside within bounded memory and read from there by a thread that writes.
 
-The pieces are one stream of bytes.  The memory is cut into blocks: one thread fills free blocks, in order, another empties them.
-If the stream is no longer than the memory, the filler never waits.  If it is longer, filling goes on as blocks come back.
+The pieces are one stream of bytes.  The memory is cut into blocks: one thread fills free blocks, in order, another
+empties them. If the stream is no longer than the memory, the filler never waits.  If it is longer, filling goes on as
+blocks come back.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ LEAST_BYTES = 4 * UNIT
 
 @dataclass(frozen=True)
 class StagedRun:
-    """Bytes ``start`` to ``stop`` of the stream: ``raw`` where they are contiguous in memory, else the ``strided`` tensor."""
+    """Bytes ``start`` to ``stop`` of the stream: ``raw`` where they are contiguous in memory, else the ``strided``
+    tensor.
+    """
 
     start: int
     stop: int
@@ -48,7 +51,9 @@ def runs_of(pieces: Sequence[Piece]) -> list[StagedRun]:
         raw = tensor.reshape(-1).view(torch.uint8)
         joined = _joined(found[-1].raw, raw) if found else None
         found[-1:] = (
-            [StagedRun(found[-1].start, end, joined)] if joined is not None else [*found[-1:], StagedRun(start, end, raw)]
+            [StagedRun(found[-1].start, end, joined)]
+            if joined is not None
+            else [*found[-1:], StagedRun(start, end, raw)]
         )
     return found
 
@@ -66,7 +71,8 @@ def _joined(before: Tensor | None, after: Tensor) -> Tensor | None:
 class Staging:
     """Memory for values on their way to the disk, made once and used again; ``bound`` is the most bytes it may take.
 
-    It is made a block at a time: torch rounds each allocation of page-locked memory up to a power of two, which a block is.
+    It is made a block at a time: torch rounds each allocation of page-locked memory up to a power of two, which a block
+    is.
     """
 
     def __init__(self, bound: int | None) -> None:
@@ -84,7 +90,9 @@ class Staging:
         return max(self.nbytes, whole if self.bound is None else min(whole, self.bound // UNIT * UNIT))
 
     def prepare(self, nbytes: int, pinned: bool) -> None:
-        """Make the memory for a stream of ``nbytes``, and touch each page of it; pinned memory is for copies from a GPU."""
+        """Make the memory for a stream of ``nbytes``, and touch each page of it; pinned memory is for copies from a
+        GPU.
+        """
         size = self.needed(nbytes)
         if size > self.nbytes or (pinned and not all(one.is_pinned() for one in self._memory)):
             self._memory.clear()  # the old memory goes first: never both
@@ -99,7 +107,9 @@ class Staging:
 
 
 class Stream:
-    """One passage of runs through blocks.  ``fill`` is called by the thread that has the values, ``take`` by the one that writes."""
+    """One passage of runs through blocks.  ``fill`` is called by the thread that has the values, ``take`` by the one
+    that writes.
+    """
 
     def __init__(self, runs: Sequence[StagedRun], blocks: Sequence[Tensor]) -> None:
         self._runs = runs

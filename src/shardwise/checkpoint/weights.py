@@ -1,4 +1,4 @@
-"""Starting from weights that somebody saved: a Hugging Face folder, a safetensors file, or a checkpoint of shardwise."""
+"""Starting from saved weights: a Hugging Face folder, a safetensors file, or a checkpoint of shardwise."""
 
 from __future__ import annotations
 
@@ -69,7 +69,9 @@ def read_weights(path: Path) -> Weights:
             return _from_index(path)
         raise FileError(path, _why_not(path))
     if not path.exists():
-        raise FileError(path, f"does not exist; legal: a folder with {SINGLE}, a .safetensors file, or a checkpoint's folder")
+        raise FileError(
+            path, f"does not exist; legal: a folder with {SINGLE}, a .safetensors file, or a checkpoint's folder"
+        )
     if path.suffix != ".safetensors":
         raise FileError(path, f"not a .safetensors file.{_pickled([path.name])}")
     return _from_files(path, [path], None)
@@ -113,7 +115,9 @@ def aliases_of(checkpoint: Checkpoint) -> dict[str, str]:
     aliases = model.get("aliases") if isinstance(model, Mapping) else None
     if not isinstance(aliases, Mapping):
         return {}
-    return {alias: name for alias, name in aliases.items() if isinstance(name, str) and MODEL + name in checkpoint.tensors}
+    return {
+        alias: name for alias, name in aliases.items() if isinstance(name, str) and MODEL + name in checkpoint.tensors
+    }
 
 
 def _from_index(path: Path) -> Weights:
@@ -122,7 +126,9 @@ def _from_index(path: Path) -> Weights:
     where = fields.take("weight_map", dict)
     for name, file in where.items():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-            raise FileError(index, f"the file of {name!r} is {file!r}; legal: the name of a .safetensors file beside the index")
+            raise FileError(
+                index, f"the file of {name!r} is {file!r}; legal: the name of a .safetensors file beside the index"
+            )
     return _from_files(path, [path / file for file in sorted(set(where.values()))], where)
 
 
@@ -177,15 +183,17 @@ class Fitting(Mapping[str, Tensor]):
 
 
 def fit_weights(path: Path, module: nn.Module) -> Fitting:
-    """What a file or folder has for the parameters and persistent buffers of ``module``, on any device: for all of them, and all of it.
+    """What a file or folder has for the parameters and persistent buffers of ``module``, on any device: for all of
+    them, and all of it.
 
-    Of tied tensors one name is enough.  The prefix under which a Hugging Face model keeps its base model (``base_model_prefix``), or
-    one that all names share, may be there on one side only.  Floating dtypes may differ.  Where the names differ otherwise and the
-    class has a ``from_pretrained``, that loads the folder, as a whole, and is taken if it finds all names.
+    Of tied tensors one name is enough.  The prefix under which a Hugging Face model keeps its base model
+    (``base_model_prefix``), or one that all names share, may be there on one side only.  Floating dtypes may differ.
+    Where the names differ otherwise and the class has a ``from_pretrained``, that loads the folder, as a whole, and is
+    taken if it finds all names.
 
     Raises:
-        ConfigError: beginning with ``model.weights = "path"``: names that are missing or unexpected, shapes and dtypes that differ,
-            tied names with different values, or a file that cannot be read.
+        ConfigError: beginning with ``model.weights = "path"``: names that are missing or unexpected, shapes and dtypes
+            that differ, tied names with different values, or a file that cannot be read.
     """
     path = Path(path)
     try:
@@ -218,10 +226,11 @@ def load_weights(path: Path, module: nn.Module) -> None:
 
 
 def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
-    """The state that a transformers model's own loader makes of a folder, None where that is not all of it and from all of it.
+    """The state that a transformers model's own loader makes of a folder, None where that is not all of it and from all
+    of it.
 
-    Some models (Mixtral, ViT) have other names, and fused tensors, in memory than in their files; only their class knows which.
-    It is allowed nothing but safetensors on this disk.
+    Some models (Mixtral, ViT) have other names, and fused tensors, in memory than in their files; only their class
+    knows which. It is allowed nothing but safetensors on this disk.
     """
     load, config = getattr(type(module), "from_pretrained", None), getattr(module, "config", None)
     if load is None or config is None or not (path / "config.json").is_file() or (path / MANIFEST).exists():
@@ -233,7 +242,8 @@ def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
     except Exception:  # whatever it is, the caller says what does not fit
         return None
     if any(
-        report.get(kind) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
+        report.get(kind)
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs", "conversion_errors")
     ):
         return None
     values, state = loaded.state_dict(), module.state_dict()
@@ -242,13 +252,15 @@ def _converted(path: Path, module: nn.Module) -> dict[str, Tensor] | None:
 
 
 def _match(weights: Weights, state: Mapping[str, Tensor], module: nn.Module) -> dict[str, str]:
-    """The module's name → the file's, for the one way of adding or taking a prefix that leaves the fewest names over."""
+    """The module's name → the file's, for the one way of adding or taking a prefix that leaves fewest names over."""
     known = [*weights.names, *weights.aliases]
     ways = [{name: name for name in known}]
     for prefix in _prefixes(known, state, module):
         ways.append({name if name in state else prefix + name: name for name in known})
         ways.append({name if name in state else name.removeprefix(prefix): name for name in known})
-    return min(ways, key=lambda way: len(way.keys() ^ state.keys()) + len(known) - len(way))  # the first of equals: no prefix
+    return min(
+        ways, key=lambda way: len(way.keys() ^ state.keys()) + len(known) - len(way)
+    )  # the first of equals: no prefix
 
 
 def _prefixes(known: Iterable[str], state: Iterable[str], module: nn.Module) -> list[str]:
@@ -263,7 +275,11 @@ def _prefixes(known: Iterable[str], state: Iterable[str], module: nn.Module) -> 
 
 
 def _faults(
-    weights: Weights, state: Mapping[str, Tensor], names: Mapping[str, str], found: Mapping[str, str | None], module: nn.Module
+    weights: Weights,
+    state: Mapping[str, Tensor],
+    names: Mapping[str, str],
+    found: Mapping[str, str | None],
+    module: nn.Module,
 ) -> list[str]:
     """All that keeps ``weights`` from being those of the module, in words."""
     tied: dict[int, list[str]] = {}
@@ -271,7 +287,9 @@ def _faults(
         tied.setdefault(id(value), []).append(name)
     missing = [group[0] for group in tied.values() if all(found[name] is None for name in group)]
     ignored = _ignored(module)
-    unexpected = [file for name, file in names.items() if name not in state and file in weights.shapes and not ignored(name)]
+    unexpected = [
+        file for name, file in names.items() if name not in state and file in weights.shapes and not ignored(name)
+    ]
     shapes, dtypes = [], []
     for name, source in found.items():
         value = state[name]

@@ -3,10 +3,13 @@
 ``save`` copies this rank's pieces aside and returns; a thread writes them.  Its steps, on all ranks alike:
 
 1. rank 0 makes the folder; *gather*: is every rank ready, and is there room on the disk?
-2. each rank writes its file, hashes it on the way, and waits until it is on the disk; *gather* to rank 0: what each has written
-3. rank 0 checks that the boxes of all ranks tile every tensor, writes the manifest, and renames the folder; *gather*: how it ended
+2. each rank writes its file, hashes it on the way, and waits until it is on the disk; *gather* to rank 0: what each has
+   written
+3. rank 0 checks that the boxes of all ranks tile every tensor, writes the manifest, and renames the folder; *gather*:
+   how it ended
 
-Any rank's failure before the renaming means: no checkpoint, on any rank; the folder goes, earlier checkpoints stay as they are.
+Any rank's failure before the renaming means: no checkpoint, on any rank; the folder goes, earlier checkpoints stay as
+they are.
 """
 
 from __future__ import annotations
@@ -76,15 +79,17 @@ class CheckpointWriter:
     Args:
         folder: of the run's checkpoints, the same for all ranks; made where it is missing.
         rank, ranks: of the process.
-        gather: brings every rank's bytes to all or to rank 0, on a process group of its own: it is called from the writer's thread.  It
-            has to raise where a rank is gone.
-        staging_bytes: the most bytes of staging memory; None for as much as this rank's pieces have.  A smaller bound makes ``save``
-            wait for the disk.
+        gather: brings every rank's bytes to all or to rank 0, on a process group of its own: it is called from the
+            writer's thread.  It has to raise where a rank is gone.
+        staging_bytes: the most bytes of staging memory; None for as much as this rank's pieces have.  A smaller bound
+            makes ``save`` wait for the disk.
         keep_last: how many of the newest checkpoints stay.
         keep_every: checkpoints of steps that are multiples of it stay as well.
-        warn: told, on rank 0, why a save failed; called by the thread that calls ``save``, ``poll``, ``wait`` or ``close``.
+        warn: told, on rank 0, why a save failed; called by the thread that calls ``save``, ``poll``, ``wait`` or
+        ``close``.
 
-    Leaving the process without ``close`` abandons a save under way.  Rank 0 removes what killed runs left behind as the writer is made; two runs must not share a folder at the same time.
+    Leaving the process without ``close`` abandons a save under way.  Rank 0 removes what killed runs left behind as the
+    writer is made; two runs must not share a folder at the same time.
     """
 
     def __init__(
@@ -120,7 +125,9 @@ class CheckpointWriter:
                 warn(f"{self.folder}: cannot remove what an earlier run left half written: {error}")
 
     def ceiling(self, pieces: Iterable[Piece]) -> int:
-        """The most bytes of staging memory that saving these takes on this rank; headers and lists of pieces come on top."""
+        """The most bytes of staging memory that saving these takes on this rank; headers and lists of pieces come on
+        top.
+        """
         return self._staging.needed(sum(piece.nbytes for piece in pieces))
 
     @property
@@ -140,9 +147,10 @@ class CheckpointWriter:
     def save(self, step: int, pieces: Iterable[Piece], meta: Mapping[str, Any]) -> Saving:
         """Copy the values of ``pieces`` aside and begin to write them; afterwards they may change.
 
-        All ranks call it for the same steps; each element of a tensor is in one rank's pieces, and those without elements are given
-        by at least one rank.  ``meta`` is a JSON object; rank 0's is kept.  A save under way is waited for first.  What goes wrong,
-        here or later, is told by ``poll`` and ``warn``, so that all ranks agree on how it ended.
+        All ranks call it for the same steps; each element of a tensor is in one rank's pieces, and those without
+        elements are given by at least one rank.  ``meta`` is a JSON object; rank 0's is kept.  A save under way is
+        waited for first.  What goes wrong, here or later, is told by ``poll`` and ``warn``, so that all ranks agree on
+        how it ended.
         """
         if self._closed:
             raise ShardwiseError("save after close: this checkpoint writer has been closed")
@@ -152,7 +160,8 @@ class CheckpointWriter:
             self._plan(job, pieces, meta)
         except Exception as error:
             job.problem = _words(error)
-        # The writing thread would take a core and memory bandwidth from the copying one: it starts before it only where it must.
+        # The writing thread would take a core and memory bandwidth from the copying one: it starts before it only where
+        # it must.
         streaming = job.nbytes > self._staging.nbytes
         self._thread = threading.Thread(target=self._run, args=(job,), name=f"checkpoint-{self.rank}", daemon=True)
         if streaming:

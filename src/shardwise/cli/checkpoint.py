@@ -18,15 +18,22 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.reader import Checkpoint
 
 app = typer.Typer(
-    name="checkpoint", help="List, inspect, verify and export checkpoints.", no_args_is_help=True, pretty_exceptions_enable=False
+    name="checkpoint",
+    help="List, inspect, verify and export checkpoints.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
 )
 
-One = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's for its latest one.")]
+One = Annotated[
+    Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint's folder, or a run's for its latest one.")
+]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 @app.command("list")
-def list_(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")], json: Json = False) -> None:
+def list_(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")], json: Json = False
+) -> None:
     """The complete checkpoints of a run, and whether their manifests can be read."""
     with reported(json):
         rows = [_row(path) for path in _of_run(run_dir)]
@@ -126,10 +133,22 @@ def _row(path: Path, verify: bool = False) -> dict[str, Any]:
     """A checkpoint in a few words; ``error`` where it is not whole."""
     from shardwise.checkpoint.reader import Checkpoint
 
-    row: dict[str, Any] = {"path": str(path), "step": None, "ranks": None, "tensors": None, "bytes": None, "error": None}
+    row: dict[str, Any] = {
+        "path": str(path),
+        "step": None,
+        "ranks": None,
+        "tensors": None,
+        "bytes": None,
+        "error": None,
+    }
     try:
         opened = Checkpoint.open(path)
-        row |= {"step": opened.step, "ranks": opened.manifest.ranks, "tensors": len(opened.tensors), "bytes": opened.nbytes}
+        row |= {
+            "step": opened.step,
+            "ranks": opened.manifest.ranks,
+            "tensors": len(opened.tensors),
+            "bytes": opened.nbytes,
+        }
         if verify:
             opened.verify()
     except ConfigError as error:
@@ -163,11 +182,21 @@ def _inspect(opened: Checkpoint, json: bool) -> None:
             for name, one in opened.tensors.items()
         }
         files = {name: {"bytes": file.nbytes, "sha256": file.sha256} for name, file in opened.manifest.files.items()}
-        print_json({"path": str(opened.path), "step": opened.step, "meta": dict(opened.meta), "files": files, "tensors": tensors})
+        print_json(
+            {
+                "path": str(opened.path),
+                "step": opened.step,
+                "meta": dict(opened.meta),
+                "files": files,
+                "tensors": tensors,
+            }
+        )
         return
     plain = {key: value for key, value in opened.meta.items() if not isinstance(value, dict) and "\n" not in str(value)}
     states = dict.fromkeys(name.rpartition(".")[2] for name in opened.tensors if name.startswith("optimizer."))
-    elements = sum(one.nbytes // one.dtype.itemsize for name, one in opened.tensors.items() if name.startswith("model."))
+    elements = sum(
+        one.nbytes // one.dtype.itemsize for name, one in opened.tensors.items() if name.startswith("model.")
+    )
     about = {
         "step": opened.step,
         "saved by": f"{opened.manifest.ranks} rank{'s' * (opened.manifest.ranks != 1)}",

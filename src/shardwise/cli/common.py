@@ -30,7 +30,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 @contextmanager
 def reported(json: bool) -> Iterator[None]:
-    """Turn errors into a message and an exit code: 2 for wrong input, 1 for a run that failed, 130 for an interruption."""
+    """Turn errors into a message and exit code: 2 for wrong input, 1 for a run that failed, 130 for an interruption."""
     try:
         yield
     except ShardwiseError as error:

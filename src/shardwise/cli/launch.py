@@ -19,7 +19,13 @@ from shardwise.report.tables import print_json
 
 
 def run(
-    script: Path, arguments: Sequence[str], ranks: int | None, threads: int | None, run_dir: Path, json: bool, hang_timeout: float
+    script: Path,
+    arguments: Sequence[str],
+    ranks: int | None,
+    threads: int | None,
+    run_dir: Path,
+    json: bool,
+    hang_timeout: float,
 ) -> None:
     """Run the script; what rank 0 prints goes to the terminal, what every rank prints to its log."""
     if not script.is_file():
@@ -38,7 +44,9 @@ def run(
     if 0 < hardware.gpus < ranks:
         raise ConfigError(f"--ranks {ranks}: legal: at most {hardware.gpus}, the GPUs of this machine. {MORE_RANKS}")
     check_kernels(ranks)
-    own = [a for a in arguments if a.partition("=")[0] in ("--ranks", "--threads", "--run-dir", "--hang-timeout", "--json")]
+    own = [
+        a for a in arguments if a.partition("=")[0] in ("--ranks", "--threads", "--run-dir", "--hang-timeout", "--json")
+    ]
     if own:
         print(f"note: {' '.join(own)} goes to {script.name}; options of launch come before the script", file=sys.stderr)
     start = time.monotonic()

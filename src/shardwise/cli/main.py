@@ -1,4 +1,6 @@
-"""The ``shardwise`` command.  What needs torch is imported inside the commands: ``--help`` and wrong arguments answer at once."""
+"""The ``shardwise`` command.  What needs torch is imported inside the commands: ``--help`` and wrong arguments answer
+at once.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,16 @@ app.add_typer(tokenizer.app, name="tokenizer")
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG.toml] [section.key=value]...", help="A TOML file and overrides, in any order.", show_default=False
+        metavar="[CONFIG.toml] [section.key=value]...",
+        help="A TOML file and overrides, in any order.",
+        show_default=False,
     ),
 ]
 RunArguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."),
+    typer.Argument(
+        metavar="[CONFIG.toml] [section.key=value]... | RUN_DIR", help="As for train, or the folder of a run."
+    ),
 ]
 
 
@@ -82,11 +88,12 @@ def verify(
     device: Annotated[
         str,
         typer.Option(
-            help="Where ranks and what they are compared with compute: cpu, or the type of this machine's GPU (cuda, xpu)."
+            help="Where ranks and what they are compared with compute: cpu, or the type of this machine's GPU (cuda, "
+            "xpu)."
         ),
     ] = "cpu",
 ) -> None:
-    """Is the plan, for this model, the same as one device?  Three steps of both in fp64 are compared, tensor by tensor."""
+    """Is the plan the same as one device for this model?  Three steps of both in fp64 are compared tensor by tensor."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .verify import run
@@ -123,11 +130,16 @@ def memory(
     arguments: RunArguments = None,
     json: Json = False,
     device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Such as A100-80GB, H200 or cpu=64 (GiB).  [default: this machine's]")
+        str | None,
+        typer.Option(metavar="NAME", help="Such as A100-80GB, H200 or cpu=64 (GiB).  [default: this machine's]"),
     ] = None,
-    picture: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the step's bytes: .png, .svg or .pdf.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Draw the step's bytes: .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
-    """The memory that a plan takes on each rank, of any device and any number of ranks; of a run also what was measured."""
+    """The memory that a plan takes on each rank, of any device and any number of ranks; of a run also what was
+    measured.
+    """
     with reported(json):
         given = arguments or []
         folder = _run_folder(given)
@@ -147,7 +159,9 @@ def memory(
 Schedules = Annotated[
     list[str] | None,
     typer.Option(
-        "--schedule", metavar="NAME", help="Such as 1f1b, zb-h1 or auto; several: each (default: the config's, or 1f1b)."
+        "--schedule",
+        metavar="NAME",
+        help="Such as 1f1b, zb-h1 or auto; several: each (default: the config's, or 1f1b).",
     ),
 ]
 Ranks = Annotated[int | None, typer.Option(help="Of the pipeline (default: the config's, or 4).")]
@@ -157,11 +171,14 @@ StagesPerRank = Annotated[
 ]
 Times = Annotated[str, typer.Option(metavar="F,I,W,TRANSFER", help="Of a rank and microbatch, in ms; B is I + W.")]
 Memory = Annotated[
-    float | None, typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold; of schedule auto.")
+    float | None,
+    typer.Option(metavar="N", help="The most microbatches whose activations a rank may hold; of schedule auto."),
 ]
 Norm = Annotated[
     str | None,
-    typer.Option(help="barrier or post-validate: when ranks take their optimizer step (default: the config's, or barrier)."),
+    typer.Option(
+        help="barrier or post-validate: when ranks take their optimizer step (default: the config's, or barrier)."
+    ),
 ]
 RecordedStep = Annotated[int | None, typer.Option(help="Of a run: one of train.trace_steps (default: the last).")]
 
@@ -179,7 +196,9 @@ def simulate(
     step: RecordedStep = None,
     json: Json = False,
 ) -> None:
-    """What a pipeline's schedule takes (step time, bubble, activations of each rank), with the times given or those of a run's stages."""
+    """What a pipeline's schedule takes (step time, bubble, activations of each rank), with the times given or those of
+    a run's stages.
+    """
     with reported(json):
         given = arguments or []
         folder = _run_folder(given, step)
@@ -201,13 +220,18 @@ def draw(
     norm: Norm = None,
     memory: Memory = None,
     step: RecordedStep = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Also draw a picture: .svg, .png or .pdf.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE.svg", help="Also draw a picture: .svg, .png or .pdf.")
+    ] = None,
     perfetto: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Also write a trace for ui.perfetto.dev or chrome://tracing.")
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Also write a trace for ui.perfetto.dev or chrome://tracing."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Who computes what when in a step: simulated from a schedule, or as a run has recorded it beside what the simulator predicts."""
+    """Who computes what when in a step: simulated from a schedule, or as a run has recorded it beside what the
+    simulator predicts.
+    """
     with reported(json):
         given = arguments or []
         folder = _run_folder(given, step)
@@ -217,7 +241,9 @@ def draw(
         each = Options.each(schedules, ranks, microbatches, stages_per_rank, times, norm, memory)
         if folder and each != [Options()]:
             raise ConfigError(f"a schedule or times for {given[0]}; legal: none, for it is the folder of a run")
-        run_folder(folder, step, out, perfetto, json) if folder else run_draw(path, overrides, each, out, perfetto, json)
+        run_folder(folder, step, out, perfetto, json) if folder else run_draw(
+            path, overrides, each, out, perfetto, json
+        )
 
 
 @app.command()
@@ -240,7 +266,9 @@ def plot(
 def launch(
     script: Annotated[Path, typer.Argument(help="A Python script; what follows it are its own arguments.")],
     arguments: Annotated[list[str] | None, typer.Argument(show_default=False)] = None,
-    ranks: Annotated[int | None, typer.Option(help="Processes to start.  [default: one for each device]", min=1)] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes to start.  [default: one for each device]", min=1)
+    ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of each.  [default: cores / ranks]", min=1)] = None,
     run_dir: Annotated[Path, typer.Option(help="The folder of logs.")] = Path("runs/launch"),
     hang_timeout: Annotated[
@@ -258,7 +286,8 @@ def launch(
 def main() -> None:
     """The entry point.
 
-    After a failure the process ends at once: threads of torchelastic have been seen to keep one whose ranks had been ended.
+    After a failure the process ends at once: threads of torchelastic have been seen to keep one whose ranks had been
+    ended.
     """
     try:
         app()

@@ -1,4 +1,6 @@
-"""``shardwise memory``: the bytes of a plan on a device, before anything runs; or those of a run, predicted and measured."""
+"""``shardwise memory``: the bytes of a plan on a device, before anything runs; or those of a run, predicted and
+measured.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
         draw(worst, picture, headline(found), found.budget)
     if json:
         values: dict[str, Any] = {
-            "device": found.device.to_dict(), "budget_bytes": found.budget, "beside_bytes": dict(found.beside), "plan": found.plan.to_toml(),
+            "device": found.device.to_dict(), "budget_bytes": found.budget, "beside_bytes": dict(found.beside),
+            "plan": found.plan.to_toml(),
             "ranks": [one.to_dict() for one in (worst, *others)], "fits": found.fits, "notes": notes,
         }  # fmt: skip
         if fit is not None:
@@ -70,7 +73,13 @@ def run_folder(folder: Path, json: bool, picture: Path | None) -> None:
     else:
         head = comparison(title, predicted, measured)
     _print(
-        console, head, predicted, Device.from_dict(values["device"]), values["budget_bytes"], values.get("beside_bytes", {}), []
+        console,
+        head,
+        predicted,
+        Device.from_dict(values["device"]),
+        values["budget_bytes"],
+        values.get("beside_bytes", {}),
+        [],
     )
     if measured is not None and measured.where != predicted.where:
         console.print(Text(f"measured peak: {measured.where}"))
@@ -79,12 +88,14 @@ def run_folder(folder: Path, json: bool, picture: Path | None) -> None:
 
 
 def _print(
-    console: Console, head: Any, worst: Account, device: Device, budget: int, beside: Mapping[str, int], others: Sequence[Account]
+    console: Console, head: Any, worst: Account, device: Device, budget: int, beside: Mapping[str, int],
+    others: Sequence[Account]
 ) -> None:  # fmt: skip
     left = budget - worst.peak_bytes
     lines = {
         "peak": worst.where,
-        "device": f"{device.name}: {size(device.memory)}, of which a rank may take {size(budget)}{' for tensors' if beside else ''}",
+        "device": f"{device.name}: {size(device.memory)}, of which a rank may take "
+        f"{size(budget)}{' for tensors' if beside else ''}",
         "taken": f"{size(device.taken)} by other processes" if device.taken else None,
         "beside tensors": "\n".join(f"{what} {size(n)}" for what, n in beside.items() if n) or None,
         "left": size(left) if left >= 0 else f"none: {size(-left)} too much",

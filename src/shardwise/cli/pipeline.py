@@ -30,7 +30,8 @@ from shardwise.report.timetable_picture import picture
 
 WIDEST = 160  # columns of a chart
 TIMES = (
-    "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's parts for inputs "
+    "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's "
+    "parts for inputs "
     "and for weights, and the transfer between two ranks"
 )
 
@@ -39,8 +40,8 @@ TIMES = (
 class Options:
     """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks.
 
-    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank; ``timetable`` its
-    order, where the config has one.
+    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank;
+    ``timetable`` its order, where the config has one.
     """
 
     schedule: str | None = None
@@ -54,7 +55,9 @@ class Options:
 
     @staticmethod
     def each(schedules: Sequence[str] | None, *others: Any) -> list[Options]:
-        """Those of several schedules, or of the one that is not said; ``others`` are the fields after it, which they share."""
+        """Those of several schedules, or of the one that is not said; ``others`` are the fields after it, which they
+        share.
+        """
         return [Options(schedule, *others) for schedule in schedules or (None,)]
 
 
@@ -76,17 +79,19 @@ def _tell(found: Sequence[tuple[Options, str, Simulation]], json: bool) -> None:
         }
         columns = zip(simulation.work, simulation.rank_bubbles_of_total, simulation.peak_bytes, strict=True)
         rows = [
-            (rank, milliseconds(float(work)), f"{bubble:.2%}", f"{peak:.4g}") for rank, (work, bubble, peak) in enumerate(columns)
+            (rank, milliseconds(float(work)), f"{bubble:.2%}", f"{peak:.4g}")
+            for rank, (work, bubble, peak) in enumerate(columns)
         ]
         table = grid("", ("rank", ">computes", ">bubble of total", ">peak activations"), rows)
         show(make_console(), pairs(title, values), table)
 
 
 def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], json: bool) -> None:
-    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages; of batches that each
-    stage updates by its own norm one.
+    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages; of
+    batches that each stage updates by its own norm one.
 
-    Of a run whose order was found first what that takes by the times that were measured before it, which serve other schedules too.
+    Of a run whose order was found first what that takes by the times that were measured before it, which serve other
+    schedules too.
     """
     plan = plan_of(folder)
     batch, usual = (plan.microbatches, plan.norm) if plan is not None and plan.post_validates else (None, "barrier")
@@ -99,7 +104,9 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
     for one in pipelines:
         norm = one.norm or usual
         if (one.ranks, one.microbatches, one.stages_per_rank, one.memory) != (None,) * 4 or one.times != Options.times:
-            raise ConfigError(f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's")
+            raise ConfigError(
+                f"ranks, microbatches, stages or times for {folder}; legal: a schedule, for the rest is the run's"
+            )
         options = replace(one, ranks=ranks, microbatches=microbatches, norm=norm)
         if before is not None and one.schedule in (None, AUTO):
             title = f"{before[0]}, {numbers}, by the times before the run"
@@ -110,10 +117,14 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
             if before is None:
                 _check_recorded(folder, one.schedule, ranks, microbatches, costs)
             order = timetable(one.schedule, ranks, microbatches, stages // ranks)
-            times, words = (costs, "without communication") if before is None else (before[2], "by the times before the run")
+            times, words = (
+                (costs, "without communication") if before is None else (before[2], "by the times before the run")
+            )
             found.append((options, f"{one.schedule}, {numbers}, {words}", simulate(order, times, norm)))
         elif before is None:
-            raise ConfigError(f'--schedule {AUTO}: no order was found for {folder}; legal: a run of parallel.schedule = "{AUTO}"')
+            raise ConfigError(
+                f'--schedule {AUTO}: no order was found for {folder}; legal: a run of parallel.schedule = "{AUTO}"'
+            )
     _tell(found, json)
 
 
@@ -128,10 +139,17 @@ def _check_recorded(folder: Path, schedule: str, ranks: int, microbatches: int, 
 
 
 def run_draw(
-    path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], out: Path | None, trace: Path | None, json: bool
+    path: Path | None,
+    overrides: Sequence[str],
+    pipelines: Sequence[Options],
+    out: Path | None,
+    trace: Path | None,
+    json: bool,
 ) -> None:
     """Draw the simulations of the pipelines, one above the other."""
-    drawings = [drawing(*simulated(options), options.norm or "barrier") for options in resolved(path, overrides, pipelines)]
+    drawings = [
+        drawing(*simulated(options), options.norm or "barrier") for options in resolved(path, overrides, pipelines)
+    ]
     _deliver(drawings, None, out, trace, json)
 
 
@@ -163,9 +181,19 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
         each = least if own is None else own
         for field, value in (("ranks", p), ("microbatches", m), ("stages_per_rank", each)):
             check_count(field, value)
-        own_order = texts if name == AUTO and one.memory is None and (p, m, each) == (ranks, microbatches, stages) else None
+        own_order = (
+            texts if name == AUTO and one.memory is None and (p, m, each) == (ranks, microbatches, stages) else None
+        )
         found.append(
-            replace(one, schedule=name, ranks=p, microbatches=m, stages_per_rank=each, timetable=own_order, norm=one.norm or norm)
+            replace(
+                one,
+                schedule=name,
+                ranks=p,
+                microbatches=m,
+                stages_per_rank=each,
+                timetable=own_order,
+                norm=one.norm or norm,
+            )
         )
     return found
 
@@ -174,11 +202,18 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
     """A pipeline, whose options are :func:`resolved`, in words, its simulation, and the costs of its stages."""
     schedule, ranks, microbatches, each = options.schedule, options.ranks, options.microbatches, options.stages_per_rank
     norm = options.norm
-    assert schedule is not None and ranks is not None and microbatches is not None and each is not None and norm is not None
+    assert (
+        schedule is not None
+        and ranks is not None
+        and microbatches is not None
+        and each is not None
+        and norm is not None
+    )
     stages = ranks * each
     forward, inputs, weights, transfer = _times(options.times)
     costs = Costs(
-        [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages, transfer=[transfer] * (stages - 1),
+        [forward / each] * stages, [inputs / each] * stages, [weights / each] * stages,
+        transfer=[transfer] * (stages - 1),
         activations=[1 / each] * stages,
     )  # fmt: skip
     if options.timetable is not None:
@@ -214,10 +249,12 @@ def _plain(simulation: Simulation) -> dict[str, Any]:
         "bubble_of_total": simulation.bubble_of_total,
         "bubble_of_ideal": simulation.bubble_of_ideal,
         "by_rank": [
-            {"rank": rank, "work_seconds": float(work), "bubble_of_total": float(total), "bubble_of_ideal": float(ideal),
+            {"rank": rank, "work_seconds": float(work), "bubble_of_total": float(total),
+            "bubble_of_ideal": float(ideal),
              "peak_activations": peak}
             for rank, (work, total, ideal, peak) in enumerate(zip(
-                simulation.work, simulation.rank_bubbles_of_total, simulation.rank_bubbles_of_ideal, simulation.peak_bytes,
+                simulation.work, simulation.rank_bubbles_of_total, simulation.rank_bubbles_of_ideal,
+                simulation.peak_bytes,
                 strict=True,
             ))
         ],
@@ -225,7 +262,9 @@ def _plain(simulation: Simulation) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deliver(drawings: list[Drawing], traced: list[Drawing] | None, out: Path | None, trace: Path | None, json: bool) -> None:
+def _deliver(
+    drawings: list[Drawing], traced: list[Drawing] | None, out: Path | None, trace: Path | None, json: bool
+) -> None:
     """Into files, and to the terminal."""
     if out is not None:
         picture(drawings).write(out, "--out")

@@ -22,6 +22,8 @@ def run(run_dirs: Sequence[Path], out: Path | None, json: bool, over: str = "ste
     out = out or (folders[0] / "plot.png" if len(folders) == 1 else Path("plot.png"))
     draw(runs, out, over)
     if json:
-        print_json({"plot": str(out), "runs": [{"run": n, **summary(r)} for n, r in zip(names(folders), runs, strict=True)]})
+        print_json(
+            {"plot": str(out), "runs": [{"run": n, **summary(r)} for n, r in zip(names(folders), runs, strict=True)]}
+        )
     else:
         print(out)

@@ -81,7 +81,8 @@ def _of_step(config: Config, plan: Plan, trace: Trace, programs: Sequence[Progra
 
 
 def _plain(
-    plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], units: Sequence[Caused],
+    plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program],
+    units: Sequence[Caused],
     step: Sequence[Sum],
 ) -> dict[str, Any]:  # fmt: skip
     return {
@@ -112,7 +113,8 @@ def _plain(
 
 
 def _show(
-    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program], cut: StageSplit,
+    config: Config, plan: Plan, trace: Trace, rows: int, costs: Sequence[UnitCost], programs: Sequence[Program],
+    cut: StageSplit,
     per_host: int, units: Sequence[Caused], step: Sequence[Sum],
 ) -> None:  # fmt: skip
     console = make_console()
@@ -120,8 +122,10 @@ def _show(
     each = config.data.batch_size // plan.microbatches
     most = -(-each // (plan.mesh.axis_size(batch_axes(plan)) * row_parts(plan)))  # of uneven shares
     values = {
-        "mesh": mesh, "links": _links(plan, per_host), "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
-        "tensor": _tensor(config, plan), "microbatches": plan.microbatches, "recompute": plan.recompute, "precision": plan.precision, "schedule": plan.schedule,
+        "mesh": mesh, "links": _links(plan, per_host),
+        "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
+        "tensor": _tensor(config, plan), "microbatches": plan.microbatches, "recompute": plan.recompute,
+        "precision": plan.precision, "schedule": plan.schedule,
         "dropout": plan.dropout, **_predicted(plan, trace),
     }  # fmt: skip
     show(
@@ -149,7 +153,10 @@ def _links(plan: Plan, per_host: int) -> str | None:
     if plan.mesh.size <= per_host:
         return None
     words = {"device": "within", "host": "across"}
-    return f"{', '.join(f'{axis} {words[link]}' for axis, link in plan.mesh.links(per_host).items())} hosts of {per_host} ranks"
+    return (
+        f"{', '.join(f'{axis} {words[link]}' for axis, link in plan.mesh.links(per_host).items())} hosts of "
+        f"{per_host} ranks"
+    )
 
 
 def _rule(plan: Plan, name: str) -> dict[str, str]:
@@ -201,7 +208,9 @@ def _predicted(plan: Plan, trace: Trace) -> dict[str, str]:
         return {}
     found = trace.predicted()
     total, computing, communicating = (f"{1e3 * x:.3g} ms" for x in (found.total, found.computing, found.communicating))
-    return {"predicted": f"{total} a microbatch: computing {computing}, over {', '.join(tensor_axes(plan))} {communicating}"}
+    return {
+        "predicted": f"{total} a microbatch: computing {computing}, over {', '.join(tensor_axes(plan))} {communicating}"
+    }
 
 
 def _decided_table(trace: Trace) -> list[Any]:
@@ -224,16 +233,28 @@ def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: StageS
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1
     name = max(8, width - 72 - 8 * pipe)  # beside the other columns
-    columns = (*(("stage",) if pipe else ()), "unit", "name", ">parameters", ">forward FLOPs", ">backward", ">saved", ">outputs")
+    columns = (
+        *(("stage",) if pipe else ()),
+        "unit",
+        "name",
+        ">parameters",
+        ">forward FLOPs",
+        ">backward",
+        ">saved",
+        ">outputs",
+    )
     rows = [
         (
-            *((stage[one.index],) if pipe else ()), f"u{one.index}", folded(one.name, OF_NAME, name), count(one.parameters), count(one.forward_flops), count(one.backward_flops),
+            *((stage[one.index],) if pipe else ()), f"u{one.index}", folded(one.name, OF_NAME, name),
+            count(one.parameters), count(one.forward_flops), count(one.backward_flops),
             size(one.saved_bytes), size(one.output_bytes),
         )
         for one in costs
     ]  # fmt: skip
     totals = (
-        *(("",) if pipe else ()), "", "total", count(sum(math.prod(p.local_shape(plan.mesh, plan.mesh.size - 1)) for p in trace.parameters)), count(sum(one.forward_flops for one in costs)),
+        *(("",) if pipe else ()), "", "total",
+        count(sum(math.prod(p.local_shape(plan.mesh, plan.mesh.size - 1)) for p in trace.parameters)),
+        count(sum(one.forward_flops for one in costs)),
         count(sum(one.backward_flops for one in costs)), size(sum(one.saved_bytes for one in costs)), "",
     )  # fmt: skip
     return grid("units (of one microbatch on one rank)", columns, rows, totals=totals)

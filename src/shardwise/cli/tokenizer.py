@@ -28,7 +28,9 @@ def train(
         ),
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The tokenizer.json to write.")] = Path("tokenizer.json"),
-    vocabulary: Annotated[int, typer.Option(metavar="N", help="Tokens, the 256 bytes and <|endoftext|> included.")] = 8192,
+    vocabulary: Annotated[
+        int, typer.Option(metavar="N", help="Tokens, the 256 bytes and <|endoftext|> included.")
+    ] = 8192,
     text_field: Annotated[
         str, typer.Option(metavar="NAME", help="The column of text in .jsonl, .parquet and datasets.")
     ] = "text",

@@ -50,7 +50,9 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     if config.train.deterministic:
         backend.prepare_repeatable(os.environ)
     build_plan(config).check_device(backend.kind)
-    check_ranks(config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices)
+    check_ranks(
+        config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices
+    )
     first = not under_torchrun() or os.environ["RANK"] == "0"
     folder = Path(config.train.run_dir)
     console = make_console(stderr=json)
@@ -66,7 +68,9 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
             for notice in notices:
                 console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)  # with a command to copy
         ranks = config.train.devices
-        display = Display(console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step)
+        display = Display(
+            console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step
+        )
         with nullcontext() if json or not first else display:
             if under_torchrun():
                 stopped = _train_here(config, display if first and not json else None)
@@ -90,13 +94,21 @@ def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) 
     lines = read_lines(folder / "metrics.jsonl")
     done = max(saved or 0, lines[-1]["step"] + 1 if lines else 0)
     if console is None:
-        values = {"error": "interrupted", "cause": "interrupted", "rank": None, "steps": done, "checkpoint": path and str(path)}
+        values = {
+            "error": "interrupted",
+            "cause": "interrupted",
+            "rank": None,
+            "steps": done,
+            "checkpoint": path and str(path),
+        }
         print_json({**values, **extra})
         return
     if saved == done:
         words = "with a checkpoint; the same command goes on from there"
     else:
-        words = f"whose checkpoint could not be saved; the last good one is {'of step ' + str(saved) if saved else 'none'}"
+        words = (
+            f"whose checkpoint could not be saved; the last good one is {'of step ' + str(saved) if saved else 'none'}"
+        )
     console.print(f"stopped after {done} step{'s' if done != 1 else ''}, {words}", markup=False)
 
 
@@ -129,7 +141,8 @@ def _train_local(config: Config, display: Display, quiet: bool) -> None:
     def start() -> bool:
         return launch_local(
             ["-m", "shardwise.launch.worker", str(folder)], config.train.devices, folder, threads=config.train.threads,
-            hang_timeout=config.train.hang_timeout, tick=None if quiet else display.update, on_notice=display.say, on_stop=stop,
+            hang_timeout=config.train.hang_timeout, tick=None if quiet else display.update, on_notice=display.say,
+            on_stop=stop,
         )  # fmt: skip
 
     def stop() -> None:
@@ -147,7 +160,9 @@ def _train_here(config: Config, display: Display | None) -> bool:
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))
-    os.environ.update(Backend.built().flight_recorder(str(progress.path.with_name(STEM))))  # read as process groups are made
+    os.environ.update(
+        Backend.built().flight_recorder(str(progress.path.with_name(STEM)))
+    )  # read as process groups are made
     asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say

@@ -47,8 +47,8 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, 
 
 
 def _device(name: str, ranks_as: str) -> tuple[torch.device, list[str]]:
-    """The one device that ``--device`` says, which ranks as threads share, and what to warn of; :class:`ConfigError` where this machine
-    lacks it."""
+    """The one device that ``--device`` says, which ranks as threads share, and what to warn of; :class:`ConfigError`
+    where this machine lacks it."""
     here = Backend.here()
     try:
         warnings = check_torch()
@@ -102,7 +102,8 @@ def _show(console: Console, report: Mapping[str, Any]) -> None:
     low = report["low_precision"]
     if low is not None:
         console.print(Text(
-            f"in the plan's own precision: gradients {low['plan']:.2e} from fp64 truth, one device's {low['one_device']:.2e}: "
+            f"in the plan's own precision: gradients {low['plan']:.2e} from fp64 truth, "
+            f"one device's {low['one_device']:.2e}: "
             f"ratio {low['ratio']:.3f} (at most 1.25)"
         ))  # fmt: skip
     relation = "<=" if largest <= tolerance else ">"

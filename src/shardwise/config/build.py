@@ -57,9 +57,9 @@ def build_model(config: Config) -> tuple[Constructor, LossFunction | None]:
 class Data:
     """The data of a run.
 
-    ``train`` and ``validation`` (None where there is none) are map-style datasets of dicts of tensors; ``decode`` turns tokens into
-    text and ``encode`` text into tokens, both None for what is not text. ``digest`` tells the training data from others, ``notices``
-    are remarks for the user.
+    ``train`` and ``validation`` (None where there is none) are map-style datasets of dicts of tensors; ``decode`` turns
+    tokens into text and ``encode`` text into tokens, both None for what is not text. ``digest`` tells the training data
+    from others, ``notices`` are remarks for the user.
     """
 
     train: Any
@@ -71,7 +71,8 @@ class Data:
 
 
 def build_data(config: Config, progress: OnProgress | None = None) -> Data:
-    """The data of ``config``; text is tokenised if that has not been done before, and ``progress(done, total)`` hears of it.
+    """The data of ``config``; text is tokenised if that has not been done before, and ``progress(done, total)`` hears
+    of it.
 
     Labels of text are the next tokens; for ``model.transformers`` the tokens themselves, for those models
     shift them. ConfigError for data that cannot be read, is empty, or is no dataset of dicts of tensors
@@ -113,7 +114,8 @@ def build_dataset(config: Config) -> tuple[Any, Decode | None]:
 def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress | None) -> Corpus:
     data = config.data
     return open_corpus(
-        source, tokenizer=str(data.tokenizer), end_token=data.end_token, field=str(data.text_field), validation=data.validation,
+        source, tokenizer=str(data.tokenizer), end_token=data.end_token, field=str(data.text_field),
+        validation=data.validation,
         cache_dir=data.cache_dir, progress=progress, alone=data.mix is None or len(data.mix) == 1,
     )  # fmt: skip
 
@@ -121,10 +123,16 @@ def _corpus(config: Config, source: str | tuple[str, ...], progress: OnProgress 
 def _too_little(corpora: Sequence[Corpus]) -> str:
     """One line for all sources whose documents set apart do not fill a sample."""
     first, more = corpora[0].name.split(", ")[0], len(corpora) - 1
-    apart, documents = sum(one.cache.validation.documents for one in corpora), sum(one.cache.documents for one in corpora)
+    apart, documents = (
+        sum(one.cache.validation.documents for one in corpora),
+        sum(one.cache.documents for one in corpora),
+    )
     where = f"{first} and {more} more" if more else first
     short = ", less than one sample" if apart else ""
-    return f"no validation on {where}: {apart} of {documents} documents apart{short} (data.validation = {corpora[0].fraction:g})"
+    return (
+        f"no validation on {where}: {apart} of {documents} documents apart{short} (data.validation = "
+        f"{corpora[0].fraction:g})"
+    )
 
 
 def _text_shape(config: Config) -> TextShape | None:
@@ -144,9 +152,11 @@ def _factory_dataset(reference: str, arguments: Mapping[str, Any]) -> Any:
 
 
 def build_plan(config: Config) -> Plan:
-    """How the work of a step is divided; where the config leaves ``gathered``, ``reduced`` or ``prefetch`` open, with the least memory.
+    """How the work of a step is divided; where the config leaves ``gathered``, ``reduced`` or ``prefetch`` open, with
+    the least memory.
 
-    Where it leaves the timetable of schedule "auto" open, it is a schedule that needs little memory: one to measure with.
+    Where it leaves the timetable of schedule "auto" open, it is a schedule that needs little memory: one to measure
+    with.
     """
     parallel = config.parallel
     plan = Plan(
@@ -167,7 +177,9 @@ def build_plan(config: Config) -> Plan:
     schedule = parallel.schedule
     if schedule == AUTO and parallel.timetable is None:
         schedule = "1f1b" if parallel.stages_per_rank in (None, 1) else "interleaved"
-    plan = pipeline(plan, parallel.pp, schedule, parallel.stages_per_rank, parallel.stages or (), parallel.timetable or ())
+    plan = pipeline(
+        plan, parallel.pp, schedule, parallel.stages_per_rank, parallel.stages or (), parallel.timetable or ()
+    )
     return plan.replace(vertical_sync=parallel.vertical_sync)
 
 
@@ -208,8 +220,10 @@ def _factory_constructor(model: ModelConfig, aligned: bool, documents: bool) -> 
             raise ConfigError.on(f"model.factory = {shown(reference)}", wrong, legal)
         if documents and "documents" not in inspect.signature(made.forward).parameters:
             raise ConfigError(
-                f'data.attention = "document": the forward of {type(made).__name__}, from model.factory = {shown(reference)}, has no '
-                'parameter documents; legal: data.attention = "full", or a forward that takes documents (B, S), which says which '
+                f'data.attention = "document": the forward of {type(made).__name__}, from model.factory = '
+                f"{shown(reference)}, has no "
+                'parameter documents; legal: data.attention = "full", or a forward that takes documents (B, S), which '
+                "says which "
                 "document each token is of"
             )
         return made

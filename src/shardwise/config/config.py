@@ -22,8 +22,8 @@ from .toml import dumps
 class Config:
     """A valid configuration with every default filled in; :func:`load_config` makes one.
 
-    ``notices`` are remarks for the user, and ``origins`` say where the keys that are not defaults come from: both are no part of what the
-    configuration is.
+    ``notices`` are remarks for the user, and ``origins`` say where the keys that are not defaults come from: both are
+    no part of what the configuration is.
     """
 
     model: ModelConfig
@@ -38,12 +38,14 @@ class Config:
     def resolved(self) -> str:
         """The whole configuration as TOML, paths absolute; loading it gives this configuration again."""
         sections = {name: getattr(self, name) for name in SECTIONS}
-        return dumps({name: {f.name: getattr(section, f.name) for f in fields(section)} for name, section in sections.items()})
+        return dumps(
+            {name: {f.name: getattr(section, f.name) for f in fields(section)} for name, section in sections.items()}
+        )
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """A :class:`ConfigError` on a field of the plan that is made of this configuration names the key, its value and where it comes from,
-        as those of :func:`load_config` do."""
+        """A :class:`ConfigError` on a field of the plan that is made of this configuration names the key, its value and
+        where it comes from, as those of :func:`load_config` do."""
         try:
             yield
         except ConfigError as error:
@@ -53,7 +55,9 @@ class Config:
             raise ConfigError(problem(key, value, self.origins.get(key), *reworded(error))) from error
 
 
-def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None) -> Config:
+def load_config(
+    path: str | Path | None = None, overrides: Iterable[str] = (), *, hardware: Hardware | None = None
+) -> Config:
     """The configuration in the TOML file ``path`` (none: all defaults) with ``section.key=value`` overrides.
 
     Relative paths of files in the configuration are relative to its folder, in overrides to the current one.
@@ -68,7 +72,9 @@ def load_config(path: str | Path | None = None, overrides: Iterable[str] = (), *
     complete(draft, hardware or Hardware.here())
     if draft.problems:
         raise ConfigError("\n".join(line for _, line in draft.problems))
-    return Config(**{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins)
+    return Config(
+        **{name: draft.section(name) for name in SECTIONS}, notices=tuple(draft.notices), origins=draft.origins
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

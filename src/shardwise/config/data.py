@@ -19,7 +19,7 @@ VALIDATION = 0.01  # of the documents
 
 
 def complete_data(draft: ConfigDraft) -> int | None:
-    """Fill in the defaults of ``[data]``; the tokens that its tokenizer has, or None for no text or no such tokenizer."""
+    """Fill in the defaults of ``[data]``; the tokens of its tokenizer, or None without text or such a tokenizer."""
     kinds = [key for key in KINDS if draft.given(key)]
     for key in kinds[1:]:
         draft.refuse(key, f"{' or '.join(KINDS)}, not both" if len(kinds) == 2 else f"one of {', '.join(KINDS)}")
@@ -32,7 +32,13 @@ def complete_data(draft: ConfigDraft) -> int | None:
     if not kinds:
         draft.default("data.source", "stdlib")
     _sources_exist(draft)
-    defaults = {"text_field": "text", "tokenizer": BYTES, "validation": VALIDATION, "attention": "full", "cache_dir": None}
+    defaults = {
+        "text_field": "text",
+        "tokenizer": BYTES,
+        "validation": VALIDATION,
+        "attention": "full",
+        "cache_dir": None,
+    }
     for name, value in defaults.items():
         draft.default(f"data.{name}", default_cache_dir() if name == "cache_dir" else value)
     return _tokenizer(draft)

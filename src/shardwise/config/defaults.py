@@ -206,7 +206,9 @@ def _devices(draft: ConfigDraft, hardware: Hardware) -> None:
     draft.default("train.threads", max(1, hardware.cores // (hardware.local or devices)))
     if draft["parallel.dp"] * each != devices:
         whole = f"train.devices = {devices}"
-        legal = f"{devices // each}, {whole}{_over(draft)}" if each > 1 else f"{whole}, for all devices are data parallel"
+        legal = (
+            f"{devices // each}, {whole}{_over(draft)}" if each > 1 else f"{whole}, for all devices are data parallel"
+        )
         draft.refuse("parallel.dp", legal)
         return
     _shards(draft, devices // each)
@@ -214,7 +216,9 @@ def _devices(draft: ConfigDraft, hardware: Hardware) -> None:
 
 
 def _there(draft: ConfigDraft, hardware: Hardware, devices: int, key: str | None) -> bool:
-    """Whether there are so many devices; else ``key``, which says so, is refused, or what makes any number of them too large."""
+    """Whether there are so many devices; else ``key``, which says so, is refused, or what makes any number of them too
+    large.
+    """
     each, over = (1, "") if key == "train.devices" else (math.prod(draft[key] for key in SAME_ROWS), _over(draft))
     if hardware.world and devices != hardware.world:
         what = "the number of ranks already started"
@@ -231,7 +235,9 @@ def _there(draft: ConfigDraft, hardware: Hardware, devices: int, key: str | None
 
 
 def _shared(draft: ConfigDraft, devices: int, what: str, most: bool = False) -> bool:
-    """Whether ``devices`` can be shared out to those that have the same rows, evenly or, with ``most``, at all; else a key is refused."""
+    """Whether ``devices`` can be shared out to those that have the same rows, evenly or, with ``most``, at all; else a
+    key is refused.
+    """
     left, over = devices, ""
     for key in SAME_ROWS:
         size = draft[key]
@@ -264,9 +270,12 @@ def _pipeline(draft: ConfigDraft) -> None:
     draft.default("parallel.stages_per_rank", SCHEDULES[name].stages_per_rank)
     try:
         check_schedule(name, pp, microbatches, draft["parallel.stages_per_rank"])
-        if draft.sound("parallel.zero", "parallel.precision", "parallel.reduce", "parallel.vertical_sync", "parallel.norm"):
+        if draft.sound(
+            "parallel.zero", "parallel.precision", "parallel.reduce", "parallel.vertical_sync", "parallel.norm"
+        ):
             check_asynchronous(
-                name, pp, microbatches, draft["parallel.precision"], draft["parallel.reduce"], draft["parallel.vertical_sync"],
+                name, pp, microbatches, draft["parallel.precision"], draft["parallel.reduce"],
+                draft["parallel.vertical_sync"],
                 draft["parallel.norm"],
                 sharded=draft["parallel.zero"] > 0 and draft["parallel.dp"] > 1,
             )  # fmt: skip
@@ -296,11 +305,15 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
         draft.refuse("parallel.schedule", "another, or parallel.pp of at least 2", "A rank by itself waits for nobody")
     elif microbatches == 1:
         draft.refuse(
-            "parallel.microbatches", "at least 2", f'With schedule "{AUTO}", which measures backward whole and in two parts'
+            "parallel.microbatches",
+            "at least 2",
+            f'With schedule "{AUTO}", which measures backward whole and in two parts',
         )
     if stages is not None:
         if len(stages) % pp or (each is not None and len(stages) != each * pp):
-            draft.refuse("parallel.stages", f"{pp * each if each else f'a multiple of {pp}'} numbers, one for each stage")
+            draft.refuse(
+                "parallel.stages", f"{pp * each if each else f'a multiple of {pp}'} numbers, one for each stage"
+            )
         each = len(stages) // pp
     draft.default("parallel.stages_per_rank", each)
 

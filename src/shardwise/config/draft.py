@@ -54,7 +54,9 @@ class ConfigDraft:
         dotted, equals, value = override.partition("=")
         section, *path = (part.strip() for part in dotted.split("."))
         if not equals or not path or not all(path):
-            self.problems.append(("", f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100"))
+            self.problems.append(
+                ("", f"{shown(override)} ({origin}): legal: section.key=value, such as train.steps=100")
+            )
         elif section not in SECTIONS:
             self._unknown(section, origin, "section", SECTIONS)
         else:
@@ -134,7 +136,9 @@ class ConfigDraft:
         self.problems.append((key, problem(key, value, self._origins.get(key), legal, hint)))
 
     def refuse_field(self, error: ConfigError, hint: str = "") -> None:
-        """Note an error of a plan's field, as one of the key that it comes from; ``hint`` instead of what the error says is wrong."""
+        """Note an error of a plan's field, as one of the key that it comes from; ``hint`` instead of what the error
+        says is wrong.
+        """
         legal, wrong = reworded(error)
         self.refuse(f"parallel.{error.field}", legal, hint or wrong)
 

@@ -6,7 +6,8 @@ import os
 from dataclasses import dataclass
 
 MORE_RANKS = (
-    'More ranks take more hosts (torchrun or srun), or a script whose ranks share a GPU (torchrun and connect(backend="gloo"))'
+    "More ranks take more hosts (torchrun or srun), or a script whose ranks share a GPU (torchrun and "
+    'connect(backend="gloo"))'
 )
 """What somebody who wants more ranks than this machine has GPUs can do."""
 
@@ -15,8 +16,8 @@ MORE_RANKS = (
 class Hardware:
     """``gpus`` is a hard limit of ranks where there are any; otherwise ``cores`` of the CPU, a soft one.
 
-    ``world`` is the number of ranks that somebody else has already started (torchrun), ``local`` that of those on this host, or
-    None.
+    ``world`` is the number of ranks that somebody else has already started (torchrun), ``local`` that of those on this
+    host, or None.
     """
 
     cores: int
@@ -37,7 +38,9 @@ class Hardware:
         world, local = (started.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         if local.isdigit() and cores * int(local) <= (os.cpu_count() or 1):
             local = "1"  # bound to cores of its own, as by srun
-        return Hardware(cores, gpus, *(int(count) if count.isdigit() and int(count) > 0 else None for count in (world, local)))
+        return Hardware(
+            cores, gpus, *(int(count) if count.isdigit() and int(count) > 0 else None for count in (world, local))
+        )
 
     @property
     def devices(self) -> int:

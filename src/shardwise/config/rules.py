@@ -171,7 +171,9 @@ def tables(legal: str, each: dict[str, Rule]) -> Rule:
             raise Illegal(f"Part {place} is no table")
         for name in value:
             if name not in each:
-                raise Illegal(f"Part {place} has an unknown key {name!r}; its keys: {', '.join(each)}.{did_you_mean(name, each)}")
+                raise Illegal(
+                    f"Part {place} has an unknown key {name!r}; its keys: {', '.join(each)}.{did_you_mean(name, each)}"
+                )
         found = {}
         for name, rule in each.items():
             if name not in value:

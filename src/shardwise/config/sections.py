@@ -13,7 +13,18 @@ from typing import Any, Literal
 
 from shardwise.core import optim, plan
 from shardwise.core.optim import OptimizerName, Schedule
-from shardwise.core.plan import Dropout, Gathered, Norm, Offload, Precision, Recompute, Reduced, ReduceDtype, Tensor, TensorPlan
+from shardwise.core.plan import (
+    Dropout,
+    Gathered,
+    Norm,
+    Offload,
+    Precision,
+    Recompute,
+    Reduced,
+    ReduceDtype,
+    Tensor,
+    TensorPlan,
+)
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
 from .rules import (
@@ -72,14 +83,16 @@ MIX = tables(
 class DataConfig:
     """``[data]``: text (``source``, or several sources by weight, ``mix``) or a dataset (``factory``).
 
-    ``batch_size`` is in rows of a step, ``validation`` the fraction of documents set apart. Text is tokenised once, into
-    ``cache_dir``; ``end_token`` is the token of a tokenizer.json that ends documents.
+    ``batch_size`` is in rows of a step, ``validation`` the fraction of documents set apart. Text is tokenised once,
+    into ``cache_dir``; ``end_token`` is the token of a tokenizer.json that ends documents.
     """
 
     source: str | tuple[str, ...] | None = key(SOURCE)
     mix: tuple[Mapping[str, Any], ...] | None = key(MIX)
     text_field: str | None = key(text("the name of the column of text in .jsonl, .parquet and datasets"))
-    tokenizer: str | None = key(text('"bytes", or the path of a tokenizer.json (`shardwise tokenizer train` makes one)'))
+    tokenizer: str | None = key(
+        text('"bytes", or the path of a tokenizer.json (`shardwise tokenizer train` makes one)')
+    )
     end_token: str | None = key(text("the token of data.tokenizer that ends a document"))
     validation: float = key(number(0, below=1))
     attention: str | None = key(choice("full", "document"))
@@ -111,17 +124,19 @@ class OptimizerConfig:
 class ParallelConfig:
     """``[parallel]``: how the work of a step is divided.
 
-    ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are the numbers of
-    units in each stage, by default so that their costs are balanced.  Stages wait for each other's ``norm`` ("barrier"), or update by their own
-    and go back where that was wrong ("post-validate").  There, and under an asynchronous schedule, the pipeline is empty after every ``window``
-    steps, and before evaluations and checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``, as in :class:`shardwise.Plan`;
-    without one the launcher measures the units before the first step and looks for the best, of as many stages as that takes.
-    ``tp`` ranks share each layer: parameters, and what is computed with them, are sharded over them by the recipe ``tensor``, or on
-    its axes as ``tensor_plan`` says: by a solver ("auto"), or by ``pins``, a table of patterns of names, each with where to cut what it matches.
-    ``dp`` is the number of data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
-    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and
-    ``reduced`` are by default what communicates least of all that fits into the memory, ``prefetch`` is 1, and on GPUs as much as it
-    takes to hide gathers under computing, if that fits.
+    ``pp`` ranks form a pipeline, with ``stages_per_rank`` stages on each, which its ``schedule`` orders; ``stages`` are
+    the numbers of units in each stage, by default so that their costs are balanced.  Stages wait for each other's
+    ``norm`` ("barrier"), or update by their own and go back where that was wrong ("post-validate").  There, and under
+    an asynchronous schedule, the pipeline is empty after every ``window`` steps, and before evaluations and
+    checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``, as in
+    :class:`shardwise.Plan`; without one the launcher measures the units before the first step and looks for the best,
+    of as many stages as that takes. ``tp`` ranks share each layer: parameters, and what is computed with them, are
+    sharded over them by the recipe ``tensor``, or on its axes as ``tensor_plan`` says: by a solver ("auto"), or by
+    ``pins``, a table of patterns of names, each with where to cut what it matches. ``dp`` is the number of
+    data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards. ``gathered``,
+    ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and ``reduced`` are by
+    default what communicates least of all that fits into the memory, ``prefetch`` is 1, and on GPUs as much as it takes
+    to hide gathers under computing, if that fits.
     """
 
     pp: int = key(integer(1), 1)
@@ -151,13 +166,15 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing, by default it is 1, under schedule "pipedream" 0; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16
-    only, is "dynamic" or a number that stays; ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa;
-    with ``deterministic`` a run gives the same bits each time, on as many devices of the same kind, and ops that cannot are errors.
+    """``[train]``: ``threads`` are per rank; ``clip_norm`` 0 clips nothing, by default it is 1, under schedule
+    "pipedream" 0; ``hang_timeout`` is in seconds; ``loss_scale``, of fp16 only, is "dynamic" or a number that stays;
+    ``tf32``, of fp32 only, lets GPUs multiply matrices with 10 bits of mantissa; with ``deterministic`` a run gives the
+    same bits each time, on as many devices of the same kind, and ops that cannot are errors.
 
     ``eval_every`` and ``sample_every`` are in steps, 0 for never; an evaluation takes at most ``eval_batches`` batches.
-    ``memory_gib`` is what tensors of a rank may take on its device, by default what the device has free, of a GPU less what the process takes beside them.  Of the steps ``trace_steps`` it is recorded
-    what each rank did when, for ``shardwise draw``.
+    ``memory_gib`` is what tensors of a rank may take on its device, by default what the device has free, of a GPU less
+    what the process takes beside them.  Of the steps ``trace_steps`` it is recorded what each rank did when, for
+    ``shardwise draw``.
     """
 
     steps: int = key(integer(1), 600)
@@ -167,14 +184,18 @@ class TrainConfig:
     clip_norm: float = key(number(0))
     run_dir: str = key(text("the path of a folder"), "runs/train")
     dropout: Dropout = key(choice(*plan.CHOICES["dropout"]), "exact")
-    loss_scale: float | Literal["dynamic"] | None = key(either(choice("dynamic"), number(0, below=2.0**127, open_=True)))
+    loss_scale: float | Literal["dynamic"] | None = key(
+        either(choice("dynamic"), number(0, below=2.0**127, open_=True))
+    )
     hang_timeout: float = key(number(0, open_=True), 20.0)
     memory_gib: float | None = key(number(0, open_=True))
     eval_every: int = key(integer(0))
     eval_batches: int = key(integer(1), 20)
     sample_every: int = key(integer(0), 0)
     max_restarts: int = key(integer(0), 3)
-    trace_steps: tuple[int, ...] = key(integers("a list of steps, counted from 0, from 1 on, such as [3]; [] for none", 1), (3,))
+    trace_steps: tuple[int, ...] = key(
+        integers("a list of steps, counted from 0, from 1 on, such as [3]; [] for none", 1), (3,)
+    )
     tensorboard: bool = key(switch(), False)
     tf32: bool = key(switch(), False)
     deterministic: bool = key(switch(), False)
@@ -183,8 +204,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``[checkpoint]``: ``every`` so many steps (0: only at the end and when interrupted); the last ``keep_last`` are kept, and
-    those of every ``keep_every``-th step; ``staging_mib`` is the most memory that copies on their way to disk take."""
+    """``[checkpoint]``: ``every`` so many steps (0: only at the end and when interrupted); the last ``keep_last`` are
+    kept, and those of every ``keep_every``-th step; ``staging_mib`` is the most memory that copies on their way to disk
+    take."""
 
     every: int = key(integer(0))
     keep_last: int = key(integer(1), 2)

@@ -21,7 +21,9 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class TextShape:
-    """What a model must fit: samples of ``length`` tokens out of ``vocabulary``; with ``masked``, attention as a mask says."""
+    """What a model must fit: samples of ``length`` tokens out of ``vocabulary``; with ``masked``, attention as a mask
+    says.
+    """
 
     length: int
     vocabulary: int
@@ -31,8 +33,8 @@ class TextShape:
 def transformers_constructor(name: str, values: Mapping[str, Any], text: TextShape | None) -> Callable[[], nn.Module]:
     """A function that makes the model class ``name`` from config ``values``.
 
-    ``text`` sets the vocabulary and the least context; it is None for other data. ConfigError for an unknown class, unknown keys, and values that the config class
-    refuses.
+    ``text`` sets the vocabulary and the least context; it is None for other data. ConfigError for an unknown class,
+    unknown keys, and values that the config class refuses.
     """
     model_class = _model_class(name)
     config_class = model_class.config_class
@@ -99,7 +101,10 @@ def _for_text(
 
 def _check_masked(name: str, model: nn.Module) -> None:
     """ConfigError for a model that does not take the mask of documents as it is meant."""
-    legal = 'legal: data.attention = "full", or a model with attention_mask and position_ids and model.config.attn_implementation = "sdpa"'
+    legal = (
+        'legal: data.attention = "full", or a model with attention_mask and position_ids and '
+        'model.config.attn_implementation = "sdpa"'
+    )
     takes = inspect.signature(model.forward).parameters
     missing = [field for field in ("attention_mask", "position_ids") if field not in takes]
     used = getattr(model.config, "_attn_implementation", None)

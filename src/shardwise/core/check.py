@@ -4,16 +4,16 @@ What is assumed of a backend:
 
 * The interpreter issues the instructions of a rank in order.  It blocks on ``waits`` before it issues, and
   on the compute lane until the instruction is done.
-* It blocks before the first use of a communicator that was not made beforehand, until all members have come to their first use of it.
-  So does the start of NCCL's communicators, those for messages between two ranks included.
+* It blocks before the first use of a communicator that was not made beforehand, until all members have come to their
+  first use of it. So does the start of NCCL's communicators, those for messages between two ranks included.
 * Each other lane runs what was issued to it in order, one at a time; messages only if they are with the same peer
   and both of buckets, or neither.
 * A SEND and its RECEIVE are done only when both have started; a collective, when all members have.
   Nothing is buffered: a program that needs small messages to be buffered is wrong.
 
-What is assumed to be *ordered* is less: on another backend compute is asynchronous too, and communicators have queues of their own.  So
-an access happens before another only if they are on one lane and of one communicator, in that order, or ``waits`` lead from the second
-to the first.
+What is assumed to be *ordered* is less: on another backend compute is asynchronous too, and communicators have queues
+of their own.  So an access happens before another only if they are on one lane and of one communicator, in that order,
+or ``waits`` lead from the second to the first.
 
 All of this is deterministic, whatever the timing: one simulation decides.  Ranks of one class run the same
 program, so one rank for each class is simulated: a deadlock of the classes is one of the ranks.
@@ -51,9 +51,9 @@ def check(programs: Sequence[Program], mesh: Mesh, made: Collection[Members] | N
 
     Raises:
         ProgramError: a rank has no program or several; a wait is not for an earlier instruction; two
-            conflicting accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do not run the same
-            collectives in the same order; a message is not received, or is received as another; what may be run again
-            cannot be; or instructions wait for each other in a circle.
+            conflicting accesses of a buffer are not ordered; a buffer is read after it was freed; members of a group do
+            not run the same collectives in the same order; a message is not received, or is received as another; what
+            may be run again cannot be; or instructions wait for each other in a circle.
     """
     classes = _classes(programs, mesh)
     for program in {id(program): program for program in classes}.values():
@@ -193,8 +193,8 @@ def _collectives(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list
 def _is_made(
     classes: Sequence[Program], ranks: Sequence[int], mesh: Mesh, first: Position, made: frozenset[Members]
 ) -> bool:  # fmt: skip
-    """Whether the communicator of an instruction is there already; ``ranks`` has one of each class.  That of a unit is its own affair: it
-    blocks the compute lane anyway."""
+    """Whether the communicator of an instruction is there already; ``ranks`` has one of each class.  That of a unit is
+    its own affair: it blocks the compute lane anyway."""
     number, position = first
     one, rank = classes[number].instructions[position], ranks[number]
     if one.lane is Lane.COMPUTE:
@@ -229,8 +229,8 @@ def _check_same_order(classes: Sequence[Program], a: int, ours: list[int], b: in
 
 
 def _messages(classes: Sequence[Program], mesh: Mesh) -> Mapping[object, list[Event]]:
-    """The pairs of a SEND and its RECEIVE, by communicator: those from one rank to another match in the order of issue, gradients of
-    buckets apart.
+    """The pairs of a SEND and its RECEIVE, by communicator: those from one rank to another match in the order of issue,
+    gradients of buckets apart.
 
     Offsets wrap around; on an axis that does not tell classes apart, the other side is another rank of the
     same class.

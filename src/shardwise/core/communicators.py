@@ -1,7 +1,9 @@
-"""Which communicators a run needs: from the programs of all classes of ranks, in one order that does not depend on the rank.
+"""Which communicators a run needs: from the programs of all classes of ranks, in one order that does not depend on the
+rank.
 
-Starting a communicator of NCCL, also one for messages between two ranks, blocks the host until all its members have come to it.  So all
-are made before the first step, by all ranks in the order given here: then no rank waits in one for a rank that waits in another.
+Starting a communicator of NCCL, also one for messages between two ranks, blocks the host until all its members have
+come to it.  So all are made before the first step, by all ranks in the order given here: then no rank waits in one for
+a rank that waits in another.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ CONTROL = "control"
 class Members:
     """One communicator: the ranks that share it and what they use it for.
 
-    That of collectives has its ranks in ascending order and a lane.  That of a ``pair`` has the sender and the receiver, and
-    its lane is a channel: messages the other way have one of their own.
+    That of collectives has its ranks in ascending order and a lane.  That of a ``pair`` has the sender and the
+    receiver, and its lane is a channel: messages the other way have one of their own.
     """
 
     ranks: tuple[int, ...]
@@ -38,7 +40,9 @@ class Members:
 
 
 def groups(mesh: Mesh, axes: Axes, lane: str, ranks: Iterable[int] | None = None) -> list[Members]:
-    """The communicators of collectives over ``axes`` that these ranks (by default all) are members of; none for groups of one."""
+    """The communicators of collectives over ``axes`` that these ranks (by default all) are members of; none for groups
+    of one.
+    """
     found: list[Members] = []
     seen: set[int] = set()
     if mesh.axis_size(axes) == 1:
@@ -58,11 +62,13 @@ def pair_of(mesh: Mesh, rank: int, one: Instruction) -> Members:
     return Members((rank, other) if one.op is Op.SEND else (other, rank), one.channel, True)
 
 
-def communicators(programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -> tuple[Members, ...]:
+def communicators(
+    programs: Iterable[Program], mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()
+) -> tuple[Members, ...]:
     """All that the ``programs`` of all classes of ranks use, and those of ``more`` pairs of axes and lane.
 
-    What units communicate inside, on the compute lane, is not in programs: it belongs to ``more``.  The order is the same whoever asks,
-    and neighbours in it have few ranks in common, so that many can be made at the same time.
+    What units communicate inside, on the compute lane, is not in programs: it belongs to ``more``.  The order is the
+    same whoever asks, and neighbours in it have few ranks in common, so that many can be made at the same time.
     """
     found: dict[Members, None] = {}
     for axes, lane in more:
@@ -82,7 +88,11 @@ def sizes(program: Program, mesh: Mesh, more: Iterable[tuple[Axes, str]] = ()) -
     used = [one for one in program.instructions if one.lane is not Lane.COMPUTE]
     axes = dict.fromkeys([*more, *((one.axes, str(one.lane)) for one in used if one.axes)])
     pairs = {(one.op, one.peer, one.channel) for one in used if one.peer is not None}
-    groups = {(mesh.group(mesh.members(program.coordinates)[0], each), lane) for each, lane in axes if mesh.axis_size(each) > 1}
+    groups = {
+        (mesh.group(mesh.members(program.coordinates)[0], each), lane)
+        for each, lane in axes
+        if mesh.axis_size(each) > 1
+    }
     return [len(ranks) for ranks, _ in groups] + [2] * len(pairs)
 
 

@@ -24,7 +24,7 @@ def describe(program: Program, position: int) -> str:
 
 
 def _in_turn(one: Instruction) -> tuple[object, ...]:
-    """What a backend may run one after the other: all collectives of a lane, and messages with one peer in one channel."""
+    """What a backend may run in sequence: all collectives of a lane, and messages with a peer in one channel."""
     return one.lane, one.peer, one.channel
 
 

@@ -1,8 +1,10 @@
-"""Models of devices: their speed, memory and links.  All that is known of one stands here, and everything that predicts asks here.
+"""Models of devices: their speed, memory and links.  All that is known of one stands here, and everything that predicts
+asks here.
 
-Figures of GPUs are those of datasheets and architecture whitepapers of their makers: NVIDIA's of V100, A100, GA102, Ada, H100, H200 NVL,
-RTX Blackwell, HGX B200 and B300; AMD's of CDNA 2 to 4.  Memory is the total that the driver reports, some percent less than the name says,
-and the least that has been reported of a model; None where no report is known.
+Figures of GPUs are those of datasheets and architecture whitepapers of their makers: NVIDIA's of V100, A100, GA102,
+Ada, H100, H200 NVL, RTX Blackwell, HGX B200 and B300; AMD's of CDNA 2 to 4.  Memory is the total that the driver
+reports, some percent less than the name says, and the least that has been reported of a model; None where no report is
+known.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from typing import NamedTuple
 
 
 class Peak(NamedTuple):
-    """Dense peaks in TFLOP/s, without structured sparsity; None where the device has no such units or no figure is published."""
+    """Dense peaks in TFLOP/s, without structured sparsity; None where the device has no such units or no figure is
+    published.
+    """
 
     fp64: float | None  # of the tensor cores where they have it
     fp32: float
@@ -37,11 +41,12 @@ class DeviceModel:
 
     Attributes:
         name: what ``--device`` calls it.
-        driver: a pattern of the whole name that the driver gives, without its maker's.  Slices of a device ("... MIG 1g.10gb"), laptop
-            versions and other sizes, which have fewer or slower units, match nothing.
+        driver: a pattern of the whole name that the driver gives, without its maker's.  Slices of a device ("... MIG
+            1g.10gb"), laptop versions and other sizes, which have fewer or slower units, match nothing.
         memory: GiB in total, as the driver says.
         bandwidth: of its memory, TB/s.
-        link: to the other devices of its host, GB/s one way: NVLink or Infinity Fabric to all of them together, else its PCIe slot.
+        link: to the other devices of its host, GB/s one way: NVLink or Infinity Fabric to all of them together, else
+        its PCIe slot.
         peak: what it can compute.
     """
 

@@ -9,7 +9,10 @@ from collections.abc import Iterable
 from typing import Any
 
 _PACKAGES = f"{os.sep}site-packages{os.sep}"
-_LIBRARIES = (os.path.dirname(os.__file__) + os.sep, os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep)
+_LIBRARIES = (
+    os.path.dirname(os.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
 
 
 class ShardwiseError(Exception):
@@ -29,7 +32,9 @@ class ConfigError(ShardwiseError):
 
     @staticmethod
     def on(field: str, wrong: str, legal: str, hint: str = "", *, part: str = "") -> ConfigError:
-        """The error ``field: wrong; legal: legal``, with ``hint`` at its end; of a ``part`` it reads ``field, part: wrong``."""
+        """The error ``field: wrong; legal: legal``, with ``hint`` at its end; of a ``part`` it reads ``field, part:
+        wrong``.
+        """
         error = ConfigError(f"{field}{part and ', '}{part}: {wrong}; legal: {legal}{hint}")
         vars(error).update(field=field, part=part, wrong=wrong, legal=legal, hint=hint)
         return error
@@ -83,7 +88,9 @@ def describe(error: BaseException) -> str:
     message = " ".join(str(error).split())
     words = f"{type(error).__name__}: {message}" if message else type(error).__name__
     if isinstance(error, SyntaxError) and error.filename:
-        return words if error.lineno is None else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+        return (
+            words if error.lineno is None else f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
+        )
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith("<frozen")]
     theirs = [f for f in frames if not f.filename.startswith(_LIBRARIES) and _PACKAGES not in f.filename] or frames
     return words + (f" ({theirs[-1].filename}:{theirs[-1].lineno}, in {theirs[-1].name})" if theirs else "")

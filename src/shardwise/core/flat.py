@@ -52,7 +52,9 @@ class FlatBuffer:
     align: int = 64
 
     @staticmethod
-    def pack(items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = 64) -> FlatBuffer:
+    def pack(
+        items: Sequence[tuple[str, tuple[int, ...], str]], parts: int, itemsize: int, align: int = 64
+    ) -> FlatBuffer:
         """Lay out ``items``, each (name, shape, optimizer group), so that ``parts`` equal shards are aligned.
 
         Group ``"decay"`` comes first, then the others in order of appearance; within a group the order of
@@ -94,7 +96,9 @@ class FlatBuffer:
         if not 0 <= index < parts:
             raise ShardwiseError(f"shard {index} of {parts} does not exist; legal: 0 to {parts - 1}")
         if self.numel * self.itemsize % (parts * self.align):
-            raise ShardwiseError(f"a buffer of {self.numel} elements has no {parts} aligned shards; pack it for {parts}")
+            raise ShardwiseError(
+                f"a buffer of {self.numel} elements has no {parts} aligned shards; pack it for {parts}"
+            )
         size = self.numel // parts
         return FlatShard(index * size, (index + 1) * size)
 

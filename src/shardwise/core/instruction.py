@@ -30,7 +30,8 @@ class Op(StrEnum):
     STASH = "STASH"  # a copy of parameters in a slot, before they are updated: microbatches under way use them still
     BACKUP = "BACKUP"  # a copy of all that STEP changes of a bucket, in case that VALIDATE finds it wrong
     STEP = "STEP"  # optimizer update of one bucket
-    VALIDATE = "VALIDATE"  # the norm over all stages is here: if the update by this one's alone was wrong, go back to before it
+    # the norm over all stages is here: if the update by this one's alone was wrong, go back to before it
+    VALIDATE = "VALIDATE"
     REPORT = "REPORT"  # the loss and the norm of a batch are known
     SEND = "SEND"  # live tensors, or their gradients, to another stage
     RECEIVE = "RECEIVE"
@@ -41,7 +42,9 @@ class OpInfo:
     """What is true of every instruction of an op."""
 
     does: str  # in words
-    task: str = ""  # the kind of task in a timetable that it is a part of: F, B, I or W (a RECOMPUTE may be a part of I)
+    task: str = (
+        ""  # the kind of task in a timetable that it is a part of: F, B, I or W (a RECOMPUTE may be a part of I)
+    )
     carries: str = ""  # what it communicates: inside of its unit, of a bucket, or of a batch
     runs_unit: bool = False  # it runs the graph of its unit, which reads parameters and may communicate
     repeats: bool = False  # it may be run again where an update turns out to be wrong
@@ -87,7 +90,9 @@ class Category(StrEnum):
     PARAMETERS = "parameters"  # at rest and in slots, and the model's buffers
     GRADIENTS = "gradients"  # and whole ones in slots
     OPTIMIZER = "optimizer"  # its state, and the fp32 masters of parameters in lower precision
-    ACTIVATIONS = "activations"  # the batch, live tensors, saved and kept ones, and the gradients that wait for their unit
+    ACTIVATIONS = (
+        "activations"  # the batch, live tensors, saved and kept ones, and the gradients that wait for their unit
+    )
     TEMPORARY = "temporary"  # what an instruction needs beyond what it leaves, and scalars of the step
     RESERVE = "reserve"  # of the allocator: rounding and fragmentation
 
@@ -110,7 +115,9 @@ class BufferKind(StrEnum):
     KEPT = "kept"  # what selective recomputation keeps
     GRADIENT = "gradient"  # of its outputs
     RECEIVED = "received"  # the same from another rank, whose coordinate on ``pp`` is the ``version``
-    DEFERRED = "deferred"  # what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT: inputs and output gradients of products
+    DEFERRED = (
+        "deferred"  # what a BACKWARD_INPUT leaves for its BACKWARD_WEIGHT: inputs and output gradients of products
+    )
     # Of a batch, whose number is the ``version``.
     BATCH = "batch"  # this rank's rows
     WEIGHT = "weight"  # of the microbatches
@@ -133,8 +140,12 @@ CATEGORY: Mapping[BufferKind, Category] = {
     **dict.fromkeys((BufferKind.BUFFER, BufferKind.UNUSED), Category.PARAMETERS),
     **dict.fromkeys((BufferKind.GRAD, BufferKind.UNREDUCED), Category.GRADIENTS),
     **dict.fromkeys((BufferKind.STATE, BufferKind.BACKUP), Category.OPTIMIZER),
-    **dict.fromkeys((BufferKind.ACTIVATION, BufferKind.SAVED, BufferKind.KEPT, BufferKind.DEFERRED), Category.ACTIVATIONS),
-    **dict.fromkeys((BufferKind.GRADIENT, BufferKind.RECEIVED, BufferKind.UPDATE, BufferKind.BATCH), Category.ACTIVATIONS),
+    **dict.fromkeys(
+        (BufferKind.ACTIVATION, BufferKind.SAVED, BufferKind.KEPT, BufferKind.DEFERRED), Category.ACTIVATIONS
+    ),
+    **dict.fromkeys(
+        (BufferKind.GRADIENT, BufferKind.RECEIVED, BufferKind.UPDATE, BufferKind.BATCH), Category.ACTIVATIONS
+    ),
     **dict.fromkeys((BufferKind.LOSS, BufferKind.NORM, BufferKind.VERDICT), Category.TEMPORARY),
     **dict.fromkeys((BufferKind.WEIGHT, BufferKind.SCALAR), Category.TEMPORARY),
 }
@@ -172,23 +183,29 @@ class Instruction:
     unit: int = -1
     bucket: int = -1  # a flat buffer of parameters
     microbatch: int = -1
-    slot: int = -1  # where a GATHER puts whole parameters, or where the whole gradient is that a ROUND, REDUCE or ADD handles
-    # Of the weights that a unit uses, or that a STASH keeps: the number of updates since the begin of the program.  Of what is
-    # done for a batch (COUNT, NORM, DECIDE, BACKUP, STEP, VALIDATE, REPORT): the number of the batch.
+    slot: int = (
+        -1
+    )  # where a GATHER puts whole parameters, or where the whole gradient is that a ROUND, REDUCE or ADD handles
+    # Of the weights that a unit uses, or that a STASH keeps: the number of updates since the begin of the program.  Of
+    # what is done for a batch (COUNT, NORM, DECIDE, BACKUP, STEP, VALIDATE, REPORT): the number of the batch.
     version: int = 0
     peer: tuple[str, int] | None = None  # (axis, offset) of the other side of a SEND or RECEIVE
     tensors: tuple[str, ...] = ()  # the names of what a SEND or RECEIVE carries
-    axes: tuple[str, ...] = ()  # of the communicator of a collective, also of one inside a unit (a synchronised BatchNorm)
+    axes: tuple[
+        str, ...
+    ] = ()  # of the communicator of a collective, also of one inside a unit (a synchronised BatchNorm)
     lane: Lane = Lane.COMPUTE
     reads: tuple[Buffer, ...] = ()
     writes: tuple[Buffer, ...] = ()
-    # The buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so overwrites; to all others it
-    # adds.  What none has written when the gradient is first read is zero.
+    # The buckets whose gradient this BACKWARD (or part of one), REDUCE or ADD writes first and so overwrites; to all
+    # others it adds.  What none has written when the gradient is first read is zero.
     first: tuple[int, ...] = ()
-    slots: tuple[tuple[int, int], ...] = ()  # (bucket, slot) of the whole gradients that a BACKWARD or its part writes to slots
+    slots: tuple[
+        tuple[int, int], ...
+    ] = ()  # (bucket, slot) of the whole gradients that a BACKWARD or its part writes to slots
     scatters: bool = False  # this REDUCE leaves each rank its shard of the sum
-    # The sender sends before a VALIDATE what this RECEIVE gets after its own: if that finds the update wrong, what has been sent
-    # is dropped, and comes once more.
+    # The sender sends before a VALIDATE what this RECEIVE gets after its own: if that finds the update wrong, what has
+    # been sent is dropped, and comes once more.
     crosses: bool = False
     frees: tuple[Buffer, ...] = ()  # whose content ends with this instruction
     waits: tuple[int, ...] = ()  # the positions of earlier instructions, in other queues, that must be complete
@@ -200,8 +217,8 @@ class Instruction:
 
     @property
     def queue(self) -> Queue:
-        """What it is done in the order of: its lane, and what communicates its communicator.  That of a collective has its
-        axes; that of messages the peer and the channel.  Different ones do not wait for each other."""
+        """What it is done in the order of: its lane, and what communicates its communicator.  That of a collective has
+        its axes; that of messages the peer and the channel.  Different ones do not wait for each other."""
         axes = self.axes if self.lane is not Lane.COMPUTE else ()
         return self.lane, axes, self.peer, self.channel
 

@@ -74,8 +74,8 @@ class Box:
 class Factor:
     """One factor of a dim and the mesh axes that shard it, the major axis first.
 
-    It may be a concatenation of ``parts``, by their sizes, each of which is sharded by itself: a fused projection of 8 heads of queries, 2 of keys
-    and 2 of values.
+    It may be a concatenation of ``parts``, by their sizes, each of which is sharded by itself: a fused projection of 8
+    heads of queries, 2 of keys and 2 of values.
     """
 
     size: int
@@ -89,7 +89,8 @@ class Factor:
             raise ShardwiseError(f"a factor of size {self.size} is not legal; legal: 0 or more")
         if self.parts and (sum(self.parts) != self.size or min(self.parts) < 0):
             raise ShardwiseError(
-                f"a factor of size {self.size} is no concatenation of parts of {self.parts}; legal: parts that add up to it"
+                f"a factor of size {self.size} is no concatenation of parts of {self.parts}; legal: parts that add up "
+                "to it"
             )
 
     def ranges(self, mesh: Mesh, rank: int) -> list[tuple[int, int]]:
@@ -195,4 +196,9 @@ def _intervals(factors: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> list
     if all(own == [(0, size)] for size, own in minor):
         return [(start * inside, stop * inside) for start, stop in ranges if stop > start and inside]
     pieces = _intervals(minor)
-    return [(i * inside + low, i * inside + high) for start, stop in ranges for i in range(start, stop) for low, high in pieces]
+    return [
+        (i * inside + low, i * inside + high)
+        for start, stop in ranges
+        for i in range(start, stop)
+        for low, high in pieces
+    ]

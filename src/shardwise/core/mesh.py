@@ -3,8 +3,9 @@
 "Axis" is always the mesh's word, "dim" always a tensor's.  Rank order is row-major: the first axis varies
 slowest.
 
-An axis ``tp`` of n ranks can be taken as two: ``tp//m`` of n/m, and within it ``tp%m`` of m, named as a rank's places on them follow from
-that on ``tp``.  They need no declaring: whatever takes names of axes takes those of these *sub-axes* too.
+An axis ``tp`` of n ranks can be taken as two: ``tp//m`` of n/m, and within it ``tp%m`` of m, named as a rank's places
+on them follow from that on ``tp``.  They need no declaring: whatever takes names of axes takes those of these
+*sub-axes* too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ def _names(names: Axes) -> tuple[str, ...]:
 
 
 def sub_axes(axis: str, m: int) -> tuple[str, str]:
-    """The names of the two that ``axis`` is made of, the major one first: over each coordinate on it there are ``m`` ranks of the other."""
+    """The names of the two that ``axis`` is made of, the major one first: over each coordinate on it there are ``m``
+    ranks of the other.
+    """
     return f"{axis}//{m}", f"{axis}%{m}"
 
 
@@ -82,7 +85,9 @@ def _parsed(name: str) -> tuple[str, str, int]:
 
 
 def _place(name: str, size: int, at: int) -> tuple[int, int]:
-    """The size of ``name``, an axis of ``size`` ranks or a sub-axis of one, and the coordinate on it of what is ``at`` on the axis."""
+    """The size of ``name``, an axis of ``size`` ranks or a sub-axis of one, and the coordinate on it of what is ``at``
+    on the axis.
+    """
     _, sign, m = _parsed(name)
     return (min(size, m), at % m) if sign == "%" else (size // m, at // m)
 
@@ -214,8 +219,8 @@ class Mesh:
         return {name: (self.axis_size(name), self.index(rank, name)) for name in names}
 
     def links(self, per_host: int) -> dict[str, str]:
-        """For each axis of several ranks what its groups reach over, if every ``per_host`` ranks in turn are on one host: "host" where a
-        group has ranks on several, else "device"."""
+        """For each axis of several ranks what its groups reach over, if every ``per_host`` ranks in turn are on one
+        host: "host" where a group has ranks on several, else "device"."""
         check_count("ranks of a host", per_host)
         found, stride = dict[str, str](), self.size
         for axis in self.axes:

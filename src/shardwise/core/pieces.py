@@ -1,7 +1,7 @@
 """Which elements of a whole tensor a rank's local one has, in boxes of both.
 
-On each dim a rank owns intervals of the whole tensor, several where a minor factor of the dim is sharded; in its local tensor they lie
-end to end.  So what it owns is a grid of boxes, each a rectangle of both tensors.
+On each dim a rank owns intervals of the whole tensor, several where a minor factor of the dim is sharded; in its local
+tensor they lie end to end.  So what it owns is a grid of boxes, each a rectangle of both tensors.
 """
 
 from __future__ import annotations

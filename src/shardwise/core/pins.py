@@ -12,7 +12,8 @@ PLANS = ("propagate", "table")
 """The words of ``tensor_plan`` under which layouts follow from pins."""
 
 LEGAL = (
-    '"column" (what a product keeps of a weight), "row" (what it sums over), a dim such as "0" or "-1", "0/3" for each of 3 parts of it, "whole"; '
+    '"column" (what a product keeps of a weight), "row" (what it sums over), a dim such as "0" or "-1", "0/3" for each '
+    'of 3 parts of it, "whole"; '
     'each with "@axis" on a mesh of several axes, and several with commas, such as "0@tp_i, 1@tp_j"'
 )
 
@@ -21,8 +22,8 @@ _ONE = re.compile(r"(?:(?P<word>column|row|whole)|(?P<dim>-?\d+)(?:/(?P<parts>[1
 
 @dataclass(frozen=True, slots=True)
 class PinnedCut:
-    """Of a tensor on one axis: ``side`` is "column", "row" or "whole", or "" for dim ``dim``, of which each of ``parts`` equal parts is cut
-    (None: as what it is made of has it)."""
+    """Of a tensor on one axis: ``side`` is "column", "row" or "whole", or "" for dim ``dim``, of which each of
+    ``parts`` equal parts is cut (None: as what it is made of has it)."""
 
     side: str = ""
     dim: int = 0
@@ -30,7 +31,9 @@ class PinnedCut:
 
 
 def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, PinnedCut]:
-    """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says nothing legal."""
+    """What the pin ``pattern = text`` says of each of ``axes`` that it is about; :class:`ConfigError` where it says
+    nothing legal.
+    """
     pin = f'"{pattern}" = ' + (f'"{text}"' if isinstance(text, str) else repr(text))
     found: dict[str, PinnedCut] = {}
     for part in text.split(",") if isinstance(text, str) else [""]:
@@ -48,10 +51,12 @@ def cuts(pattern: str, text: object, axes: Sequence[str]) -> dict[str, PinnedCut
         for axis in axes if named is None else (named,):
             if axis in found:
                 raise ConfigError.on("pins", f"{pin} says two things of {axis}", "one for each axis.")
-            found[axis] = PinnedCut(word) if word else PinnedCut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
+            found[axis] = (
+                PinnedCut(word) if word else PinnedCut("", int(one["dim"]), int(one["parts"]) if one["parts"] else None)
+            )
     return found
 
 
 def starred(name: str, count: int = 0) -> str:
-    """The pattern of a name and of those that differ only in the numbers of blocks, or in the first ``count`` of them."""
+    """The pattern of a name and of those that differ only in the numbers of blocks, or in the first ``count``."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name, count=count)

@@ -62,8 +62,8 @@ class ParameterRule:
     """One row of the data-parallel table for the parameters whose name matches ``pattern`` (as in
     :mod:`fnmatch`).
 
-    R is replicated, P a partial sum, S a flat shard over ``dp`` (replicated, or a partial sum, over ``dp_replicate``).  ``rest`` is the parameter between steps,
-    ``grad`` its gradient between microbatches, ``state`` the optimizer's.
+    R is replicated, P a partial sum, S a flat shard over ``dp`` (replicated, or a partial sum, over ``dp_replicate``).
+    ``rest`` is the parameter between steps, ``grad`` its gradient between microbatches, ``state`` the optimizer's.
     """
 
     pattern: str
@@ -90,19 +90,23 @@ class ParameterRule:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a step is divided over the ranks of ``mesh``: over its axes ``pp`` by layers, over ``dp_replicate`` and ``dp`` by rows, over any
-    other by dims of parameters.
+    """How a step is divided over the ranks of ``mesh``: over its axes ``pp`` by layers, over ``dp_replicate`` and
+    ``dp`` by rows, over any other by dims of parameters.
 
-    ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of ``stages_per_rank`` stages on each
-    rank; ``stages`` are the numbers of units in each stage, none: so that their costs are balanced.  Under ``norm = "post-validate"`` stages update by
-    their own gradients' norm and go on with the next batch; when the norm of all is there a stage that should have clipped or skipped goes back (Qi et
-    al., arXiv 2401.10241, section 4).  There, and under an asynchronous schedule, the pipeline is empty after every ``window`` batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule
-    "auto" goes by ``timetable``, a text for each rank over ``pp`` (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1": kinds, stages and microbatches in
-    the order in which the rank computes them.  ``tensor`` is the recipe of axes that shard parameters; under ``tensor_plan`` "auto" a solver takes its place, under
-    "propagate" and "table" ``pins``, (pattern, where to cut) as in ``core/pins.py``; a mapping may be given.  ``tensor_bytes`` is the most that what the solver
-    finds may take (``core/rates.py``, ``Machine.memory``; 0: any number).  ``recompute`` says whether units are run forward again in backward, under
-    "selective" without their matrix products, convolutions and attention; ``precision`` is the dtype of
-    computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.  The first of ``parameters`` whose pattern matches a parameter's name is its rule.
+    ``microbatches`` is per step; over the axis ``pp`` they go through a pipeline by ``schedule``, of
+    ``stages_per_rank`` stages on each rank; ``stages`` are the numbers of units in each stage, none: so that their
+    costs are balanced.  Under ``norm = "post-validate"`` stages update by their own gradients' norm and go on with the
+    next batch; when the norm of all is there a stage that should have clipped or skipped goes back (Qi et al., arXiv
+    2401.10241, section 4).  There, and under an asynchronous schedule, the pipeline is empty after every ``window``
+    batches; under ``vertical_sync`` PipeDream uses the first stage's version of the weights on all.  Schedule "auto"
+    goes by ``timetable``, a text for each rank over ``pp`` (``core/timetable.py``), such as "F0.0 F0.1 B0.0 B0.1":
+    kinds, stages and microbatches in the order in which the rank computes them.  ``tensor`` is the recipe of axes that
+    shard parameters; under ``tensor_plan`` "auto" a solver takes its place, under "propagate" and "table" ``pins``,
+    (pattern, where to cut) as in ``core/pins.py``; a mapping may be given.  ``tensor_bytes`` is the most that what the
+    solver finds may take (``core/rates.py``, ``Machine.memory``; 0: any number).  ``recompute`` says whether units are
+    run forward again in backward, under "selective" without their matrix products, convolutions and attention;
+    ``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the layout.
+    The first of ``parameters`` whose pattern matches a parameter's name is its rule.
 
     Of parameters that rest sharded, ``gathered`` says how long they stay whole: for one use, from a
     microbatch's forward to its backward, or for the whole step; ``prefetch`` is how many units ahead they are
@@ -148,7 +152,11 @@ class Plan:
         self._check_timetable()
         self._check_pins()
         rules = self.parameters
-        if not isinstance(rules, tuple | list) or not rules or not all(isinstance(rule, ParameterRule) for rule in rules):
+        if (
+            not isinstance(rules, tuple | list)
+            or not rules
+            or not all(isinstance(rule, ParameterRule) for rule in rules)
+        ):
             raise ConfigError(f"parameters: {rules!r} is not legal; legal: one ParameterRule or more.")
         object.__setattr__(self, "parameters", tuple(rules))
         self._check_shards()
@@ -186,7 +194,9 @@ class Plan:
 
     def _check_pins(self) -> None:
         pins = tuple(self.pins.items()) if isinstance(self.pins, Mapping) else self.pins
-        if not isinstance(pins, tuple | list) or not all(isinstance(pin, tuple | list) and len(pin) == 2 for pin in pins):
+        if not isinstance(pins, tuple | list) or not all(
+            isinstance(pin, tuple | list) and len(pin) == 2 for pin in pins
+        ):
             legal = 'a mapping, such as {"*.q_proj.weight": "column"}.'
             raise ConfigError.on("pins", f"{self.pins!r} is not legal", legal)
         object.__setattr__(self, "pins", tuple((pattern, text) for pattern, text in pins))
@@ -238,7 +248,8 @@ class Plan:
         check_count("window", self.window)
         check_value("vertical_sync", self.vertical_sync, isinstance(self.vertical_sync, bool), "true, false")
         check_asynchronous(
-            self.schedule, self.mesh.axis_size("pp"), self.microbatches, self.precision, self.reduce, self.vertical_sync, self.norm,
+            self.schedule, self.mesh.axis_size("pp"), self.microbatches, self.precision, self.reduce,
+            self.vertical_sync, self.norm,
             sharded=any(rule.sharded for rule in self.parameters) and self.mesh.axis_size("dp") > 1,
         )  # fmt: skip
 
@@ -269,7 +280,9 @@ class Plan:
             if fnmatchcase(name, rule.pattern):
                 return rule
         patterns = ", ".join(f'"{rule.pattern}"' for rule in self.parameters)
-        raise ConfigError(f'parameters: no rule matches "{name}"; legal: a rule for each, such as "*"; found: {patterns}.')
+        raise ConfigError(
+            f'parameters: no rule matches "{name}"; legal: a rule for each, such as "*"; found: {patterns}.'
+        )
 
     def to_toml(self) -> str:
         """The plan as TOML; :meth:`from_toml` reads it back unchanged."""
@@ -305,7 +318,9 @@ class Plan:
 
 
 def check_pins(tensor_plan: str, pins: Sequence[tuple[str, str]], axes: Sequence[str]) -> None:
-    """:class:`ConfigError` where ``pins``, over these axes of tensor parallelism, do not go together with ``tensor_plan``."""
+    """:class:`ConfigError` where ``pins``, over these axes of tensor parallelism, do not go together with
+    ``tensor_plan``.
+    """
     own = ", ".join(f'"{name}"' for name in PLANS)
     given = dict(pins)
     if tensor_plan not in PLANS:
@@ -328,7 +343,15 @@ def check_pins(tensor_plan: str, pins: Sequence[tuple[str, str]], axes: Sequence
 
 
 def check_asynchronous(
-    schedule: str, pp: int, microbatches: int, precision: str, reduce: str, vertical_sync: bool, norm: str, *, sharded: bool
+    schedule: str,
+    pp: int,
+    microbatches: int,
+    precision: str,
+    reduce: str,
+    vertical_sync: bool,
+    norm: str,
+    *,
+    sharded: bool,
 ) -> None:
     """:class:`ConfigError` where a schedule that does not wait for an empty pipeline cannot do what is asked of it."""
     kind, illegal = traits(schedule), f'not legal with schedule "{schedule}"'

@@ -66,7 +66,13 @@ class Program:
             instructions = tuple(_from_dict(item) for item in data["instructions"])
             slots, unreduced, stashes = (tuple(map(tuple, data[pool])) for pool in ("slots", "unreduced", "stashes"))
             return Program(
-                data["name"], tuple(data["coordinates"].items()), instructions, slots, unreduced, stashes, data["batches"]
+                data["name"],
+                tuple(data["coordinates"].items()),
+                instructions,
+                slots,
+                unreduced,
+                stashes,
+                data["batches"],
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ShardwiseError(f"not a program in JSON: {type(error).__name__}: {error}") from error

@@ -22,12 +22,16 @@ class Link:
 
     def __post_init__(self) -> None:
         if self.latency < 0 or not self.bandwidth > 0:
-            raise ConfigError(f"link: α = {self.latency} s and β = {self.bandwidth} B/s; legal: α of 0 or more, β above 0")
+            raise ConfigError(
+                f"link: α = {self.latency} s and β = {self.bandwidth} B/s; legal: α of 0 or more, β above 0"
+            )
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device: FLOP/s of products, bytes a second of its memory; ``link`` between devices, ``links`` of axes that have others."""
+    """Of one device: FLOP/s of products, bytes a second of its memory; ``link`` between devices, ``links`` of axes that
+    have others.
+    """
 
     flops: float
     memory: float
@@ -48,7 +52,9 @@ class Rates:
         return max(flops / self.flops, nbytes / self.memory)
 
     def collective(self, kind: str, nbytes: float, axes: Sequence[str], parts: int) -> float:
-        """Seconds of a collective of ``nbytes`` of a whole in a ring over the ``parts`` ranks along ``axes``: α + bytes/β."""
+        """Seconds of a collective of ``nbytes`` of a whole in a ring over the ``parts`` ranks along ``axes``: α +
+        bytes/β.
+        """
         if parts == 1:
             return 0.0
         links = [self.links.get(axis, self.link) for axis in axes]
@@ -60,8 +66,9 @@ class Rates:
 class Machine:
     """What a solver minimises: seconds of microbatches of ``rows`` rows a rank of the batch axes, at ``rates``.
 
-    ``memory`` are the bytes, of all stages of a pipeline together, for parameters with what belongs to them, ``beside`` bytes for each element that learns, and for
-    what is kept for backward of ``live`` microbatches; None: any number.  ``kind`` is that of the devices, "gpu" or "cpu"; None: where the model is traced.
+    ``memory`` are the bytes, of all stages of a pipeline together, for parameters with what belongs to them, ``beside``
+    bytes for each element that learns, and for what is kept for backward of ``live`` microbatches; None: any number.
+    ``kind`` is that of the devices, "gpu" or "cpu"; None: where the model is traced.
     """
 
     rates: Rates
@@ -78,22 +85,26 @@ class Machine:
 
 
 def rates(kind: str, precision: str, across: Iterable[str] = (), model: DeviceModel | None = None) -> Rates:
-    """What is assumed of a device ``kind`` ("gpu" or "cpu") that computes in ``precision``, and of axes that reach ``across`` hosts, where nobody says more.
+    """What is assumed of a device ``kind`` ("gpu" or "cpu") that computes in ``precision``, and of axes that reach
+    ``across`` hosts, where nobody says more.
 
-    gpu: its ``model``, by default an H100 SXM (:data:`~shardwise.core.devices.ASSUMED`), and of its data sheet as much as is measured of that one: the fastest of
-    many bf16 products reaches 794 of 989 TFLOP/s (ml-engineering, MAMF); over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest
-    all-reduce of 2 to 8 ranks, and of 256 MiB a rank sends 305 to 431 of 450 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Between hosts each has an adapter of
-    400 Gb/s (DGX H100 data sheet), 50 GB/s; a step of a small ring takes 2.7 µs there and 0.6 over NVLink (NCCL 2.19, src/graph/tuning.cc), so 4 to 29 µs
-    more for an all-reduce of 2 to 8 ranks: 20 µs.  NCCL may carry a ring by all adapters of a host, which is not counted on.
-    cpu: a core with 90 GFLOP/s in fp32 (docs/performance.md, "float32 matmul"), half in fp64, 10 GB/s of memory; ranks of a host pass
-    2 GB/s through shared memory at 50 µs a collective; hosts are taken to have 10 Gb/s Ethernet, 1.25 GB/s, and as long again for TCP: 100 µs.
+    gpu: its ``model``, by default an H100 SXM (:data:`~shardwise.core.devices.ASSUMED`), and of its data sheet as much
+    as is measured of that one: the fastest of many bf16 products reaches 794 of 989 TFLOP/s (ml-engineering, MAMF);
+    over NVLink NCCL 2.27 takes 6 to 16 µs for the smallest all-reduce of 2 to 8 ranks, and of 256 MiB a rank sends 305
+    to 431 of 450 GB/s (aiconfigurator, nccl-tests): 10 µs and 330 GB/s.  Between hosts each has an adapter of 400 Gb/s
+    (DGX H100 data sheet), 50 GB/s; a step of a small ring takes 2.7 µs there and 0.6 over NVLink (NCCL 2.19,
+    src/graph/tuning.cc), so 4 to 29 µs more for an all-reduce of 2 to 8 ranks: 20 µs.  NCCL may carry a ring by all
+    adapters of a host, which is not counted on. cpu: a core with 90 GFLOP/s in fp32 (docs/performance.md, "float32
+    matmul"), half in fp64, 10 GB/s of memory; ranks of a host pass 2 GB/s through shared memory at 50 µs a collective;
+    hosts are taken to have 10 Gb/s Ethernet, 1.25 GB/s, and as long again for TCP: 100 µs.
     """
     if precision not in _CORE:
         raise ConfigError(f"rates: precision {precision} is not known; legal: {', '.join(_CORE)}")
     if kind != "gpu":
         return Rates(_CORE[precision], 10e9, Link(50e-6, 2e9), dict.fromkeys(across, Link(100e-6, 1.25e9)))
     model = model or ASSUMED
-    # Where a device has no units for a precision, or none are published, it computes as in fp32, and fp64 at half of that at most.
+    # Where a device has no units for a precision, or none are published, it computes as in fp32, and fp64 at half of
+    # that at most.
     flops = model.peak.flops(precision) or model.peak.fp32 * 1e12 / (2 if precision == "fp64" else 1)
     link = Link(10e-6, model.link * 1e9 * REACHED_LINK)
     return Rates(flops * REACHED_FLOPS, model.bandwidth * 1e12, link, dict.fromkeys(across, Link(20e-6, 50e9)))

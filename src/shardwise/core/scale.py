@@ -13,10 +13,10 @@ from shardwise.core.errors import check_count, check_value
 class ScaleChoice:
     """What the loss is multiplied by before backward, so that small gradients are not zero in fp16.
 
-    Dynamic scaling (Micikevicius et al. 2018, arXiv 1710.03740): a step whose gradients overflow is skipped and the scale multiplied
-    by ``backoff``; after ``interval`` steps without that it is multiplied by ``growth``.  The numbers are those of
-    :class:`torch.amp.GradScaler`.  ``patience`` overflows in a row end the run: from the first scale that is down to 2**-16, where it is
-    not the scale that makes gradients infinite.
+    Dynamic scaling (Micikevicius et al. 2018, arXiv 1710.03740): a step whose gradients overflow is skipped and the
+    scale multiplied by ``backoff``; after ``interval`` steps without that it is multiplied by ``growth``.  The numbers
+    are those of :class:`torch.amp.GradScaler`.  ``patience`` overflows in a row end the run: from the first scale that
+    is down to 2**-16, where it is not the scale that makes gradients infinite.
 
     :class:`ConfigError` names the field, its value and what is legal.
     """

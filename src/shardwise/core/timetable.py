@@ -1,4 +1,6 @@
-"""Timetables of pipelines: the tasks of each rank in its order, as they are written in a plan, and whether ranks can compute them."""
+"""Timetables of pipelines: the tasks of each rank in its order, as they are written in a plan, and whether ranks can
+compute them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ Timetable = tuple[tuple[Task, ...], ...]
 
 WORD = re.compile(r"([FBIW])(\d{1,9})\.(\d{1,9})")
 LEGAL = (
-    "F (forward), B (backward) or, in two parts, I (gradients of inputs) and W (gradients of weights), each with its stage and "
+    "F (forward), B (backward) or, in two parts, I (gradients of inputs) and W (gradients of weights), each with its "
+    "stage and "
     "microbatch, such as F0.3"
 )
 
@@ -39,8 +42,8 @@ def word(task: Task) -> str:
 
 
 def read(texts: Sequence[str], ranks: int, stages_per_rank: int | None, microbatches: int) -> Timetable:
-    """The timetable of a text for each rank, if ``ranks`` that have ``stages_per_rank`` stages each (None: whatever number) can compute
-    a step of so many microbatches by it; else :class:`ConfigError`.
+    """The timetable of a text for each rank, if ``ranks`` that have ``stages_per_rank`` stages each (None: whatever
+    number) can compute a step of so many microbatches by it; else :class:`ConfigError`.
 
     It may have more microbatches: those are left out of it when it is used (:func:`first`).
     """
@@ -142,7 +145,8 @@ def _check_order(timetable: Timetable) -> None:
                 place[rank] += 1
     home = homes(timetable)
     waits = [
-        f"rank {rank} has {word(tasks[place[rank]])} next, which waits for {need[0]}{need[1]}.{need[2]} on rank {home[need[1]]}"
+        f"rank {rank} has {word(tasks[place[rank]])} next, which waits for {need[0]}{need[1]}.{need[2]} on rank "
+        f"{home[need[1]]}"
         for rank, tasks in enumerate(timetable)
         if place[rank] < len(tasks) and (need := awaited(rank)) is not None
     ]

@@ -1,4 +1,6 @@
-"""Making a tokenizer: byte-level BPE (Sennrich et al., 2016; bytes as the alphabet as in GPT-2) with the tokenizers library."""
+"""Making a tokenizer: byte-level BPE (Sennrich et al., 2016; bytes as the alphabet as in GPT-2) with the tokenizers
+library.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,11 @@ class Trained:
 def train_tokenizer(
     sources: Sequence[str], out: str | Path, vocabulary: int, *, field: str = "text", progress: OnProgress | None = None
 ) -> Trained:
-    """Make a tokenizer.json of ``vocabulary`` tokens from text, the same for the same text; fewer if the text has no more pairs.
+    """Make a tokenizer.json of ``vocabulary`` tokens from text, the same for the same text; fewer if the text has no
+    more pairs.
 
-    Its first token, "<|endoftext|>", ends documents. Written aside and renamed. ConfigError for text that cannot be read, a
-    vocabulary below 257, and a place that cannot be written.
+    Its first token, "<|endoftext|>", ends documents. Written aside and renamed. ConfigError for text that cannot be
+    read, a vocabulary below 257, and a place that cannot be written.
     """
     if vocabulary < LEAST:
         raise ConfigError(f"--vocabulary {vocabulary}: legal: at least {LEAST}, for the {LEAST - 1} bytes and {END}")
@@ -57,7 +60,9 @@ def train_tokenizer(
         part.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
         part.replace(path)
     except OSError as error:
-        raise ConfigError(f"--out {path}: cannot write it: {error.strerror}; legal: a file in a folder that exists") from error
+        raise ConfigError(
+            f"--out {path}: cannot write it: {error.strerror}; legal: a file in a folder that exists"
+        ) from error
     return Trained(str(path), tokenizer.get_vocab_size(), text.bytes, text.documents)
 
 

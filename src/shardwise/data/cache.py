@@ -1,8 +1,9 @@
 """Tokens on disk: made once for some content and tokenizer, then mapped into memory by whoever wants them.
 
-A cache is the folder ``<cache_dir>/<key>`` with ``train.bin``, ``validation.bin`` (tokens, nothing else) and ``index.json``. The key
-is a hash of all that the tokens depend on: the files' contents, not their names or times. It is made in a folder beside, flushed
-to disk and renamed, so it is there whole or not at all; a lock that dies with its process lets one process make it at a time.
+A cache is the folder ``<cache_dir>/<key>`` with ``train.bin``, ``validation.bin`` (tokens, nothing else) and
+``index.json``. The key is a hash of all that the tokens depend on: the files' contents, not their names or times. It is
+made in a folder beside, flushed to disk and renamed, so it is there whole or not at all; a lock that dies with its
+process lets one process make it at a time.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ FORMAT = 2  # of the folder, and of the way from text to tokens
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a cache is made of: ``files`` read with ``name`` (`data.tokenizer`, opened as ``tokenizer``) and ``field``, the fraction
-    ``validation`` of the documents set apart."""
+    """What a cache is made of: ``files`` read with ``name`` (`data.tokenizer`, opened as ``tokenizer``) and ``field``,
+    the fraction ``validation`` of the documents set apart."""
 
     files: Sequence[SourceFile]
     name: str
@@ -50,7 +51,10 @@ class Wanted:
         """The hash of all that the tokens depend on; ``digests`` are those of the files."""
         parts: list[Any] = [FORMAT, self.tokenizer.digest, self.tokenizer.end, self.validation]
         rows = any(file.kind != "text" for file in self.files)
-        parts += [self.field if rows else None, [(f.kind, digest) for f, digest in zip(self.files, digests, strict=True)]]
+        parts += [
+            self.field if rows else None,
+            [(f.kind, digest) for f, digest in zip(self.files, digests, strict=True)],
+        ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
@@ -93,19 +97,23 @@ def default_cache_dir() -> str:
     return os.path.join(os.path.abspath(base), "shardwise", "tokens")
 
 
-def open_cache(wanted: Wanted, cache_dir: str, progress: OnProgress | None = None, workers: int | None = None) -> TokenCache:
+def open_cache(
+    wanted: Wanted, cache_dir: str, progress: OnProgress | None = None, workers: int | None = None
+) -> TokenCache:
     """The cache of what is wanted; it is made if there is none, or if it is damaged (then with a notice).
 
-    Damaged is one whose index is not what was written (it has a checksum) or whose files have other sizes than it says; the tokens
-    themselves are not read again. ``progress`` hears of the bytes of text done, half of each when it is hashed and half when it is
-    tokenised, and of nothing if nothing has changed. ``workers`` are the
-    processes that tokenise (default: as many as cores, one if there is little to do). ConfigError for text that cannot be read, and
-    for a ``cache_dir`` that cannot be written.
+    Damaged is one whose index is not what was written (it has a checksum) or whose files have other sizes than it says;
+    the tokens themselves are not read again. ``progress`` hears of the bytes of text done, half of each when it is
+    hashed and half when it is tokenised, and of nothing if nothing has changed. ``workers`` are the
+    processes that tokenise (default: as many as cores, one if there is little to do). ConfigError for text that cannot
+    be read, and for a ``cache_dir`` that cannot be written.
     """
     root = Path(cache_dir)
     size = sum(file.size for file in wanted.files)
     report = _Report(2 * size, progress)
-    names = hashlib.sha256("\0".join(file.path for file in wanted.files).encode(errors="surrogateescape")).hexdigest()[:32]
+    names = hashlib.sha256("\0".join(file.path for file in wanted.files).encode(errors="surrogateescape")).hexdigest()[
+        :32
+    ]
     digests = fingerprints(wanted.files, root / "files" / f"{names}.json", report.more)
     key = wanted.key(digests)
     found = _open(root / key, key)
@@ -129,7 +137,9 @@ def open_cache(wanted: Wanted, cache_dir: str, progress: OnProgress | None = Non
 
 
 class _Report:
-    """Adds bytes up for a callback that wants (done, total) of text: hashing a byte is half of it, tokenising the other."""
+    """Adds bytes up for a callback that wants (done, total) of text: hashing a byte is half of it, tokenising the
+    other.
+    """
 
     def __init__(self, total: int, progress: OnProgress | None) -> None:
         self.done, self.total, self.progress = 0, total, progress
@@ -174,7 +184,9 @@ def _make(wanted: Wanted, digests: Sequence[str], root: Path, key: str, report: 
     template = Job((), wanted.field, wanted.name, wanted.tokenizer.end_token, wanted.validation, "")
     size_of = measure(wanted.files)
     try:
-        sides = tokenise_all(pieces(wanted.files, digests), template, aside, workers, lambda spans: report.more(size_of(spans)))
+        sides = tokenise_all(
+            pieces(wanted.files, digests), template, aside, workers, lambda spans: report.more(size_of(spans))
+        )
         _check_unchanged(wanted.files)
         _write_index(wanted, digests, key, sides, aside)
         shutil.rmtree(folder, ignore_errors=True)
@@ -215,7 +227,10 @@ def _check_unchanged(files: Sequence[SourceFile]) -> None:
             states = [os.stat(path) for path in file.members or (file.path,)]
         except OSError:
             states = []
-        if not states or (sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)) != (file.size, file.mtime_ns):
+        if not states or (sum(s.st_size for s in states), max(s.st_mtime_ns for s in states)) != (
+            file.size,
+            file.mtime_ns,
+        ):
             raise ConfigError(f"data.source: {file.path} changed while it was read; legal: files that nobody writes to")
 
 

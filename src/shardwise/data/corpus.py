@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of a source: those of training and, of documents chosen by a hash of their content, those of validation."""
+    """The tokens of a source: for training and, from documents chosen by a hash of their content, for validation."""
 
     name: str
     tokenizer: Tokenizer
@@ -31,9 +31,11 @@ class Corpus:
         cache = self.cache
         if cache.train.tokens <= length < cache.train.tokens + cache.validation.tokens:
             raise ConfigError(
-                f"data.validation = {self.fraction:g}: it leaves {cache.train.tokens} tokens of {cache.train.documents} documents to "
+                f"data.validation = {self.fraction:g}: it leaves {cache.train.tokens} tokens of "
+                f"{cache.train.documents} documents to "
                 f"train on, too few for one sample of data.sequence_length = {length} (it takes {length + 1}); "
-                f"{cache.validation.documents} documents of {self.name} are set apart; legal: a smaller fraction, such as 0"
+                f"{cache.validation.documents} documents of {self.name} are set apart; legal: a smaller fraction, such "
+                "as 0"
             )
         return self._windows("train", length, shifted, fields)
 
@@ -49,7 +51,8 @@ class Corpus:
         tokens, mapped = self.cache.tokens(side)
         digest = getattr(self.cache, side).sha256
         return PackedWindows(
-            tokens, length, name=self.name, shifted=shifted, end=self.tokenizer.end, fields=fields, mapped=mapped, digest=digest
+            tokens, length, name=self.name, shifted=shifted, end=self.tokenizer.end, fields=fields, mapped=mapped,
+            digest=digest
         )  # fmt: skip
 
 
@@ -74,8 +77,8 @@ def open_corpus(
         validation: the fraction of documents set apart.
         progress: called with (bytes done, bytes in all) while there is something to do.
         workers: processes that tokenise; by default as many as the cores, or one for little text.
-        alone: this is all the text there is: one document in all is trained on, whatever its hash says. In a mixture it may be in
-            another source too, and has to be on the same side there.
+        alone: this is all the text there is: one document in all is trained on, whatever its hash says. In a mixture it
+            may be in another source too, and has to be on the same side there.
 
     ConfigError, with the path, if there is nothing to read or it cannot be read.
     """

@@ -1,4 +1,6 @@
-"""From files to documents: work is cut into pieces that depend on the files alone, and a piece is read document by document."""
+"""From files to documents: work is cut into pieces that depend on the files alone, and a piece is read document by
+document.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from shardwise.core.errors import ConfigError, did_you_mean
 
 from .sources import SourceFile
 
-# Where long texts are cut decides which tokens they become: who changes this, or LONG in tokenizer.py, changes FORMAT in cache.py.
+# Where long texts are cut decides which tokens they become: who changes this, or LONG in tokenizer.py, changes FORMAT
+# in cache.py.
 PIECE = 8 << 20  # bytes of a piece of work, about
 SEARCH = 1 << 16  # bytes in which a line's end is looked for where a long text is cut
 ROWS = 1024  # rows of a parquet file or a dataset that are read at a time
@@ -21,7 +24,9 @@ CUT_BY_ROWS = ("parquet", "dataset")
 
 @dataclass(frozen=True)
 class Span:
-    """Part of a file: bytes ``start`` … ``stop`` - 1 of a text or of lines, row groups of a parquet file, rows of a dataset."""
+    """Part of a file: bytes ``start`` … ``stop`` - 1 of a text or of lines, row groups of a parquet file, rows of a
+    dataset.
+    """
 
     path: str
     kind: str
@@ -33,8 +38,8 @@ class Span:
 class Fragment(NamedTuple):
     """Text of one document, all of it or a part.
 
-    ``digest`` is the SHA-256 of the whole document, or None where ``text`` is all of it; ``first`` and ``last`` say which of its
-    parts this is; ``path`` is the file it is from.
+    ``digest`` is the SHA-256 of the whole document, or None where ``text`` is all of it; ``first`` and ``last`` say
+    which of its parts this is; ``path`` is the file it is from.
     """
 
     text: bytes
@@ -65,7 +70,9 @@ def pieces(files: Iterable[SourceFile], digests: Iterable[str]) -> Iterator[list
 
 
 def measure(files: Iterable[SourceFile]) -> Callable[[Sequence[Span]], int]:
-    """A function that gives the bytes of pieces, each asked for once: a file whose rows are cut counts with its first piece."""
+    """A function that gives the bytes of pieces, each asked for once: a file whose rows are cut counts with its first
+    piece.
+    """
     whole = {file.path: file.size for file in files if file.kind in CUT_BY_ROWS}
 
     def size_of(spans: Sequence[Span]) -> int:
@@ -110,7 +117,9 @@ def _text(span: Span) -> Fragment:
     with open(span.path, "rb") as file:
         start, stop = (_cut(file, place, size) for place in (span.start, span.stop))
         file.seek(start)
-        return Fragment(file.read(stop - start), bytes.fromhex(span.digest), span.start == 0, span.stop == size, span.path)
+        return Fragment(
+            file.read(stop - start), bytes.fromhex(span.digest), span.start == 0, span.stop == size, span.path
+        )
 
 
 def _cut(file: BinaryIO, place: int, size: int) -> int:
@@ -145,13 +154,17 @@ def _line(line: bytes, path: str, place: int, field: str) -> bytes:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"data.source: {_at(path, place)}: not JSON: {error}; legal: one JSON object a line") from error
+        raise ConfigError(
+            f"data.source: {_at(path, place)}: not JSON: {error}; legal: one JSON object a line"
+        ) from error
     if not isinstance(row, dict):
         raise ConfigError(f"data.source: {_at(path, place)}: {type(row).__name__}; legal: one JSON object a line")
     if field not in row:
         raise ConfigError(f"data.text_field: {_at(path, place)}: {_no_column(field, row)}")
     if not isinstance(row[field], str | None):
-        raise ConfigError(f'data.source: {_at(path, place)}: "{field}" is of type {type(row[field]).__name__}; legal: text')
+        raise ConfigError(
+            f'data.source: {_at(path, place)}: "{field}" is of type {type(row[field]).__name__}; legal: text'
+        )
     return (row[field] or "").encode(errors="replace")
 
 
@@ -229,11 +242,14 @@ def _dataset_rows(span: Span, field: str) -> Iterator[bytes]:
             raise ConfigError.on("data.text_field", wrong, "a column of text") from error
         for row, text in enumerate(texts, start):
             if not isinstance(text, str | None):
-                raise ConfigError(f'data.source: {span.path}, row {row}: "{field}" is of type {type(text).__name__}; legal: text')
+                raise ConfigError(
+                    f'data.source: {span.path}, row {row}: "{field}" is of type {type(text).__name__}; legal: text'
+                )
             yield (text or "").encode(errors="replace")
 
 
 def _missing(path: str, library: str, error: ImportError) -> ConfigError:
     return ConfigError(
-        f"data.source: {path} takes the library {library}, which cannot be imported ({error}); legal: pip install shardwise[data]"
+        f"data.source: {path} takes the library {library}, which cannot be imported ({error}); legal: pip install "
+        "shardwise[data]"
     )

@@ -26,8 +26,8 @@ BLOCK = 1 << 20
 def fingerprints(files: Sequence[SourceFile], memory: Path, on_bytes: OnBytes | None = None) -> list[str]:
     """The SHA-256 of each file, as hex.
 
-    ``memory`` is a JSON file that keeps them with the files' sizes and times of change; a file with the same size and time as there
-    is not read. ConfigError for a file that cannot be read.
+    ``memory`` is a JSON file that keeps them with the files' sizes and times of change; a file with the same size and
+    time as there is not read. ConfigError for a file that cannot be read.
     """
     known = _remembered(memory)
     stale = [file for file in files if known.get(file.path, [None])[:2] != [file.size, file.mtime_ns]]
@@ -35,7 +35,9 @@ def fingerprints(files: Sequence[SourceFile], memory: Path, on_bytes: OnBytes | 
         return [str(known[file.path][2]) for file in files]
     started = time.time()
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:  # hashing and reading let other threads run
-        found = dict(zip((file.path for file in stale), pool.map(lambda file: _hash(file, on_bytes), stale), strict=True))
+        found = dict(
+            zip((file.path for file in stale), pool.map(lambda file: _hash(file, on_bytes), stale), strict=True)
+        )
     result = [found.get(file.path) or known[file.path][2] for file in files]
     settled = {
         file.path: [file.size, file.mtime_ns, digest]
@@ -52,7 +54,9 @@ def _hash(file: SourceFile, on_bytes: OnBytes | None) -> str:
         return _hash_file(file.path, on_bytes).hexdigest()
     whole = hashlib.sha256()
     for member in file.members:
-        whole.update(os.path.basename(member).encode(errors="surrogateescape") + b"\0" + _hash_file(member, on_bytes).digest())
+        whole.update(
+            os.path.basename(member).encode(errors="surrogateescape") + b"\0" + _hash_file(member, on_bytes).digest()
+        )
     return whole.hexdigest()
 
 

@@ -38,7 +38,8 @@ class Batch:
     ``fields`` are this rank's rows (sum(counts), *shape), its parts of microbatches 0, 1, … one after the
     other; ``rows`` is the number of rows of the whole batch, over all ranks and microbatches; ``starts`` and
     ``counts`` have, for each microbatch, the first row of this rank's part (counted in the whole batch) and
-    how many there are, maybe none.  ``ones`` are those of the loader's ``masks`` that are all ones here; None if it was not asked for any.
+    how many there are, maybe none.  ``ones`` are those of the loader's ``masks`` that are all ones here; None if it was
+    not asked for any.
     """
 
     fields: dict[str, Tensor]
@@ -112,10 +113,11 @@ def one_pass(
     pin: bool = False,
     masks: tuple[str, ...] | None = None,
 ) -> Iterator[Batch]:
-    """This rank's part of each batch of one pass over ``dataset``, in its order; the last batch has the rows that are left.
+    """This rank's part of each batch of one pass over ``dataset``, in its order; the last batch has the rows that are
+    left.
 
-    With ``batches`` no more than that many: their rows are spread evenly over the dataset and are the same each time. Ranks may get
-    different numbers of rows, some none.
+    With ``batches`` no more than that many: their rows are spread evenly over the dataset and are the same each time.
+    Ranks may get different numbers of rows, some none.
     """
     check_count("data.batch_size", batch_size)
     samples, parts, index = Samples(dataset), mesh.axis_size(AXES), mesh.index(rank, AXES)
@@ -174,12 +176,12 @@ class Loader:
     of it this rank takes its share over the mesh axis ``dp``; ranks that differ in other axes only get the
     same rows.
 
-    A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With ``pin`` the
-    fields lie in page-locked memory, which needs a GPU.  ``masks`` are fields of which each batch says whether they are all ones, which the
-    thread that reads ahead finds out.
+    A dataset with a method ``order_rows(seed, epoch, start, stop)`` has an order of its own (:class:`Mixture`). With
+    ``pin`` the fields lie in page-locked memory, which needs a GPU.  ``masks`` are fields of which each batch says
+    whether they are all ones, which the thread that reads ahead finds out.
 
-    ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there. ``state_dict`` says the
-    same, and of which data, for a checkpoint.
+    ``state`` is (epoch, rows of it taken by the batches handed out so far); set it to go on from there. ``state_dict``
+    says the same, and of which data, for a checkpoint.
     ``close``, the end of a ``with`` block, or the collection of the loader ends the thread. ConfigError for a
     dataset that is empty or yields samples that differ (:class:`Samples`); an exception inside the dataset is
     raised where the batch is asked for.
@@ -233,12 +235,19 @@ class Loader:
         """The position and the data it is in, as JSON has them: ``epoch``, ``rows``, ``seed``, ``size``, ``digest``."""
         epoch, rows = self._state
         source = self._source
-        return {"epoch": epoch, "rows": rows, "seed": source.seed, "size": source.samples.size, "digest": source.samples.digest}
+        return {
+            "epoch": epoch,
+            "rows": rows,
+            "seed": source.seed,
+            "size": source.samples.size,
+            "digest": source.samples.digest,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from the position of a :meth:`state_dict`, of any number of ranks, batch size and microbatches.
 
-        ConfigError if the data, or the seed that orders them, are not those of that state: the position would mean other samples.
+        ConfigError if the data, or the seed that orders them, are not those of that state: the position would mean
+        other samples.
         """
         here = self.state_dict()
         if not isinstance(state, Mapping) or set(state) != set(here):
@@ -247,7 +256,8 @@ class Loader:
         found = [f"{words} {state[key]}, here {here[key]}" for key, words in what.items() if state[key] != here[key]]
         if found:
             raise ConfigError(
-                f"the data is not the data of the checkpoint: it had {'; '.join(found)}; legal: the data and the train.seed that it "
+                f"the data is not the data of the checkpoint: it had {'; '.join(found)}; legal: the data and the "
+                "train.seed that it "
                 "was written with, or a new run"
             )
         self.state = (state["epoch"], state["rows"])

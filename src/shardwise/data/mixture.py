@@ -56,9 +56,9 @@ class Joined:
 class Mixture(Joined):
     """Datasets drawn from in proportion to ``weights``, each in a shuffled order of its own, without end.
 
-    An epoch of a mixture is as many draws as there are samples; a small dataset of great weight comes more than once in it, and
-    each time in another order. Draw k of dataset s is place k mod size of that dataset's own epoch k // size. Up to any draw, each
-    dataset has had its share of all draws to within two.
+    An epoch of a mixture is as many draws as there are samples; a small dataset of great weight comes more than once in
+    it, and each time in another order. Draw k of dataset s is place k mod size of that dataset's own epoch k // size.
+    Up to any draw, each dataset has had its share of all draws to within two.
     """
 
     def __init__(self, parts: Sequence[Any], weights: Sequence[float]) -> None:
@@ -94,9 +94,9 @@ class Mixture(Joined):
 def allocate(places: Places, weights: Sequence[float]) -> tuple[Places, Places]:
     """Which source each place of an endless stream is drawn from, and how many draws that source has had before.
 
-    The sources are the leaves of a tree. A node that has had g draws has sent round(g x share) of them to its left, where share is
-    the left side's part of its weight: a closed form, so place g takes O(log n) work and no list. A node's rounding adds at most
-    one half to the error that its own count has.
+    The sources are the leaves of a tree. A node that has had g draws has sent round(g x share) of them to its left,
+    where share is the left side's part of its weight: a closed form, so place g takes O(log n) work and no list. A
+    node's rounding adds at most one half to the error that its own count has.
     """
     if len(weights) == 1:
         return np.zeros_like(places), places

@@ -22,8 +22,9 @@ class Samples:
     ConfigError naming the sample, the field, what was found and what was expected. Numbers and numpy arrays
     become tensors.
 
-    A dataset with a method ``read_rows(indices)`` gives many samples at once, each field with a dim of rows before; it is taken at
-    its word. A text ``digest`` of a dataset says which data it is; without one its size, the fields and sample 0 do.
+    A dataset with a method ``read_rows(indices)`` gives many samples at once, each field with a dim of rows before; it
+    is taken at its word. A text ``digest`` of a dataset says which data it is; without one its size, the fields and
+    sample 0 do.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -93,7 +94,9 @@ class Samples:
     @staticmethod
     def _name(index: int, name: object) -> str:
         if not isinstance(name, str):
-            raise ConfigError(f"data: sample {index} has the field {name!r}, {_kind(name)}; legal: names of fields as text")
+            raise ConfigError(
+                f"data: sample {index} has the field {name!r}, {_kind(name)}; legal: names of fields as text"
+            )
         return name
 
     @staticmethod
@@ -105,7 +108,9 @@ class Samples:
                 return torch.as_tensor(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise ConfigError(f'data: sample {index}, field "{name}" is no tensor: {error}') from error
-        raise ConfigError(f'data: sample {index}, field "{name}" is {_kind(value)}; legal: a tensor, a number or a numpy array')
+        raise ConfigError(
+            f'data: sample {index}, field "{name}" is {_kind(value)}; legal: a tensor, a number or a numpy array'
+        )
 
 
 def _kind(value: object) -> str:

@@ -28,16 +28,20 @@ NOT_TEXT = {
 }
 DATASET_FILES = ("state.json", "dataset_info.json")  # what `save_to_disk` writes beside a dataset's rows
 SPLITS_FILE = "dataset_dict.json"
-LEGAL = '"stdlib", a file, a folder, a glob of .txt, .md, .py, .jsonl or .parquet files, or a folder of a Hugging Face dataset'
+LEGAL = (
+    '"stdlib", a file, a folder, a glob of .txt, .md, .py, .jsonl or .parquet files, or a folder of a Hugging '
+    "Face "
+    "dataset"
+)
 
 
 @dataclass(frozen=True)
 class SourceFile:
     """A file with documents in it.
 
-    ``kind`` is ``"text"`` (the file is one document), ``"jsonl"``, ``"parquet"`` (its rows are), or ``"dataset"``: ``path`` is a
-    folder of a Hugging Face dataset and ``members`` are its files. ``size`` is in bytes, ``mtime_ns`` the last change, of all
-    members together.
+    ``kind`` is ``"text"`` (the file is one document), ``"jsonl"``, ``"parquet"`` (its rows are), or ``"dataset"``:
+    ``path`` is a folder of a Hugging Face dataset and ``members`` are its files. ``size`` is in bytes, ``mtime_ns`` the
+    last change, of all members together.
     """
 
     path: str
@@ -48,7 +52,8 @@ class SourceFile:
 
 
 def find_files(sources: str | Sequence[str]) -> list[SourceFile]:
-    """The files of a source or of several, in an order that depends on their paths alone, each once; empty files are left out.
+    """The files of a source or of several, in an order that depends on their paths alone, each once; empty files are
+    left out.
 
     ConfigError, with the path, for what is not there, cannot be read, or holds no text.
     """
@@ -97,8 +102,8 @@ def _find(source: str) -> Iterator[SourceFile]:
 def _matching(pattern: str) -> Iterator[SourceFile]:
     """The files that a pattern matches and those of the folders that it matches.
 
-    What lies inside of the folder of a dataset is skipped (it would be read as text, and all splits with it): a dataset counts when
-    the pattern matches its folder or one above. ConfigError where nothing else is left.
+    What lies inside of the folder of a dataset is skipped (it would be read as text, and all splits with it): a dataset
+    counts when the pattern matches its folder or one above. ConfigError where nothing else is left.
     """
     matches = sorted(set(_expand(pattern)))
     if not matches:
@@ -162,7 +167,8 @@ def _dataset_around(folder: str, known: dict[str, str | None]) -> str | None:
 
 
 def _folder(folder: str, seen: set[str]) -> Iterator[SourceFile]:
-    """The files below a folder, without hidden ones and those with a zero byte near their start; of a dataset of splits "train".
+    """The files below a folder, without hidden ones and those with a zero byte near their start; of a dataset of splits
+    "train".
 
     ``seen`` has the real paths of folders that have been read, which are not read again: links may go round.
     """
@@ -190,7 +196,7 @@ def _folder(folder: str, seen: set[str]) -> Iterator[SourceFile]:
 
 
 def _kind(entry: os.DirEntry[str], folder: str) -> Literal["folder", "file"] | None:
-    """What an entry of a folder is; None for what is skipped: hidden, neither of both, or a link to a folder around it."""
+    """What an entry of a folder is; None for what is skipped: hidden, neither of both, or a link to a folder above."""
     if entry.name.startswith("."):
         return None
     try:

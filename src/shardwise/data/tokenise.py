@@ -1,4 +1,4 @@
-"""A corpus tokenised once, by as many processes as there are cores, into one file of tokens for each side of the split."""
+"""A corpus tokenised once, by a process for each core, into a file of tokens for each side of the split."""
 
 from __future__ import annotations
 
@@ -48,12 +48,17 @@ def default_workers(size: int, tokenizer: str) -> int:
 
 
 def tokenise_all(
-    pieces: Iterable[list[Span]], template: Job, folder: Path, workers: int, on_piece: Callable[[list[Span]], None] | None = None
+    pieces: Iterable[list[Span]],
+    template: Job,
+    folder: Path,
+    workers: int,
+    on_piece: Callable[[list[Span]], None] | None = None,
 ) -> tuple[SplitSide, SplitSide]:
     """Write ``train.bin`` and ``validation.bin`` into ``folder``, the same for any number of workers.
 
-    ``template`` says all of a job but its spans and place. Parts of pieces that are not at their turn yet lie in ``folder`` too, a
-    few for each worker. ConfigError for text that cannot be read; OSError for a folder that cannot be written.
+    ``template`` says all of a job but its spans and place. Parts of pieces that are not at their turn yet lie in
+    ``folder`` too, a few for each worker. ConfigError for text that cannot be read; OSError for a folder that cannot be
+    written.
     """
     with _Joined(folder) as joined, _workers(workers) as submit:
         waiting: deque[tuple[list[Span], Path, Future[Done]]] = deque()
@@ -66,7 +71,9 @@ def tokenise_all(
 
         for number, spans in enumerate(pieces):
             part = folder / f"part-{number}"
-            job = Job(tuple(spans), template.field, template.tokenizer, template.end_token, template.validation, str(part))
+            job = Job(
+                tuple(spans), template.field, template.tokenizer, template.end_token, template.validation, str(part)
+            )
             waiting.append((spans, part, submit(job)))
             if len(waiting) >= IN_FLIGHT * workers:
                 take()
@@ -98,7 +105,9 @@ class _Joined:
         for file in self.files:
             file.flush()
             os.fsync(file.fileno())
-        train, validation = (SplitSide(self.documents[i], self.tokens[i], self.digests[i].hexdigest()) for i in range(2))
+        train, validation = (
+            SplitSide(self.documents[i], self.tokens[i], self.digests[i].hexdigest()) for i in range(2)
+        )
         return train, validation
 
     def __enter__(self) -> _Joined:
@@ -140,8 +149,8 @@ class _Here:
 class _Processes:
     """Workers as processes of their own, a thread here for each.
 
-    They are started afresh, neither forked (this process may have threads) nor through `multiprocessing` (whose children run the
-    user's script again).
+    They are started afresh, neither forked (this process may have threads) nor through `multiprocessing` (whose
+    children run the user's script again).
     """
 
     def __init__(self, count: int) -> None:

@@ -25,8 +25,8 @@ Tokens = NDArray[np.unsignedinteger[Any]]
 
 
 class Tokenizer(Protocol):
-    """``vocabulary`` tokens, of which ``end`` (its name is ``end_token``) ends every document; ``digest`` says what the tokens of a
-    text depend on."""
+    """``vocabulary`` tokens, of which ``end`` (its name is ``end_token``) ends every document; ``digest`` says what the
+    tokens of a text depend on."""
 
     vocabulary: int
     end: int
@@ -46,7 +46,9 @@ def token_dtype(vocabulary: int) -> np.dtype[Any]:
 
 
 def open_tokenizer(name: str, end_token: str | None = None) -> Tokenizer:
-    """``"bytes"``, or the tokenizer in a file; ``end_token`` is the token that ends a document (default: the usual ones)."""
+    """``"bytes"``, or the tokenizer in a file; ``end_token`` is the token that ends a document (default: the usual
+    ones).
+    """
     return BytesTokenizer() if name == BYTES else JsonTokenizer(name, end_token)
 
 
@@ -69,9 +71,9 @@ class BytesTokenizer:
 class JsonTokenizer:
     """A tokenizer of the tokenizers library in the file ``path``.
 
-    Text that looks like a special token is text, and the file's truncation, padding and template are left aside: documents are
-    encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read, has no such token, or makes that token
-    of text.
+    Text that looks like a special token is text, and the file's truncation, padding and template are left aside:
+    documents are encoded whole and end with ``end_token`` alone. ConfigError for a file that cannot be read, has no
+    such token, or makes that token of text.
     """
 
     def __init__(self, path: str, end_token: str | None = None) -> None:
@@ -110,7 +112,9 @@ class JsonTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens; numbers that are none are left out."""
-        text: str = self._tokenizer.decode([i for i in map(int, ids) if 0 <= i < self.vocabulary], skip_special_tokens=False)
+        text: str = self._tokenizer.decode(
+            [i for i in map(int, ids) if 0 <= i < self.vocabulary], skip_special_tokens=False
+        )
         return text
 
 

@@ -19,7 +19,9 @@ IGNORED = -100  # the label of a position that has no target
 RELEASE_ROWS = 1024  # a read of one row may map 16 pages: give up what is mapped before it looks like memory in use
 
 DocumentFields = Literal["none", "documents", "mask"]
-"""What tells a model where documents end: nothing; ``documents`` for own models; ``attention_mask`` and ``position_ids``."""
+"""What tells a model where documents end: nothing; ``documents`` for own models; ``attention_mask`` and
+``position_ids``.
+"""
 
 
 class PackedWindows:
@@ -28,15 +30,15 @@ class PackedWindows:
     A sample is ``{"input_ids": (length,), "labels": (length,)}``, int64. The label of a token is the next one; with
     ``shifted=False`` the token itself, as transformers' models want it (they shift labels themselves).
 
-    With ``fields`` other than ``"none"`` attention is to stay inside documents, each of which ends with the token ``end``: a label
-    in another document than its token is -100, and a sample also has
+    With ``fields`` other than ``"none"`` attention is to stay inside documents, each of which ends with the token
+    ``end``: a label in another document than its token is -100, and a sample also has
 
     - for ``"documents"``: ``documents`` (length,) int64, which document of the window, from 0, each token is of;
-    - for ``"mask"``: ``attention_mask`` (1, length, length) bool, true where a query (row) may look at a key, and ``position_ids``
-      (length,) int64, from 0 in each document.
+    - for ``"mask"``: ``attention_mask`` (1, length, length) bool, true where a query (row) may look at a key, and
+      ``position_ids`` (length,) int64, from 0 in each document.
 
-    ``mapped`` is the mapping that the tokens are read from, if they are. ``name`` is what errors call the text, ``digest`` what
-    tells these tokens from others. ConfigError for too few tokens.
+    ``mapped`` is the mapping that the tokens are read from, if they are. ``name`` is what errors call the text,
+    ``digest`` what tells these tokens from others. ConfigError for too few tokens.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class PackedWindows:
         return {"attention_mask": mask[:, None], "position_ids": positions}
 
     def _release(self, rows: int) -> None:
-        """Now and then unmap the pages read so far: they stay in the system's cache, but count as memory of this process."""
+        """Now and then unmap the pages read so far: they stay in the system's cache, but count as memory of this
+        process.
+        """
         self._read += rows
         if self._mapped is not None and self._read >= RELEASE_ROWS and hasattr(mmap, "MADV_DONTNEED"):
             self._mapped.madvise(mmap.MADV_DONTNEED)

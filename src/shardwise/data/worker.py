@@ -1,7 +1,7 @@
 """Tokenising one piece of work; as ``python -m shardwise.data.worker``, one piece after the other for a parent process.
 
-The parent writes a job as one line of JSON and reads one line of JSON back: what the piece gave, or the error. A worker ends when
-its parent does, for its input ends then. It imports neither torch nor what the user's script imports.
+The parent writes a job as one line of JSON and reads one line of JSON back: what the piece gave, or the error. A worker
+ends when its parent does, for its input ends then. It imports neither torch nor what the user's script imports.
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ def side(digest: bytes, validation: float) -> int:
 
 
 def tokenise(job: Job, tokenizer: Tokenizer) -> Done:
-    """Write the tokens of a piece, each document followed by the end token.  ConfigError for what is no document or cannot be encoded."""
+    """Write the tokens of a piece, each document followed by the end token.  ConfigError for what is no document or
+    cannot be encoded.
+    """
     dtype = token_dtype(tokenizer.vocabulary)
     end = np.array([tokenizer.end], dtype).tobytes()
     documents, tokens = [0, 0], [0, 0]

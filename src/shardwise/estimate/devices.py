@@ -19,11 +19,13 @@ GIB, MIB = 2**30, 2**20
 
 @dataclass(frozen=True)
 class Reserve:
-    """What a process takes of a GPU beside its tensors, in bytes; ``fragmentation`` is a share of what its allocator gets.
+    """What a process takes of a GPU beside its tensors, in bytes; ``fragmentation`` is a share of what its allocator
+    gets.
 
-    Measured by others, on few cards: a context 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada; unsloth-zoo, pull request 1053), to which
-    come kernels that are loaded when first used; cuBLAS and cuBLASLt 32 MiB each on a Hopper (torch's defaults); a communicator of NCCL 544 MB
-    between two A100 and 688 MB among more (NCCL, issue 964).  That 3 % are lost between blocks of an allocator with expandable segments is an estimate.
+    Measured by others, on few cards: a context 426 MiB (torch 2.10, CUDA 13, RTX 6000 Ada; unsloth-zoo, pull request
+    1053), to which come kernels that are loaded when first used; cuBLAS and cuBLASLt 32 MiB each on a Hopper (torch's
+    defaults); a communicator of NCCL 544 MB between two A100 and 688 MB among more (NCCL, issue 964).  That 3 % are
+    lost between blocks of an allocator with expandable segments is an estimate.
     """
 
     context: int = 512 * MIB
@@ -33,20 +35,25 @@ class Reserve:
     fragmentation: float = 0.03
 
     def beside(self, budget: int, communicators: Iterable[int]) -> dict[str, int]:
-        """The bytes of ``budget`` that are not for tensors, by what takes them; ``communicators`` are the ranks in each that the process is in."""
+        """The bytes of ``budget`` that are not for tensors, by what takes them; ``communicators`` are the ranks in each
+        that the process is in.
+        """
         sizes = [self.pair if ranks == 2 else self.group for ranks in communicators]
         found = {"context": self.context, "workspaces": self.workspaces, "communicators": sum(sizes)}
         return {**found, "fragmentation": int(max(budget - sum(found.values()), 0) * self.fragmentation)}
 
     def device(self, tensors: int, beside: Mapping[str, int]) -> int:
-        """The bytes of the smallest device for so many of ``tensors``; ``beside``: as :meth:`beside` has it, of whatever budget."""
+        """The bytes of the smallest device for so many of ``tensors``; ``beside``: as :meth:`beside` has it, of
+        whatever budget.
+        """
         fixed = sum(n for what, n in beside.items() if what != "fragmentation")
         return fixed + math.ceil(tensors / (1 - self.fragmentation))
 
 
 @dataclass(frozen=True)
 class Device:
-    """``memory`` are the bytes that there are for all, ``budget`` those that one rank may take: what others have not taken.
+    """``memory`` are the bytes that there are for all, ``budget`` those that one rank may take: what others have not
+    taken.
 
     Of a GPU it may take them for tensors and for what ``reserve`` says; None: for tensors alone.
     """
@@ -83,7 +90,9 @@ class Device:
 
 
 def named(name: str) -> Device:
-    """The device that ``name`` says: one of :data:`~shardwise.core.devices.MODELS`, ``cpu`` (this machine's, for one rank), or either with ``=GiB`` of memory."""
+    """The device that ``name`` says: one of :data:`~shardwise.core.devices.MODELS`, ``cpu`` (this machine's, for one
+    rank), or either with ``=GiB`` of memory.
+    """
     plain, equals, amount = name.partition("=")
     known = {one.lower(): one for one in (*NAMED, "cpu")}
     found = known.get(plain.lower())
@@ -91,7 +100,8 @@ def named(name: str) -> Device:
         sizes = [one for one, model in NAMED.items() if model.memory is not None]
         raise ConfigError(
             f"--device {name}: legal: {', '.join(sizes)}, cpu, or with a number of GiB any of these and "
-            f"{', '.join(f'{one}=…' for one in NAMED if one not in sizes)}, such as cpu=64.{did_you_mean(plain, known.values())}"
+            f"{', '.join(f'{one}=…' for one in NAMED if one not in sizes)}, such as "
+            f"cpu=64.{did_you_mean(plain, known.values())}"
         )
     if equals:
         memory = _bytes(found, name, amount)
@@ -116,7 +126,9 @@ def _bytes(found: str, name: str, amount: str) -> int:
 
 
 def here(device: torch.device | None = None, ranks: int = 1) -> Device:
-    """The device of this machine that a rank trains on, by default its GPU if it has one; ``ranks`` share the memory of its CPUs."""
+    """The device of this machine that a rank trains on, by default its GPU if it has one; ``ranks`` share the memory of
+    its CPUs.
+    """
     device = device or Backend.here().device()
     backend = Backend.of(device)
     if not backend.asynchronous:

@@ -13,8 +13,8 @@ from shardwise.estimate.simulate import Costs
 
 @dataclass(frozen=True)
 class PlanDraft:
-    """By rank: the forwards in order, the backwards in order (B, or I with a W to follow), and before each backward the number of
-    forwards, which is at least ``least`` as it needs its own."""
+    """By rank: the forwards in order, the backwards in order (B, or I with a W to follow), and before each backward the
+    number of forwards, which is at least ``least`` as it needs its own."""
 
     forwards: tuple[tuple[Task, ...], ...]
     backwards: tuple[tuple[Task, ...], ...]
@@ -64,8 +64,9 @@ class Filler:
 
     def __init__(self, costs: Costs, home: Mapping[int, int], microbatches: int, limits: Sequence[float]) -> None:
         self.costs, self.limits, n, m = costs, [limit * (1 + 1e-12) for limit in limits], costs.stages, microbatches
-        # A task's number: F by stage and microbatch, then all backwards.  By kind and stage: seconds, bytes that it takes, the number of its
-        # task of microbatch 0 and of the one that needs this, and the seconds until it arrives there.
+        # A task's number: F by stage and microbatch, then all backwards.  By kind and stage: seconds, bytes that it
+        # takes, the number of its task of microbatch 0 and of the one that needs this, and the seconds until it arrives
+        # there.
         self.lanes: dict[tuple[str, int], tuple[float, float, int, int, float]] = {}
         self.numbers = 2 * n * m
         moved = [costs.transfer[edge] if home[edge] != home[edge + 1] else 0.0 for edge in range(n - 1)]
@@ -77,15 +78,21 @@ class Filler:
             self.lanes["B", s] = (costs.backward[s], -held, (n + s) * m, after * m, delay)
         self.microbatches = m
 
-    def fill(self, draft: PlanDraft, fit: float, shifts: Sequence[int]) -> tuple[Timetable, list[float], list[float]] | None:
-        """The timetable, and the seconds at which each rank begins and ends; None if these orders allow none in this memory.
+    def fill(
+        self, draft: PlanDraft, fit: float, shifts: Sequence[int]
+    ) -> tuple[Timetable, list[float], list[float]] | None:
+        """The timetable, and the seconds at which each rank begins and ends; None if these orders allow none in this
+        memory.
 
-        A W is put before a task that arrives later than the rank is free, if at least ``fit`` of it is over by then.  Rank r runs ahead by
-        ``shifts[r]`` more forwards than in the draft, if there are any; one for which there is no memory waits for the next backward.
+        A W is put before a task that arrives later than the rank is free, if at least ``fit`` of it is over by then.
+        Rank r runs ahead by ``shifts[r]`` more forwards than in the draft, if there are any; one for which there is no
+        memory waits for the next backward.
         """
         ranks = [
             _Rank(*parts)
-            for parts in zip(draft.forwards, draft.backwards, draft.ahead, draft.least, shifts, self.limits, strict=True)
+            for parts in zip(
+                draft.forwards, draft.backwards, draft.ahead, draft.least, shifts, self.limits, strict=True
+            )
         ]
         # The last numbers are nobody's: what the backward of the first stage hands on.
         arrived: list[float | None] = [0.0] * self.microbatches + [None] * self.numbers
@@ -104,7 +111,9 @@ class Filler:
         return tuple(tuple(one.tasks) for one in ranks), [one.begin for one in ranks], [one.now for one in ranks]
 
     def _run(self, one: _Rank, fit: float, arrived: list[float | None], waits: dict[int, int], ready: list[int]) -> int:
-        """Let a rank run until the next task's need has not been computed: its number.  -1: it ends, or no memory is left for it."""
+        """Let a rank run until the next task's need has not been computed: its number.  -1: it ends, or no memory is
+        left for it.
+        """
         lanes, due, weight, kept = self.lanes, one.due, self.costs.weight, self.costs.weight_activations
         while one.backwards:
             forward = one.done < one.ahead[0]

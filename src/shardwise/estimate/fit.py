@@ -1,7 +1,8 @@
-"""The plan nearest to another one that fits into a budget of memory: a search over a short list of changes, cheapest first.
+"""The plan nearest to another one that fits into a budget of memory: a search over a short list of changes, cheapest
+first.
 
-What a change costs is a rough percentage of a step's time, after the measurements that its papers give; what changes the numbers
-or needs more devices costs more than anything that does not, and is tried only if nothing else is enough.
+What a change costs is a rough percentage of a step's time, after the measurements that its papers give; what changes
+the numbers or needs more devices costs more than anything that does not, and is tried only if nothing else is enough.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ HOST = 8
 
 @dataclass(frozen=True)
 class FitChoices:
-    """What can be changed, as it is now, ZeRO only if it ``shards``; ``gathered`` and ``reduced`` are None where they follow from the budget, ``tp`` where layers
-    cannot be shared."""
+    """What can be changed, as it is now, ZeRO only if it ``shards``; ``gathered`` and ``reduced`` are None where they
+    follow from the budget, ``tp`` where layers cannot be shared."""
 
     batch_size: int
     dp: int
@@ -70,7 +71,8 @@ class Fit(NamedTuple):
 def nearest(now: FitChoices, budget: int, peak: Peak) -> Fit:
     """The plan with the cheapest changes whose ``peak`` is at most ``budget``; every peak is asked for at most once.
 
-    More of a change is taken to need no more memory, but for the plan that needs least, which is looked for step by step.
+    More of a change is taken to need no more memory, but for the plan that needs least, which is looked for step by
+    step.
     """
     known: dict[tuple[tuple[str, Any], ...], int] = {}
 
@@ -92,8 +94,8 @@ def nearest(now: FitChoices, budget: int, peak: Peak) -> Fit:
 
 
 def _tiers(now: FitChoices) -> Iterator[tuple[dict[str, Any], FitChoices]]:
-    """On the devices there are, then with layers shared by some of them; then both with half the precision; then all of this on twice as
-    many devices, and so on as long as there are rows."""
+    """On the devices there are, then with layers shared by some of them; then both with half the precision; then all of
+    this on twice as many devices, and so on as long as there are rows."""
     dp = now.dp
     while dp == now.dp or now.batch_size % (dp * now.microbatches) == 0:
         for precision in dict.fromkeys((now.precision, "bf16" if now.precision == "fp32" else now.precision)):
@@ -195,7 +197,9 @@ class _Search:
         return sum(costs), sum(map(bool, place))
 
     def lowest(self) -> Place:
-        """From all changes at once, one step along one ladder at a time as long as that needs less, or costs less for as much."""
+        """From all changes at once, one step along one ladder at a time as long as that needs less, or costs less for
+        as much.
+        """
 
         def rank(one: Place) -> tuple[int, tuple[float, int]]:
             return self.at(one), self.order(one)
@@ -203,7 +207,8 @@ class _Search:
         place = tuple(size - 1 for size in self.sizes())
         while True:
             near = [
-                (*place[:i], at, *place[i + 1 :]) for i, size in enumerate(self.sizes()) for at in (place[i] - 1, place[i] + 1)
+                (*place[:i], at, *place[i + 1 :]) for i,
+                size in enumerate(self.sizes()) for at in (place[i] - 1, place[i] + 1)
                 if 0 <= at < size
             ]  # fmt: skip
             best = min(near, key=rank, default=place)

@@ -46,7 +46,8 @@ def accounts(
 ) -> tuple[Account, Account]:  # fmt: skip
     """What ``rank`` holds from step to step on its device, and beside it on the host: nothing if that is the device.
 
-    ``buckets`` are those that it has, by default all; ``rows`` is the number in a batch; ``common`` as in :func:`bucket_states`.  Of a bucket, masters are part of ``state``.
+    ``buckets`` are those that it has, by default all; ``rows`` is the number in a batch; ``common`` as in
+    :func:`bucket_states`.  Of a bucket, masters are part of ``state``.
     """
     there = Account()
     here = there if device == HOST else Account()
@@ -67,7 +68,8 @@ def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
 
 
 def _buckets(
-    there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, rank: int, device: str,
+    there: Account, here: Account, buckets: Sequence[Bucket], plan: Plan, choice: OptimizerChoice, rank: int,
+    device: str,
     common: bool, per_parameter: bool,
 ) -> None:  # fmt: skip
     offload = plan.offloads_optimizer
@@ -80,12 +82,16 @@ def _buckets(
             account.hold(BufferKind.GRAD.of(bucket.index), states.gradients)
             account.hold(BufferKind.STATE.of(bucket.index), states.optimizer)
         taker, where = (here, HOST) if offload else (there, device)
-        peak = max((step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0)
+        peak = max(
+            (step_peak(choice, one.spans, each, bucket.wide.itemsize, where) for one in share.updates), default=0
+        )
         # torch rounds on the host what it copies to a GPU in another dtype.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
         scaled = share.held.numel * bucket.wide.itemsize if plan.precision == "fp16" and not offload else 0
-        taker.changed[bucket.index] = sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
+        taker.changed[bucket.index] = (
+            sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
+        )
         there.final[bucket.index] = share.held.numel * bucket.wide.itemsize
 
 
@@ -104,11 +110,15 @@ def _pools(
     for k, held in enumerate(program.stashes):
         account.hold(BufferKind.STASH.of(k), max(numels[b] * trace.buckets[b].dtype.itemsize for b in held))
     for k, held in enumerate(program.unreduced):
-        account.hold(BufferKind.UNREDUCED.of(k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held))
+        account.hold(
+            BufferKind.UNREDUCED.of(k), max(numels[b] * (summed or trace.buckets[b].wide).itemsize for b in held)
+        )
 
 
 def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
-    """The dtypes of the slots to which backward writes gradients, by parameter; those of others go to their buckets' buffers."""
+    """The dtypes of the slots to which backward writes gradients, by parameter; those of others go to their buckets'
+    buffers.
+    """
     summed = COMPUTE_DTYPE.get(plan.reduce)
     names = (p.name for b in trace.buckets if placement(plan, b.parameters[0].name).grad == "S" for p in b.parameters)
     return {} if summed is None else dict.fromkeys(names, summed)
@@ -125,7 +135,9 @@ def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
 
 
 def norms_of(trace: Trace) -> int:
-    """The number of a rank's norms: one of each bucket, and in a model that was not captured whether each parameter was reached."""
+    """The number of a rank's norms: one of each bucket, and in a model that was not captured whether each parameter was
+    reached.
+    """
     learning = [b for b in trace.buckets if b.learns]
     return len(learning) + (0 if trace.opaque is None else sum(len(b.parameters) for b in learning))
 
@@ -159,7 +171,9 @@ class ProgramSizes:
         trace = self.traces[0]
         self.scalar = 8 if trace.precision == "fp64" else 4
         self.norms = self.scalar * norms_of(trace)  # of one rank
-        self.batch = self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar  # rows, loss, norm and the wish to stop
+        self.batch = (
+            self.persistent.get(BufferKind.BATCH.of(), 0) + 3 * self.scalar
+        )  # rows, loss, norm and the wish to stop
         self.begins: dict[Instruction, int] = {}  # the first of each batch but the first, whose fields are there before
         for one in self.program:
             batch = one.version if one.op is Op.COUNT else one.microbatch // self.microbatches
@@ -205,14 +219,22 @@ class ProgramSizes:
             case Op.BACKUP:
                 return {one.writes[0]: {"": self.account.changed.get(one.bucket, 0)}}
             case Op.RECEIVE if one.bucket < 0:
-                return {one.writes[0]: {name: self.traces[m].units[u].nbytes(name, self.envs[m]) for name in one.tensors}}
+                return {
+                    one.writes[0]: {name: self.traces[m].units[u].nbytes(name, self.envs[m]) for name in one.tensors}
+                }
             case Op.RECEIVE if one.writes[0].kind == BufferKind.RECEIVED:
                 return {one.writes[0]: {"": self.account.final.get(one.bucket, 0)}}
         return {}
 
     def forward(self, one: Instruction) -> Made:
-        memory, unit, batch = self.unit(one), self.traces[one.microbatch].units[one.unit], one.microbatch // self.microbatches
-        made: dict[Buffer, Mapping[str, int]] = {BufferKind.ACTIVATION.of(one.unit, one.microbatch): {"": memory.outputs}}
+        memory, unit, batch = (
+            self.unit(one),
+            self.traces[one.microbatch].units[one.unit],
+            one.microbatch // self.microbatches,
+        )
+        made: dict[Buffer, Mapping[str, int]] = {
+            BufferKind.ACTIVATION.of(one.unit, one.microbatch): {"": memory.outputs}
+        }
         made |= {b: {"": self.way(one).kept} for b in one.writes if b.kind in (BufferKind.SAVED, BufferKind.KEPT)}
         if memory.updates:
             made[BufferKind.UPDATE.of(one.unit)] = {"": memory.updates}

@@ -1,5 +1,5 @@
-"""Schedule ``auto`` for a model's units: cut into stages for what each unit takes, in every number of stages a rank that there may be,
-and the best timetable of all that fits into the memory."""
+"""Schedule ``auto`` for a model's units: cut into stages for what each unit takes, in every number of stages a rank
+that there may be, and the best timetable of all that fits into the memory."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ Peaks = Callable[[tuple[int, ...], Timetable], Sequence[int]]
 class UnitCosts:
     """Seconds and bytes of each unit that a stage can have, in the order of the model, for one microbatch.
 
-    ``forward`` to ``weight`` are the seconds of F, B, I and W; ``transfer`` those of a message between two ranks.  ``kept`` are the bytes
-    that a unit keeps from F to the end of B or I, its outputs included, ``deferred`` those from I to the end of W; ``inputs`` are the bytes
-    that it gets from the unit before, which a stage that begins with it holds too.
+    ``forward`` to ``weight`` are the seconds of F, B, I and W; ``transfer`` those of a message between two ranks.
+    ``kept`` are the bytes that a unit keeps from F to the end of B or I, its outputs included, ``deferred`` those from
+    I to the end of W; ``inputs`` are the bytes that it gets from the unit before, which a stage that begins with it
+    holds too.
     """
 
     forward: Sequence[float]
@@ -51,7 +52,8 @@ class UnitCosts:
 
         held = [kept + self.inputs[start] for kept, (start, _) in zip(sums(self.kept), bounds, strict=True)]
         return Costs(
-            sums(self.forward), sums(self.input), sums(self.weight), sums(self.backward), [self.transfer] * (len(sizes) - 1),
+            sums(self.forward), sums(self.input), sums(self.weight), sums(self.backward),
+            [self.transfer] * (len(sizes) - 1),
             held, sums(self.deferred),
         )  # fmt: skip
 
@@ -62,8 +64,8 @@ class UnitCosts:
 
 @dataclass(frozen=True)
 class Order:
-    """What was chosen: the units in each stage, the timetable ``found`` for their ``costs``, the most bytes a rank then holds, and
-    the best named schedule of all numbers of stages."""
+    """What was chosen: the units in each stage, the timetable ``found`` for their ``costs``, the most bytes a rank then
+    holds, and the best named schedule of all numbers of stages."""
 
     stages: tuple[int, ...]
     found: Found
@@ -84,8 +86,8 @@ def order(
 ) -> Order:
     """The fastest order over all ``cuts`` (units in each stage) in which no rank holds more than ``budget`` bytes.
 
-    The search knows the bytes of activations only; where a rank that goes by its result would hold too many, it is made again with
-    as many less for that rank.  :class:`ConfigError` where nothing fits.
+    The search knows the bytes of activations only; where a rank that goes by its result would hold too many, it is made
+    again with as many less for that rank.  :class:`ConfigError` where nothing fits.
     """
     chosen: list[Order] = []
     least: list[int] = []

@@ -1,4 +1,6 @@
-"""What a rank will hold at each instruction of a step: from trace, plan and optimizer alone, without weights, engine or device."""
+"""What a rank will hold at each instruction of a step: from trace, plan and optimizer alone, without weights, engine or
+device.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,9 @@ STATES = (Category.PARAMETERS, Category.GRADIENTS, Category.OPTIMIZER)
 class Prediction:
     """The memory of one rank in one step, or in a window of batches that overlap.
 
-    ``timeline`` is that of its device, ``host`` what is beside it on the host, by buffer and at most during updates (both empty
-    where the device is the host).  ``persistent`` is what is on the device from step to step, by buffer.  ``unknown`` are the ops
-    whose memory is a guess or left out, by unit.
+    ``timeline`` is that of its device, ``host`` what is beside it on the host, by buffer and at most during updates
+    (both empty where the device is the host).  ``persistent`` is what is on the device from step to step, by buffer.
+    ``unknown`` are the ops whose memory is a guess or left out, by unit.
     """
 
     rank: int
@@ -81,14 +83,16 @@ def predict(
     """What ``rank`` holds during a step on a batch of ``rows`` rows; by default the rank that needs most.
 
     Args:
-        trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their trace.
+        trace: of the model under ``plan``; where its batch dim is static, a function from rows of a microbatch to their
+        trace.
         device: "cpu" or "gpu", whichever is present here.
-        common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once for all of them.
+        common: whether ranks are processes of one host that have memory in common, where sharded parameters lie once
+        for all of them.
         profiled: :func:`shardwise.measure.unit_memory.profile`, or one that remembers what it has found.
         split: the stages of a trace under a plan; by default they are balanced by what its units cost.
 
-    What a process takes beside tensors is not counted (:class:`shardwise.estimate.devices.Reserve` has that of GPUs).  :class:`ConfigError` on numbers that do not
-    fit the plan or the trace.
+    What a process takes beside tensors is not counted (:class:`shardwise.estimate.devices.Reserve` has that of GPUs).
+    :class:`ConfigError` on numbers that do not fit the plan or the trace.
     """
     if rows < 1:
         raise ConfigError(f"memory: rows {rows} is not legal; legal: 1 or more")
@@ -100,7 +104,9 @@ def predict(
     by_size = {size: trace if isinstance(trace, Trace) else trace(size) for size in set(sizes)}
     general = by_size[sizes[0]]
     if general.precision != plan.precision:
-        raise ConfigError(f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}")
+        raise ConfigError(
+            f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}"
+        )
     cut = split(general, plan)
     batches = steady(plan)
     programs = lower(general, plan, cut=cut, batches=batches)
@@ -172,8 +178,9 @@ def bucket_name(trace: Trace, bucket: Bucket) -> str:
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: StageSplit) -> list[int]:
-    """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch, and of those the last along the
-    axes of tensor parallelism, which have the most of everything, the one with the largest model states and batch."""
+    """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch, and of those
+    the last along the axes of tensor parallelism, which have the most of everything, the one with the largest model
+    states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
     per_parameter = trace.opaque is not None

@@ -17,12 +17,14 @@ GAIN = 0.01  # of the forward's seconds: what one more unit ahead has to save
 def depth(trace: Trace, plan: Plan, costs: Sequence[UnitCost], rates: Rates) -> int:
     """The least number of units ahead, up to :data:`MOST`, with which a forward is as fast as with any larger number.
 
-    ``costs`` are those of the units of ``trace`` for a rank's rows of a microbatch.  Backward takes about twice as long to compute and
-    gathers as much, so forward decides.
+    ``costs`` are those of the units of ``trace`` for a rank's rows of a microbatch.  Backward takes about twice as long
+    to compute and gathers as much, so forward decides.
     """
     axes = shard_axes(plan)
     parts = plan.mesh.axis_size(axes)
-    first = {b.index: min(b.units) for b in trace.buckets if b.units and placement(plan, b.parameters[0].name).state != "R"}
+    first = {
+        b.index: min(b.units) for b in trace.buckets if b.units and placement(plan, b.parameters[0].name).state != "R"
+    }
     gathers = [0.0] * len(costs)
     for bucket in trace.buckets:
         if bucket.index in first:
@@ -35,8 +37,8 @@ def depth(trace: Trace, plan: Plan, costs: Sequence[UnitCost], rates: Rates) -> 
 
 
 def forward_seconds(computes: Sequence[float], gathers: Sequence[float], ahead: int) -> float:
-    """Seconds of units computed one after the other, each after its gather; a gather begins after the one before it, and not before
-    the unit ``ahead`` places earlier begins."""
+    """Seconds of units computed one after the other, each after its gather; a gather begins after the one before it,
+    and not before the unit ``ahead`` places earlier begins."""
     begins: list[float] = []
     link = free = 0.0
     for unit, (compute, gather) in enumerate(zip(computes, gathers, strict=True)):

@@ -1,8 +1,9 @@
 """``auto``: the best named schedule for measured times and a limit of memory, improved by local search.
 
-The search takes the orders of forwards and backwards of a named schedule and puts the W's in anew (``fill.py``).  It changes how far each
-rank runs ahead, and how large a gap has to be to be filled, as long as that makes the step shorter: what also decides in the heuristic
-of Qi et al. (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1).  With many microbatches it begins with fewer.
+The search takes the orders of forwards and backwards of a named schedule and puts the W's in anew (``fill.py``).  It
+changes how far each rank runs ahead, and how large a gap has to be to be filled, as long as that makes the step
+shorter: what also decides in the heuristic of Qi et al. (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section
+3.1).  With many microbatches it begins with fewer.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ CLIMBS = 8
 """The search goes on from so many of its beginnings, the best ones."""
 
 Value = tuple[float, float]
-"""What the search makes less: the seconds of the step and, where these are equal, of all ranks together, in units of ideal time."""
+"""What the search makes less: the seconds of the step and, where these are equal, of all ranks together, in units of
+ideal time.
+"""
 
 NEVER = (float("inf"), float("inf"))
 
 
 @dataclass(frozen=True)
 class Found:
-    """The timetable that was chosen.  ``name`` is its schedule's, or ``auto from`` what the search began with; ``named`` is the best
-    of the named schedules that fit, if any does."""
+    """The timetable that was chosen.  ``name`` is its schedule's, or ``auto from`` what the search began with;
+    ``named`` is the best of the named schedules that fit, if any does."""
 
     name: str
     timetable: Timetable
@@ -43,7 +46,9 @@ class Found:
 
 @dataclass(frozen=True)
 class _State:
-    """A draft by what it is made from: a base, the kind of backwards (B or I), the least part of a W that a gap is, shifts by rank."""
+    """A draft by what it is made from: a base, the kind of backwards (B or I), the least part of a W that a gap is,
+    shifts by rank.
+    """
 
     base: str
     kind: str
@@ -59,10 +64,18 @@ class _State:
 
 
 class _Search:
-    """Values of states over ``bases``, timetables of so many microbatches, until about ``events`` tasks have been played."""
+    """Values of states over ``bases``, timetables of so many microbatches, until about ``events`` tasks have been
+    played.
+    """
 
     def __init__(
-        self, bases: Mapping[str, Timetable], microbatches: int, costs: Costs, limits: Sequence[float], norm: str, events: int
+        self,
+        bases: Mapping[str, Timetable],
+        microbatches: int,
+        costs: Costs,
+        limits: Sequence[float],
+        norm: str,
+        events: int,
     ) -> None:
         self.bases, self.norm, self.left, self.price = bases, norm, events, 3 * costs.stages * microbatches
         self.drafts = {(name, kind): PlanDraft.of(base, kind) for name, base in bases.items() for kind in "BI"}
@@ -70,7 +83,9 @@ class _Search:
         for name, base in bases.items():
             home = {task.stage: rank for rank, tasks in enumerate(base) for task in tasks}
             self.fillers[name] = Filler(costs, home, microbatches, limits)
-            self.steps[name] = [sum(costs.step[stage] for stage in home if home[stage] == rank) for rank in range(len(base))]
+            self.steps[name] = [
+                sum(costs.step[stage] for stage in home if home[stage] == rank) for rank in range(len(base))
+            ]
             self.ranks = range(len(base))
         self.unit = microbatches * sum(map(sum, (costs.forward, costs.input, costs.weight))) / len(self.ranks)
         self.values: dict[_State, Value] = {}
@@ -89,12 +104,17 @@ class _Search:
             if played := self.play(state):
                 _, begin, end = played
                 if self.norm == "post-validate":
-                    end = [stop - start + step for start, stop, step in zip(begin, end, self.steps[state.base], strict=True)]
+                    end = [
+                        stop - start + step
+                        for start, stop, step in zip(begin, end, self.steps[state.base], strict=True)
+                    ]
                 self.values[state] = (round(max(end) / self.unit, 9), round(sum(end) / self.unit, 9))
         return self.values[state]
 
     def climb(self, state: _State) -> _State:
-        """Go on to a better state next to it, until none is: one rank, all up to it or all from it further ahead or less, or another fit."""
+        """Go on to a better state next to it, until none is: one rank, all up to it or all from it further ahead or
+        less, or another fit.
+        """
         moves: list[Callable[[_State], _State]] = [
             partial(_State.shifted, low=low, high=high, by=by)
             for rank in self.ranks
@@ -120,10 +140,12 @@ def auto(
     split: bool = True,
     events: int = 1_000_000,
 ) -> Found:
-    """The shortest step found with at most ``limit`` bytes of activations on any rank, or on each; each rank has as many of the stages of ``costs``.
+    """The shortest step found with at most ``limit`` bytes of activations on any rank, or on each; each rank has as
+    many of the stages of ``costs``.
 
-    ``split`` says whether backwards may be in two parts, I and W.  The search is deterministic and plays about ``events`` tasks at most, at
-    some microseconds each.  Raises :class:`ConfigError` if no timetable fits, with the least limit that one does.
+    ``split`` says whether backwards may be in two parts, I and W.  The search is deterministic and plays about
+    ``events`` tasks at most, at some microseconds each.  Raises :class:`ConfigError` if no timetable fits, with the
+    least limit that one does.
     """
     check_count("pp", ranks)
     check_count("microbatches", microbatches)
@@ -134,13 +156,17 @@ def auto(
     tables = {name: t for name, t in _named(ranks, microbatches, each).items() if split or not SCHEDULES[name].splits}
     found = [Found(name, table, simulate(table, costs, norm)) for name, table in tables.items()]
     limits = [float(limit)] * ranks if isinstance(limit, int | float) else list(limit)
-    found = [one for one in found if all(peak <= most for peak, most in zip(one.simulation.peak_bytes, limits, strict=True))]
+    found = [
+        one for one in found if all(peak <= most for peak, most in zip(one.simulation.peak_bytes, limits, strict=True))
+    ]
     named = min(found, key=_order, default=None)
     if searched := _searched(ranks, microbatches, costs, limits, norm, split, events):
         found.append(searched)
     if not found:
         whole = _named(ranks, 1, each).values()
-        least = min(max(sum(costs.activations[t.stage] for t in tasks if t.kind == "F") for tasks in table) for table in whole)
+        least = min(
+            max(sum(costs.activations[t.stage] for t in tasks if t.kind == "F") for tasks in table) for table in whole
+        )
         wrong = f"no timetable fits in {min(limits):,.0f} bytes a rank"
         raise ConfigError.on("activations", wrong, f"at least {least:,.0f} bytes.")
     return replace(min(found, key=_order), named=named)
@@ -161,7 +187,9 @@ def _named(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
 
 
 def _bases(ranks: int, microbatches: int, v: int) -> dict[str, Timetable]:
-    """What the search begins with: the named schedules, and one microbatch after the other, which takes the least memory."""
+    """What the search begins with: the named schedules, and one microbatch after the other, which takes the least
+    memory.
+    """
     alone = {
         f"{name}, one microbatch after the other": tuple(
             tuple(task._replace(microbatch=m) for m in range(microbatches) for task in tasks) for tasks in table

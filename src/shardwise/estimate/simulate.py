@@ -1,11 +1,12 @@
 """The time that a timetable takes, from the seconds of each stage: an event for every task, no instructions.
 
-Every rank computes its tasks in order, each as soon as the rank is free and what the task needs has arrived: a forward the output of the
-stage before, a backward the gradient from the stage after, ``transfer`` seconds after it was made if it comes from another rank.
-Transfers are beside computing: the sender goes on at once, and they do not slow each other down.
+Every rank computes its tasks in order, each as soon as the rank is free and what the task needs has arrived: a forward
+the output of the stage before, a backward the gradient from the stage after, ``transfer`` seconds after it was made if
+it comes from another rank. Transfers are beside computing: the sender goes on at once, and they do not slow each other
+down.
 
-Two definitions of *bubble* are in use.  With T the time of a step and w the seconds that a rank computes, it is (T - w) / T of **total**
-time, or (T - w) / w of **ideal** time, which the step would take if no rank ever waited.
+Two definitions of *bubble* are in use.  With T the time of a step and w the seconds that a rank computes, it is (T - w)
+/ T of **total** time, or (T - w) / w of **ideal** time, which the step would take if no rank ever waited.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from shardwise.core.errors import ConfigError, ShardwiseError, check_choice
 from shardwise.core.timetable import Task, Timetable
 
 NORMS = ("barrier", "post-validate")
-"""When ranks take their optimizer step: once all have their gradients and know the norm of all, or each at the end of its own work."""
+"""When ranks take their optimizer step: once all have their gradients and know the norm of all, or each at the end of
+its own work.
+"""
 
 Floats = NDArray[np.float64]
 
@@ -30,10 +33,11 @@ Floats = NDArray[np.float64]
 class Costs:
     """Seconds and bytes of each stage for one microbatch.
 
-    ``backward`` is the time of B, by default that of I and W.  ``transfer`` is the time from stage s to s + 1, or back, if they are on
-    different ranks: one number less than there are stages, by default 0.  ``activations`` are the bytes held from F to the end of B, or of
-    I; ``weight_activations`` those held from I to the end of W (default: as many).  ``step`` is the time of the optimizer's step of a stage's
-    parameters, ``norm`` that of the reduction of the global norm.
+    ``backward`` is the time of B, by default that of I and W.  ``transfer`` is the time from stage s to s + 1, or back,
+    if they are on different ranks: one number less than there are stages, by default 0.  ``activations`` are the bytes
+    held from F to the end of B, or of I; ``weight_activations`` those held from I to the end of W (default: as many).
+    ``step`` is the time of the optimizer's step of a stage's parameters, ``norm`` that of the reduction of the global
+    norm.
     """
 
     forward: Sequence[float]
@@ -62,7 +66,9 @@ class Costs:
             object.__setattr__(self, name, values)
 
     @classmethod
-    def uniform(cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0) -> Costs:
+    def uniform(
+        cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0
+    ) -> Costs:
         """Stages that are all alike, with one byte of activations each."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, transfer=(transfer,) * (stages - 1))
 
@@ -78,13 +84,15 @@ class Costs:
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step of a timetable: ``start`` and ``stop`` are the seconds of every task, an array a rank, in the timetable's order.
+    """A step of a timetable: ``start`` and ``stop`` are the seconds of every task, an array a rank, in the timetable's
+    order.
 
-    ``seconds`` is the time of the step.  Under ``barrier`` it is from the first task to the end of the slowest optimizer step; under
-    ``post-validate`` the longest that any rank takes from its first task to the end of its own optimizer step, as steps follow each other
-    at that period.  ``work`` is what each rank computes of it, its optimizer step included.  ``peak_activations`` is by rank the most
-    (stage, microbatch) that are between F and the end of B or W, ``peak_bytes`` the most bytes of activations.  ``critical`` is the path, as
-    (rank, place in its list), of tasks that each started when the one before had ended or arrived; the last ends the step.
+    ``seconds`` is the time of the step.  Under ``barrier`` it is from the first task to the end of the slowest
+    optimizer step; under ``post-validate`` the longest that any rank takes from its first task to the end of its own
+    optimizer step, as steps follow each other at that period.  ``work`` is what each rank computes of it, its optimizer
+    step included.  ``peak_activations`` is by rank the most (stage, microbatch) that are between F and the end of B or
+    W, ``peak_bytes`` the most bytes of activations.  ``critical`` is the path, as (rank, place in its list), of tasks
+    that each started when the one before had ended or arrived; the last ends the step.
     """
 
     timetable: Timetable
@@ -120,8 +128,8 @@ class Simulation:
 def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simulation:
     """Play a timetable; the rank of a stage is the one whose list has it.
 
-    Raises :class:`ConfigError` for costs of another number of stages, and :class:`ShardwiseError` for a timetable that cannot run, with the
-    tasks that wait for each other.
+    Raises :class:`ConfigError` for costs of another number of stages, and :class:`ShardwiseError` for a timetable that
+    cannot run, with the tasks that wait for each other.
     """
     check_choice("norm", norm, NORMS)
     places = {(task.stage, rank) for rank, tasks in enumerate(timetable) for task in tasks}
@@ -134,7 +142,9 @@ def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simul
     events.play()
     step = np.zeros(len(timetable))
     np.add.at(step, [home[stage] for stage in range(costs.stages)], costs.step)
-    begin, end = (np.array([times[place] for times in lists]) for lists, place in ((events.start, 0), (events.stop, -1)))
+    begin, end = (
+        np.array([times[place] for times in lists]) for lists, place in ((events.start, 0), (events.stop, -1))
+    )
     last = int((end if norm == "barrier" else end + step - begin).argmax())
     seconds = end[last] + costs.norm + step.max() if norm == "barrier" else end[last] + step[last] - begin[last]
     start, stop = tuple(map(np.array, events.start)), tuple(map(np.array, events.stop))
@@ -146,23 +156,29 @@ def simulate(timetable: Timetable, costs: Costs, norm: str = "barrier") -> Simul
 class _Events:
     """The events of a timetable: seconds by rank and place, and which task's arrival each started at.
 
-    Tasks are numbered by kind, stage and microbatch, B like I.  A backward needs the backward of the next stage, which can only be there
-    if its own forward is.
+    Tasks are numbered by kind, stage and microbatch, B like I.  A backward needs the backward of the next stage, which
+    can only be there if its own forward is.
     """
 
     def __init__(self, timetable: Timetable, costs: Costs, home: dict[int, int]) -> None:
         self.timetable, self.home = timetable, home
         self.start: list[list[float]] = [[] for _ in timetable]
         self.stop: list[list[float]] = [[] for _ in timetable]
-        self.cause: list[list[int]] = [[] for _ in timetable]  # the number of a task, or -1: the rank was busy until then
+        self.cause: list[list[int]] = [
+            [] for _ in timetable
+        ]  # the number of a task, or -1: the rank was busy until then
         self.microbatches = 1 + max(task.microbatch for tasks in timetable for task in tasks)
-        self.where: list[tuple[int, int]] = [(-1, -1)] * (3 * costs.stages * self.microbatches)  # rank and place by number
-        # By kind and stage: the number of its task of microbatch 0, of the one that this needs (negative: none), seconds between, seconds.
+        self.where: list[tuple[int, int]] = [(-1, -1)] * (
+            3 * costs.stages * self.microbatches
+        )  # rank and place by number
+        # By kind and stage: the number of its task of microbatch 0, of the one that this needs (negative: none),
+        # seconds between, seconds.
         self.lanes: dict[tuple[str, int], tuple[int, int, float, float]] = {}
         seconds, n = costs.seconds, costs.stages
         for stage in range(n):
             before, after = (
-                costs.transfer[edge] if 0 <= edge < n - 1 and home[edge] != home[edge + 1] else 0.0 for edge in (stage - 1, stage)
+                costs.transfer[edge] if 0 <= edge < n - 1 and home[edge] != home[edge + 1] else 0.0
+                for edge in (stage - 1, stage)
             )
             back = n + stage + 1 if stage < n - 1 else stage
             rows = {"F": (0, stage - 1, before), "B": (1, back, after), "I": (1, back, after), "W": (2, n + stage, 0.0)}
@@ -204,7 +220,9 @@ class _Events:
 
     def _circle(self) -> str:
         """Who waits for whom, round to where it began, or until a task that nobody has."""
-        first = {r: tasks[len(self.stop[r])] for r, tasks in enumerate(self.timetable) if len(self.stop[r]) < len(tasks)}
+        first = {
+            r: tasks[len(self.stop[r])] for r, tasks in enumerate(self.timetable) if len(self.stop[r]) < len(tasks)
+        }
         rank, chain, words = min(first), list[int](), list[str]()
         while rank not in chain:
             chain.append(rank)
@@ -212,11 +230,15 @@ class _Events:
             row, rest = divmod(need + first[rank].microbatch, len(self.where) // 3)
             stage, microbatch = divmod(rest, self.microbatches)
             after = self.home[stage]
-            there = [t for t in self.timetable[after] if t[1:] == (stage, microbatch) and t.kind in ("F", "BI", "W")[row]]
+            there = [
+                t for t in self.timetable[after] if t[1:] == (stage, microbatch) and t.kind in ("F", "BI", "W")[row]
+            ]
             if not there:
                 missing = Task("FBW"[row], stage, microbatch)
                 return f"{_words(first[rank])} on rank {rank} waits for {_words(missing)}, which no rank computes"
-            words.append(f"rank {rank} has {_words(first[rank])} next, which waits for {_words(there[0])} on rank {after}")
+            words.append(
+                f"rank {rank} has {_words(first[rank])} next, which waits for {_words(there[0])} on rank {after}"
+            )
             rank = after
         return "; ".join(words[chain.index(rank) :])
 
@@ -235,7 +257,7 @@ def _words(task: Task) -> str:
 
 
 def _peaks(timetable: Timetable, costs: Costs) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """By rank the most activations that are alive at once, and the most bytes: F takes them, what ends releases them."""
+    """By rank the most activations alive at once, and the most bytes: F takes them, what ends releases them."""
     taken = {"F": costs.activations, "W": [-x for x in costs.weight_activations], "B": [-x for x in costs.activations]}
     taken["I"] = [kept - held for kept, held in zip(costs.weight_activations, costs.activations, strict=True)]
     counted = {"F": 1, "I": 0, "W": -1, "B": -1}

@@ -40,8 +40,8 @@ class States:
 
 @dataclass(frozen=True)
 class Widths:
-    """Bytes an element: of the parameter that computes, its gradient, its master (0 where it is its own), the optimizer's state;
-    and bytes a segment of the optimizer's scalars."""
+    """Bytes an element: of the parameter that computes, its gradient, its master (0 where it is its own), the
+    optimizer's state; and bytes a segment of the optimizer's scalars."""
 
     parameter: int
     gradient: int
@@ -59,9 +59,11 @@ def widths(choice: OptimizerChoice, itemsize: int, wide: int) -> Widths:
 def bucket_states(
     share: Share, each: Widths, *, learns: bool = True, offload: bool = False, common: bool = False
 ) -> tuple[States, States]:  # fmt: skip
-    """What a rank holds of one bucket on its device and on the host, where masters, state and a copy of the gradient are offloaded.
+    """What a rank holds of one bucket on its device and on the host, where masters, state and a copy of the gradient
+    are offloaded.
 
-    ``common``: ranks have memory in common, where the parameters of sharded buckets lie once for all of them.  Buffers have the layout's padding; optimizer state is only of the segments between.
+    ``common``: ranks have memory in common, where the parameters of sharded buckets lie once for all of them.  Buffers
+    have the layout's padding; optimizer state is only of the segments between.
     """
     whole, held = share.layout.numel, share.held.numel
     parameters = (held if share.rule.rest == "S" or common else whole) * each.parameter
@@ -83,7 +85,8 @@ def changed(spans: Sequence[Span], each: Widths, wide: int) -> int:
 def step_peak(choice: OptimizerChoice, spans: Sequence[Span], each: Widths, wide: int, device: str) -> int:
     """Bytes that the update of ``spans`` takes beside their states.
 
-    A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and state.
+    A fused kernel takes the clipping factor alone.  Any other first copies what it may have to undo: parameters and
+    state.
     """
     if choice.name in FUSED[device]:
         return SCALAR if spans else 0

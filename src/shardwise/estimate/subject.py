@@ -33,7 +33,11 @@ class Subject:
         """The place of ``rank`` in each microbatch."""
         mesh, axes = self.plan.mesh, batch_axes(self.plan)
         real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
-        parts, index, tensor = mesh.axis_size(axes), mesh.index(rank, axes), mesh.places(rank, tuple(self.traces[0].tensor))
+        parts, index, tensor = (
+            mesh.axis_size(axes),
+            mesh.index(rank, axes),
+            mesh.places(rank, tuple(self.traces[0].tensor)),
+        )
         return [Env(axes=real, parts=parts, index=index, rows=n, tensor=tensor) for n in self.sizes]
 
     def share(self, bucket: int, rank: int) -> Share:

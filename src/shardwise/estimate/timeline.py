@@ -1,7 +1,8 @@
 """The bytes a rank holds at every instruction of a program: pure data, from the program and the sizes of what it names.
 
-A buffer is alive from the first instruction that makes a part of it to the one that frees it, or, if that communicates, to the one that
-waits for it; while an instruction runs it may need more than it leaves.  Persistent buffers are alive from the start and for good.
+A buffer is alive from the first instruction that makes a part of it to the one that frees it, or, if that communicates,
+to the one that waits for it; while an instruction runs it may need more than it leaves.  Persistent buffers are alive
+from the start and for good.
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ def by_category(sizes: Mapping[Buffer, int]) -> Counter[Category]:
 
 
 def timeline(instructions: Sequence[Instruction], sizes: BufferSizes) -> Timeline:
-    """Walk a program.  At the peak of an instruction, what it leaves counts under its category, the rest as temporary."""
+    """Walk a program.  At an instruction's peak, what it leaves counts under its category and the rest as temporary."""
     alive: dict[Buffer, dict[str, int]] = {b: {"": n} for b, n in sizes.persistent.items()}
     now = by_category(sizes.persistent)
     moments = []
-    posted: dict[int, Instruction] = {}  # what frees something once it is done, which is known when somebody has waited for it
+    posted: dict[
+        int, Instruction
+    ] = {}  # what frees something once it is done, which is known when somebody has waited for it
 
     def free(one: Instruction) -> None:
         for buffer in one.frees:

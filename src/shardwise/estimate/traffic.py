@@ -34,12 +34,15 @@ class TrafficMoment:
 
 
 def step_traffic(
-    traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0, programs: Sequence[Program] = ()
+    traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0,
+    programs: Sequence[Program] = ()
 ) -> list[TrafficMoment]:  # fmt: skip
-    """Of ``rank`` in a step on a batch of ``rows`` rows, or in a window of batches that overlap: its instructions in order.
+    """Of ``rank`` in a step on a batch of ``rows`` rows, or in a window of batches that overlap: its instructions in
+    order.
 
-    ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.  A message counts as a kind of its own over the pipeline.  Left
-    out are what is asked before a step (whether masks are all ones) and the second run of what a VALIDATE undoes.
+    ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.
+    A message counts as a kind of its own over the pipeline.  Left out are what is asked before a step (whether masks
+    are all ones) and the second run of what a VALIDATE undoes.
     """
     plan = plan.replace(microbatches=len(traces))
     program = class_of(programs or lower(traces[0], plan, batches=steady(plan)), plan.mesh, rank)
@@ -117,7 +120,9 @@ class _RankTraffic:
         whole = one.scatters or share.rule.state == "R"
         numel = share.layout.numel if whole else share.layout.numel // self.plan.mesh.axis_size(SHARDS)
         return Traffic(
-            "reduce_scatter" if one.scatters else "all_reduce", (SHARDS,) if one.scatters else one.axes, numel * dtype.itemsize
+            "reduce_scatter" if one.scatters else "all_reduce",
+            (SHARDS,) if one.scatters else one.axes,
+            numel * dtype.itemsize,
         )
 
     def message(self, one: Instruction) -> list[Traffic]:

@@ -71,6 +71,8 @@ def is_random(node: fx.Node) -> bool:
     """Whether an op draws random numbers, so called."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    if any(has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")):
+    if any(
+        has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")
+    ):
         return False
     return not (op_name(node) in _RECURRENT and given(node, "num_layers") == 1)  # dropout is between layers

@@ -17,8 +17,9 @@ class Uncapturable(ShardwiseError):
 class Captured:
     """A flat graph and what its placeholders are.
 
-    Tied parameters and shared buffers appear once, under the first of their names; ``names`` has all names of parameters, each with
-    that first one.  ``rows`` is None if the batch dim is symbolic, else the only number of rows that the graph takes.
+    Tied parameters and shared buffers appear once, under the first of their names; ``names`` has all names of
+    parameters, each with that first one.  ``rows`` is None if the batch dim is symbolic, else the only number of rows
+    that the graph takes.
     """
 
     graph: fx.Graph

@@ -1,6 +1,7 @@
 """Dtypes named in the graph, so that it computes the same wherever and under whatever default dtype it runs.
 
-Under ``fp64`` everything is a double: casts to narrower floats, constants, factories, and integers that meet a Python float.
+Under ``fp64`` everything is a double: casts to narrower floats, constants, factories, and integers that meet a Python
+float.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ WIDE = {
 
 
 def name_dtypes(graph: fx.Graph, wide: bool) -> None:
-    """Give every op that takes torch's default dtype its own; with ``wide``, replace narrow floats by doubles in the whole graph."""
+    """Give every op that takes torch's default dtype its own; with ``wide``, replace narrow floats by doubles in the
+    whole graph.
+    """
     last = next((n for n in graph.nodes if n.op != "placeholder"), None)
     for node in list(graph.nodes):
         if wide and node.op == "placeholder" and _narrow(node.meta.get("val")) and node.users:
@@ -65,11 +68,17 @@ def _pin(graph: fx.Graph, node: fx.Node) -> None:
             node.kwargs = {**node.kwargs, "dtype": value.dtype}
     elif node.target is aten.where.Scalar:
         with graph.inserting_before(node):
-            options = [graph.call_function(aten.scalar_tensor.default, (a,), {"dtype": value.dtype}) for a in node.args[1:]]
+            options = [
+                graph.call_function(aten.scalar_tensor.default, (a,), {"dtype": value.dtype}) for a in node.args[1:]
+            ]
         for option in options:
             option.meta = {**node.meta, "val": value.new_empty(())}
         node.target, node.args = aten.where.self, (node.args[0], *options)
-    elif torch.Tag.pointwise in node.target.tags or described.name in ("aten::where", "aten::true_divide", "aten::divide"):
+    elif torch.Tag.pointwise in node.target.tags or described.name in (
+        "aten::where",
+        "aten::true_divide",
+        "aten::divide",
+    ):
         for operand in operands:
             if described.name == "aten::where" and operand is node.args[0]:
                 continue

@@ -1,9 +1,10 @@
 """In-place operations made functional, and torch's wrappers around ops removed: one pass that copies a captured graph.
 
-Every value has a base (itself, or what it is a view of).  Writing to a view scatters the new value into its source, up to
-the base; reading a view after its base was written makes the view again.  An op that changes a tensor's shape in place (``t_``) writes
-no values: the tensor is a view from then on, which is what the graph's later ops read, and earlier views stay what they are.  What a
-buffer holds at the end of the graph is its update.  Random ops get their ordinal here, in the order in which the model draws.
+Every value has a base (itself, or what it is a view of).  Writing to a view scatters the new value into its source, up
+to the base; reading a view after its base was written makes the view again.  An op that changes a tensor's shape in
+place (``t_``) writes no values: the tensor is a view from then on, which is what the graph's later ops read, and
+earlier views stay what they are.  What a buffer holds at the end of the graph is its update.  Random ops get their
+ordinal here, in the order in which the model draws.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ class Normal:
 
 
 def functionalise(captured: Captured) -> Normal:
-    """Copy ``captured`` without in-place ops, wrappers and asserts; raises :class:`Uncapturable` on what has no functional form."""
+    """Copy ``captured`` without in-place ops, wrappers and asserts; raises :class:`Uncapturable` on what has no
+    functional form.
+    """
     walker = _Walker(captured)
     walker.run(captured.graph, captured.owner)
     return walker.finish()
@@ -55,7 +58,9 @@ class _Walker:
         self.seen: dict[fx.Node, int] = {}  # value → writes of its base when it was made
         self.grad = True  # whether autograd records the ops that are being copied
         self.unrecorded: set[fx.Node] = set()  # ops copied where it does not
-        self.passed: set[fx.Node] = set()  # outputs of wrapped sub-graphs, each the same as the inner node that is its source
+        self.passed: set[fx.Node] = (
+            set()
+        )  # outputs of wrapped sub-graphs, each the same as the inner node that is its source
         self.known: dict[fx.Node, bool] = {}  # of new nodes: whether they have a gradient
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
@@ -111,7 +116,9 @@ class _Walker:
 
     def refuse_tracked(self, old: fx.Node) -> None:
         if self.tracked(self.read(old)):
-            raise Uncapturable("forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient")
+            raise Uncapturable(
+                "forward writes, unseen by autograd (no_grad, detach or .data), to a tensor that has a gradient"
+            )
 
     def scatter(self, view: fx.Node, base: fx.Node, new: fx.Node) -> fx.Node:
         """``base`` with ``new`` where ``view`` looks at it."""
@@ -254,7 +261,9 @@ class _Walker:
         elif target is aten.batch_norm.default and old.args[5]:
             self.batch_norm(old)
         elif described is not None and described.is_mutable:
-            if torch.Tag.inplace_view in target.tags and not (target is aten.detach_.default and not self.viewed(old.args[0])):
+            if torch.Tag.inplace_view in target.tags and not (
+                target is aten.detach_.default and not self.viewed(old.args[0])
+            ):
                 self.change_view(old)
             else:
                 self.mutate(old)
@@ -290,7 +299,9 @@ class _Walker:
         self.grad = before
 
     def batch_norm(self, old: fx.Node) -> None:
-        """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running statistics."""
+        """BatchNorm in training, whose statistics are of all rows: an op of ours, which returns the new running
+        statistics.
+        """
         x, weight, bias, *running, _, momentum, eps = old.args[:8]
         written = [r for r in running if isinstance(r, fx.Node)]
         node = self.call(norms.batch_norm, self.map((x, weight, bias, *running, momentum, eps)), old)
@@ -307,7 +318,9 @@ class _Walker:
         name = described.name.removeprefix("aten::")
         written = [i for i, a in enumerate(described.arguments) if a.alias_info and a.alias_info.is_write]
         target = (
-            functional_form(old) if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::") else None
+            functional_form(old)
+            if written == [0] and isinstance(goal, fx.Node) and described.name.startswith("aten::")
+            else None
         )
         if target is None:
             raise Uncapturable(f"in-place op {old.target} has no functional form")
@@ -328,7 +341,9 @@ class _Walker:
         return any(not self.same(view) and self.base(view) is base for view in self.source)
 
     def change_view(self, old: fx.Node) -> None:
-        """An op that changes how a tensor looks at its memory, and no values: its node, which later ops read, is a view of what there was."""
+        """An op that changes how a tensor looks at its memory, and no values: its node, which later ops read, is a view
+        of what there was.
+        """
         goal, target = old.args[0], functional_form(old)
         assert isinstance(goal, fx.Node)
         if target is None:
@@ -338,9 +353,15 @@ class _Walker:
         tensor = goal
         while self.same(tensor) and tensor in self.source:
             tensor = self.source[tensor]
-        stays = {**self.captured.parameters, **self.captured.buffers}.get(tensor.name) if tensor.op == "placeholder" else None
+        stays = (
+            {**self.captured.parameters, **self.captured.buffers}.get(tensor.name)
+            if tensor.op == "placeholder"
+            else None
+        )
         if stays:
-            raise Uncapturable(f"forward changes the shape of {stays}, which stays from step to step, in place ({old.target})")
+            raise Uncapturable(
+                f"forward changes the shape of {stays}, which stays from step to step, in place ({old.target})"
+            )
         old.target = target
         self.bind(old, self.emit(old), goal)
 

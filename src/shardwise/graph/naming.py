@@ -22,5 +22,5 @@ def module_path(node: fx.Node | None) -> str:
 def named(node: fx.Node) -> str:
     """``linear blocks.*.mlp.up``: an op, for those of all blocks."""
     return (
-        f"{getattr(schema(node.target), 'name', str(node.target)).removeprefix('aten::')} {starred(module_path(node))}".rstrip()
-    )
+        f"{getattr(schema(node.target), 'name', str(node.target)).removeprefix('aten::')} {starred(module_path(node))}"
+    ).rstrip()

@@ -1,7 +1,9 @@
-"""Clean-up of a functional graph: casts that change nothing, kernels that read on the host, and attention masks that say no more than "causal".
+"""Clean-up of a functional graph: casts that change nothing, kernels that read on the host, and attention masks that
+say no more than "causal".
 
-transformers passes a full (rows, 1, S, S) mask to every attention, which costs 40–70 % of its speed on CPU and the flash
-kernel on CUDA; a mask that depends on shapes alone is computed here once and, if lower-triangular, replaced by ``is_causal``.
+transformers passes a full (rows, 1, S, S) mask to every attention, which costs 40–70 % of its speed on CPU and the
+flash kernel on CUDA; a mask that depends on shapes alone is computed here once and, if lower-triangular, replaced by
+``is_causal``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,14 @@ from shardwise.graph.sizes import concrete
 
 aten = torch.ops.aten
 
-CASTS = {aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other, aten._to_copy.default, aten.type_as.default}
+CASTS = {
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten._to_copy.default,
+    aten.type_as.default,
+}
 _SHAPE_ONLY = {
     aten.sym_size.int, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
     aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default,
@@ -59,7 +68,9 @@ def _simplify_cast(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _choose(graph: fx.Graph, node: fx.Node) -> None:
-    """The kernel that fills with a tensor reads its value on the host, and so waits for a GPU; the one that chooses does not."""
+    """The kernel that fills with a tensor reads its value on the host, and so waits for a GPU; the one that chooses
+    does not.
+    """
     x, mask, value = node.args
     with graph.inserting_before(node):
         if value.meta["val"].dtype != node.meta["val"].dtype:

@@ -9,12 +9,16 @@ import torch
 
 
 def of_data(size: Any) -> bool:
-    """Whether a size depends on data; one that later ops have shown to be a number (``bincount``'s) does not, although it has no hint."""
+    """Whether a size depends on data; one that later ops have shown to be a number (``bincount``'s) does not, although
+    it has no hint.
+    """
     return isinstance(size, torch.SymInt) and not size.node.has_hint() and bool(size.node.expr.free_symbols)
 
 
 def concrete(size: Any) -> int:
-    """A size as a number: of the example's where it is symbolic; where it depends on data, one that no other size is likely to have."""
+    """A size as a number: of the example's where it is symbolic; where it depends on data, one that no other size is
+    likely to have.
+    """
     if of_data(size):
         return 1009 + zlib.crc32(str(size.node.expr).encode()) % 9973
     return int(size.node.hint if isinstance(size, torch.SymInt) and size.node.has_hint() else expression(size))
@@ -27,7 +31,7 @@ def expression(size: Any) -> Any:
 
 
 def known(size: Any, rows: int, most: int | None = None) -> int:
-    """A size for a microbatch of ``rows`` rows; one that depends on data is ``most``, without which there must be none."""
+    """A size for a microbatch of ``rows`` rows; one that depends on data is ``most``, without which none is allowed."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     if most is not None and of_data(size):

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "import_export", "is_composite", "overload_name",
+    "BatchNormBase", "HigherOrderOperator", "OpOverload", "TorchDispatchMode", "import_export", "is_composite",
+    "overload_name",
     "schema", "storage_key", "version",
 ]  # fmt: skip
 

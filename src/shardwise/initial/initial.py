@@ -228,7 +228,9 @@ def replace_attributes(module: nn.Module, function: Callable[[str, Tensor], Tens
                     vars(owner)[key] = changed
 
 
-def _replaced(name: str, value: Any, function: Callable[[str, Tensor], Tensor], done: dict[int, Any], depth: int = 5) -> Any:
+def _replaced(
+    name: str, value: Any, function: Callable[[str, Tensor], Tensor], done: dict[int, Any], depth: int = 5
+) -> Any:
     if isinstance(value, Tensor):
         return function(name, value)
     if id(value) in done:

@@ -20,13 +20,16 @@ LISTED = 3  # names in one error
 class Values(Mapping[str, Tensor]):
     """The initial value of every parameter, buffer and tensor attribute of a module, in the module's shape and dtype.
 
-    Tied tensors are there under each of their names, and one of these is enough in what is given.  Nothing is held: each read replays,
-    reads or looks up one tensor.  What is read may be the module's own memory: copy it before writing.
+    Tied tensors are there under each of their names, and one of these is enough in what is given.  Nothing is held:
+    each read replays, reads or looks up one tensor.  What is read may be the module's own memory: copy it before
+    writing.
 
     Args:
         module: what it has on the meta device needs a value from elsewhere.
-        given: values by name, read when they are needed; what the first of these lacks is looked for in the next, then in ``recorded``.
-        recorded: a record, of which ``module`` has the tensors, and the seed; what it lacks has its value in ``module``.
+        given: values by name, read when they are needed; what the first of these lacks is looked for in the next, then
+        in ``recorded``.
+        recorded: a record, of which ``module`` has the tensors, and the seed; what it lacks has its value in
+        ``module``.
         notes: what a user should know of where the values come from.
 
     :class:`ConfigError` for given names that the module does not have.
@@ -65,8 +68,13 @@ class Values(Mapping[str, Tensor]):
 
     @staticmethod
     def of_recorded(recorded: Recorded, seed: int) -> Values:
-        """What the constructor gives for ``seed``: replayed a tensor at a time, or, where it could not be recorded, held as a whole."""
-        whole = f"initial weights: every rank builds the whole model, whose constructor cannot be recorded: {recorded.reason}"
+        """What the constructor gives for ``seed``: replayed a tensor at a time, or, where it could not be recorded,
+        held as a whole.
+        """
+        whole = (
+            "initial weights: every rank builds the whole model, whose constructor cannot be recorded: "
+            f"{recorded.reason}"
+        )
         return Values(recorded.module, (), (recorded, seed), () if recorded.reason is None else (whole,))
 
     def with_weights(self, weights: Mapping[str, Tensor], notes: tuple[str, ...] = ()) -> Values:
@@ -106,7 +114,9 @@ class Values(Mapping[str, Tensor]):
         everything = Box((0,) * len(shape), shape)
         for box, out in goals:
             if len(box.start) != len(shape) or not everything.contains(box) or tuple(out.shape) != box.shape:
-                raise ShardwiseError(f'box {box.start} to {box.stop} of "{name}", which is {list(shape)}, into {list(out.shape)}')
+                raise ShardwiseError(
+                    f'box {box.start} to {box.stop} of "{name}", which is {list(shape)}, into {list(out.shape)}'
+                )
         if any(box.numel for box, _ in goals):
             with torch.no_grad():
                 value = self[name]
@@ -125,10 +135,14 @@ class Values(Mapping[str, Tensor]):
             raise _without_values(missing)
 
     def structure(self) -> nn.Module:
-        """The module with values for all but its parameters, for those who look at its code: the module itself if it has them."""
+        """The module with values for all but its parameters, for those who look at its code: the module itself if it
+        has them.
+        """
         parameters = {id(parameter): parameter for parameter in self.module.parameters()}
         rest = {id(tensor): name for name, tensor in self._tensors.items() if id(tensor) not in parameters}
-        if self._recorded is None and not any(self._tensors[n].is_meta or self._source(n) is not None for n in rest.values()):
+        if self._recorded is None and not any(
+            self._tensors[n].is_meta or self._source(n) is not None for n in rest.values()
+        ):
             return self.module
         return copy.deepcopy(self.module, {**parameters, **{at: self[name] for at, name in rest.items()}})
 
@@ -145,7 +159,9 @@ class Values(Mapping[str, Tensor]):
         constructed = module is not None
         if module is None:
             self.check()
-            memo: dict[int, Any] = {id(tensor): _memory_for(tensor) for tensor in self._tensors.values() if tensor.is_meta}
+            memo: dict[int, Any] = {
+                id(tensor): _memory_for(tensor) for tensor in self._tensors.values() if tensor.is_meta
+            }
             module = copy.deepcopy(self.module, memo)
         with torch.no_grad():
             for name, tensor in named_tensors(module).items():
@@ -159,7 +175,10 @@ class Values(Mapping[str, Tensor]):
             return None
         module = self._recorded[0].materialise_all(self._recorded[1], "cpu")
         modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
-        if modules.keys() != dict(self.module.named_modules()).keys() or named_tensors(module).keys() != self._tensors.keys():
+        if (
+            modules.keys() != dict(self.module.named_modules()).keys()
+            or named_tensors(module).keys() != self._tensors.keys()
+        ):
             return None
         for name, one in self.module.named_modules():
             modules[name].training = one.training
@@ -180,6 +199,8 @@ def _memory_for(tensor: Tensor) -> Tensor:
 def _without_values(names: list[str]) -> ConfigError:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ConfigError(
-        f"model: on the meta device, without values: {', '.join(names[:LISTED])}{more}; legal: a module with values, or "
-        "recorded = shardwise.record(constructor), module = recorded.module, initial = shardwise.Values.of_recorded(recorded, seed)"
+        f"model: on the meta device, without values: {', '.join(names[:LISTED])}{more}; legal: a module with values, "
+        "or "
+        "recorded = shardwise.record(constructor), module = recorded.module, initial = "
+        "shardwise.Values.of_recorded(recorded, seed)"
     )

@@ -1,12 +1,13 @@
 """Which kernel a device runs for an op, where that decides what autograd keeps: the table behind ``cost``.
 
-Costs come from a run on the meta device, where autograd itself says what each derivative formula keeps.  A formula belongs to an
-op, not to a device, so only two things have to be known here.  Ops that are *composed* of others may be composed differently on
-each device: those in ``COMPOSED`` are, those in ``SAME`` are not, any other is unknown and gets reported.  And some kernels
-return what has another dtype or size than on meta: ``RESULTS``.
+Costs come from a run on the meta device, where autograd itself says what each derivative formula keeps.  A formula
+belongs to an op, not to a device, so only two things have to be known here.  Ops that are *composed* of others may be
+composed differently on each device: those in ``COMPOSED`` are, those in ``SAME`` are not, any other is unknown and gets
+reported.  And some kernels return what has another dtype or size than on meta: ``RESULTS``.
 
-Sources: torch's ATen/native, files transformers/attention.cpp, transformers/sdp_utils_cpp.cpp, transformers/cuda/sdp_utils.cpp,
-layer_norm.cpp, group_norm.cpp, Dropout.cpp, Normalization.cpp, BinaryOps.cpp and Loss.cpp.
+Sources: torch's ATen/native, files transformers/attention.cpp, transformers/sdp_utils_cpp.cpp,
+transformers/cuda/sdp_utils.cpp, layer_norm.cpp, group_norm.cpp, Dropout.cpp, Normalization.cpp, BinaryOps.cpp and
+Loss.cpp.
 """
 
 from __future__ import annotations
@@ -27,25 +28,26 @@ DEVICES = ("cpu", "gpu")
 
 _FAMILIES = {
     "shapes": """
-        adjoint atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk column_stack concat concatenate contiguous
-        diagflat dsplit dstack expand_as flatten fliplr flipud hsplit hstack mH mT matrix_H meshgrid moveaxis movedim narrow
-        numpy_T one_hot pad positive ravel repeat_interleave reshape reshape_as resolve_conj resolve_neg row_stack split
-        sum_to_size swapaxes swapdims take_along_dim tensor_split tile to type_as unflatten unsafe_chunk view_as vsplit vstack""",
+        adjoint atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk column_stack concat concatenate
+        contiguous diagflat dsplit dstack expand_as flatten fliplr flipud hsplit hstack mH mT matrix_H meshgrid moveaxis
+        movedim narrow numpy_T one_hot pad positive ravel repeat_interleave reshape reshape_as resolve_conj resolve_neg
+        row_stack split sum_to_size swapaxes swapdims take_along_dim tensor_split tile to type_as unflatten unsafe_chunk
+        view_as vsplit vstack""",
     "elementwise": """
-        __and__ __or__ __xor__ absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip divide fix float_power greater
-        greater_equal isclose isfinite isreal less less_equal log_sigmoid multiply negative not_equal prelu relu6 selu square
-        subtract true_divide where special_erf special_erfc special_exp2 special_expit special_expm1 special_log1p special_round
-        special_sinc feature_dropout""",
+        __and__ __or__ __xor__ absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip divide fix float_power
+        greater greater_equal isclose isfinite isreal less less_equal log_sigmoid multiply negative not_equal prelu
+        relu6 selu square subtract true_divide where special_erf special_erfc special_exp2 special_expit special_expm1
+        special_log1p special_round special_sinc feature_dropout""",
     "reductions": """
         max min std std_mean var var_mean nanmean frobenius_norm norm_except_dim softmax log_softmax special_softmax
         special_log_softmax cosine_similarity pairwise_distance""",
     "products": """
-        linear matmul einsum bilinear inner outer ger tensordot chain_matmul linalg_matmul linalg_multi_dot linalg_vecdot kron
-        conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
+        linear matmul einsum bilinear inner outer ger tensordot chain_matmul linalg_matmul linalg_multi_dot
+        linalg_vecdot kron conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
     "pooling and resizing": """
         max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-        adaptive_max_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d
-        upsample_trilinear3d upsample_bicubic2d""",
+        adaptive_max_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+        upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d""",
     "norms, but for the reserve space of cuDNN's BatchNorm": "batch_norm instance_norm group_norm layer_norm",
     "losses": """
         cross_entropy_loss nll_loss nll_loss2d nll_loss_nd kl_div l1_loss poisson_nll_loss hinge_embedding_loss
@@ -56,7 +58,9 @@ SAME = frozenset(name for names in _FAMILIES.values() for name in names.split())
 
 
 def is_known(target: Callable[..., Any]) -> bool:
-    """Whether what ``target`` keeps is known: our own functions, ops with a derivative, and composite ones in the table."""
+    """Whether what ``target`` keeps is known: our own functions, ops with a derivative, and composite ones in the
+    table.
+    """
     if not isinstance(target, OpOverload):
         return True
     composite = is_composite(target)
@@ -70,7 +74,9 @@ def attention(
     device: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Scaled dot-product attention by the kernel that ``device`` would choose (CUDA: of compute capability 8.0 or later)."""
+    """Scaled dot-product attention by the kernel that ``device`` would choose (CUDA: of compute capability 8.0 or
+    later).
+    """
     q, k, v, rest = query, key, value, (dropout_p, is_causal)
     mask = _float_mask(attn_mask, q.dtype)
     results: tuple[Tensor, ...]
@@ -86,12 +92,16 @@ def attention(
     elif device == "gpu" and dropout_p:
         raise NotImplementedError("what the mask of unfused attention takes on CUDA")
     else:
-        results = aten._scaled_dot_product_attention_math(q, k, v, mask, *rest, None, scale=scale, enable_gqa=enable_gqa)
+        results = aten._scaled_dot_product_attention_math(
+            q, k, v, mask, *rest, None, scale=scale, enable_gqa=enable_gqa
+        )
     return results[0]
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, gqa: bool) -> bool:
-    """What all fused kernels ask: batch × heads × sequence × size, with sizes and heads that fit, innermost dims contiguous."""
+    """What all fused kernels ask: batch × heads × sequence × size, with sizes and heads that fit, innermost dims
+    contiguous.
+    """
     if not all(x.dim() == 4 and x.stride(-1) == 1 and x.shape[-2] for x in (q, k, v)):
         return False
     heads = [x.shape[1] for x in (q, k, v)]
@@ -110,7 +120,13 @@ def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: fl
 
 def _flash_gpu(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, gqa: bool) -> bool:
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return half and mask is None and _dense(q, k, v, gqa) and len({x.shape[-1] for x in (q, k, v)}) == 1 and q.shape[-1] <= 256
+    return (
+        half
+        and mask is None
+        and _dense(q, k, v, gqa)
+        and len({x.shape[-1] for x in (q, k, v)}) == 1
+        and q.shape[-1] <= 256
+    )
 
 
 def _efficient_gpu(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -157,7 +173,9 @@ class _FusedNorm(torch.autograd.Function):
         return torch.mul(grads[0], x), None if weight is None else torch.empty_like(weight), None
 
 
-def rms_norm(device: str, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+def rms_norm(
+    device: str, x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
     """RMSNorm: one kernel on CUDA where the dtypes agree, else composed."""
     if device == "gpu" and (weight is None or weight.dtype == x.dtype):
         fused: Tensor = _FusedNorm.apply(x, weight, len(shape))  # type: ignore[no-untyped-call]

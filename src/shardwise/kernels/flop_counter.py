@@ -1,4 +1,6 @@
-"""Counting the FLOPs and the memory traffic of every kernel that runs, on tensors of any device, the meta device included."""
+"""Counting the FLOPs and the memory traffic of every kernel that runs, on tensors of any device, the meta device
+included.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ _LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 
 
 def _moved(func: Any, name: str, arguments: Any, results: Any) -> int:
-    """Bytes of the operands and results of a kernel; none for views; of a table that is looked up in, what was found."""
+    """Bytes of the operands and results of a kernel; none for views; of a table, the rows that were looked up."""
     inputs, outputs = tensors_in(arguments), tensors_in(results)
     view = not schema(func).is_mutable and {storage(o) for o in outputs} <= {storage(i) for i in inputs}
     if view or name.startswith(("empty", "new_empty")):

@@ -26,7 +26,9 @@ log = logging.getLogger("shardwise")
 
 
 def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
-    """All ranks call it before step ``first``; rank 0 writes ``about.json``, ``program.txt`` and ``memory.json`` into the run's folder."""
+    """All ranks call it before step ``first``; rank 0 writes ``about.json``, ``program.txt`` and ``memory.json`` into
+    the run's folder.
+    """
     trainer = run.trainer
     phases = _phases(run.side.progress.timeline)
     log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
@@ -35,7 +37,9 @@ def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
     if trainer.comm.rank != 0:
         return
     programs = trainer.compiled.programs(trainer.compiled.general, trainer.plan.microbatches, steady(trainer.plan))
-    (run.folder / "program.txt").write_text("\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8")
+    (run.folder / "program.txt").write_text(
+        "\n\n".join(program.text() for program in programs) + "\n", encoding="utf-8"
+    )
     about = _about(run) | {"start_seconds": age(), "first_step": first, "staging_bytes": ceiling, "phases": phases}
     write_json(run.folder / "about.json", about)
     write_memory(run.folder / MEMORY, run.forecast)

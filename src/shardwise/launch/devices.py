@@ -1,4 +1,6 @@
-"""Whether the devices can be trained on, asked before anything starts: of torch and the drivers, and between ranks once they are connected."""
+"""Whether the devices can be trained on, asked before anything starts: of torch and the drivers, and between ranks once
+they are connected.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,15 @@ if TYPE_CHECKING:
 
 SHOWN = 3  # processes that are named
 NAME = 80  # characters of a device's name
-LITTLE = 0.05  # of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
+# of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
+LITTLE = 0.05
 
-# ---- before ranks start ------------------------------------------------------------------------------------------------------
+# ---- before ranks start ----------------------------------------------------------------------------------------------
 
 
 def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What to warn of: a GPU that this torch is not built for.  :class:`ConfigError` where it is built for it, and cannot use it.
+    """What to warn of: a GPU that this torch is not built for.  :class:`ConfigError` where it is built for it, and
+    cannot use it.
 
     Where torch has a device, or ``environment`` hides all of them, no tool is asked.
     """
@@ -58,25 +62,32 @@ def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _unusable(built: Backend, driver: drivers.Driver, chosen: str | None) -> str:
-    """A sentence on why torch has no device though it is built for the cards that the driver shows, and what mends it."""
+    """Why torch has no device though it is built for the cards that the driver shows, and what mends it."""
     version, needs, build = torch.__version__, built.toolkit, driver.build(torch.__version__)
     instead = f"or set {driver.hidden} to train on CPUs"
     if needs is not None and driver.runs is not None and driver.runs[0] < needs[0]:
-        mends = [_update(driver, needs), *([f"or run `{drivers.install(version, build)}`"] if build is not None else [])]
+        mends = [
+            _update(driver, needs),
+            *([f"or run `{drivers.install(version, build)}`"] if build is not None else []),
+        ]
         return (
-            f"torch {version} needs CUDA {drivers.in_words(needs)}, but the driver{_version(driver)} of {driver} supports up to CUDA "
+            f"torch {version} needs CUDA {drivers.in_words(needs)}, but the driver{_version(driver)} of {driver} "
+            "supports up to CUDA "
             f"{drivers.in_words(driver.runs)}; {', '.join(mends)}, {instead}"
         )
     said = built.objection() or "torch finds no device"
     visible = "" if chosen is None else f" ({driver.hides}={chosen})"
     return (
-        f"torch {version} is built for {driver}, but cannot use it{visible}: {said}; mend the driver{_version(driver)} or {driver.hides}, "
+        f"torch {version} is built for {driver}, but cannot use it{visible}: {said}; mend the driver{_version(driver)} "
+        f"or {driver.hides}, "
         f"{instead}"
     )
 
 
 def _update(driver: drivers.Driver, needs: tuple[int, int] | None = None) -> str:
-    return f"update the driver{_version(driver)}" + (f" to one for CUDA {drivers.in_words(needs)}" if needs is not None else "")
+    return f"update the driver{_version(driver)}" + (
+        f" to one for CUDA {drivers.in_words(needs)}" if needs is not None else ""
+    )
 
 
 def _version(driver: drivers.Driver) -> str:
@@ -93,7 +104,9 @@ def check_kernels(local: int) -> None:
 
 
 def check_ranks(ranks: int, local: int) -> None:
-    """:class:`ConfigError` where ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on its devices."""
+    """:class:`ConfigError` where ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on its
+    devices.
+    """
     backend = Backend.here()
     check_kernels(local)
     if ranks == 1 or not backend.asynchronous:
@@ -107,19 +120,24 @@ def check_ranks(ranks: int, local: int) -> None:
 def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -> str:
     card = drivers.Driver(backend.maker, (name,), capabilities=(capability,))
     build = card.build(torch.__version__)
-    mend = f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
+    mend = (
+        f"run `{drivers.install(torch.__version__, build)}`, or" if build is not None else "install a build that has,"
+    )
     return (
-        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is {drivers.in_words(capability)}: it has those of "
+        f"torch {torch.__version__} has no kernels for {name}, whose compute capability is "
+        f"{drivers.in_words(capability)}: it has those of "
         f"{backend.kernels}; {mend} hide the card with {card.hides}"
     )
 
 
-# ---- between ranks -----------------------------------------------------------------------------------------------------------
+# ---- between ranks ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Card:
-    """The device of a rank; ``free`` is what the rank could have of its ``total`` bytes, with what it has taken already, for whatever purpose."""
+    """The device of a rank; ``free`` is what the rank could have of its ``total`` bytes, with what it has taken
+    already, for whatever purpose.
+    """
 
     name: str
     total: int
@@ -141,7 +159,10 @@ def cards_of(comm: Communicator) -> list[Card]:
     """Those of all ranks, which call this together; none where CPUs compute."""
     if not Backend.of(comm.device).asynchronous:
         return []
-    return [Card(**json.loads(one)) for one in tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")]
+    return [
+        Card(**json.loads(one))
+        for one in tell(comm, json.dumps(asdict(Card.of(comm.device))), "the devices of all ranks")
+    ]
 
 
 def mixed(cards: Sequence[Card]) -> str | None:
@@ -153,13 +174,16 @@ def mixed(cards: Sequence[Card]) -> str | None:
             for name, total in dict.fromkeys(kinds)]  # fmt: skip
     least = size(min(one.total for one in cards))
     return (
-        f"devices: {', '.join(each)}: the slowest sets the pace of every step, and the plan is made for the least memory, {least}"
+        f"devices: {', '.join(each)}: the slowest sets the pace of every step, and the plan is made for the least "
+        f"memory, {least}"
     )
 
 
 def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> None:
     """:class:`ConfigError`, on all ranks, where what others hold of a card leaves too little for what is predicted."""
-    beside = sum(found.beside.values()) if found.config.train.memory_gib is None else 0  # who sets a limit knows what is beside
+    beside = (
+        sum(found.beside.values()) if found.config.train.memory_gib is None else 0
+    )  # who sets a limit knows what is beside
     needed = found.worst.peak_bytes + beside
     short = [rank for rank, one in enumerate(cards) if one.shared and one.free < needed]
     if not short:
@@ -173,7 +197,8 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
         found, config=replace(found.config, train=replace(found.config.train, memory_gib=None))
     )  # by what is free alone
     raise ConfigError(
-        f"memory: rank {short[0]} needs {size(needed)}{f', {size(beside)} of it beside tensors' if beside else ''}, but only {first}{others}; "
+        f"memory: rank {short[0]} needs {size(needed)}{f', {size(beside)} of it beside tensors' if beside else ''}, "
+        f"but only {first}{others}; "
         f"{_free_it(Backend.of(comm.device))}, or change the plan: "
         f"{bounded.advice(bounded.nearest())}"
     )
@@ -181,7 +206,9 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
 
 @contextmanager
 def room_to_start(device: torch.device) -> Iterator[None]:
-    """:class:`ConfigError` where others hold so much of the device that what is done meanwhile, its first use, finds no room on it."""
+    """:class:`ConfigError` where others hold so much of the device that what is done meanwhile, its first use, finds no
+    room on it.
+    """
     try:
         yield
     except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are such
@@ -193,7 +220,8 @@ def room_to_start(device: torch.device) -> Iterator[None]:
         except RuntimeError:  # such a device need not answer
             held = []
         raise ConfigError(
-            f"memory: device {device} has no room even to start: {_named(held) or 'the driver does not say who holds it'}; "
+            f"memory: device {device} has no room even to start: "
+            f"{_named(held) or 'the driver does not say who holds it'}; "
             f"{_free_it(backend)}"
         ) from error
 
@@ -204,14 +232,17 @@ def _free_it(backend: Backend) -> str:
 
 def _named(held: Sequence[drivers.Holder]) -> str:
     """``process 4242 (python3) holds 70.0 GiB``, of those that hold most."""
-    named = [f"process {one.pid} ({one.name}) holds {size(one.memory) if one.memory else 'some'}" for one in held[:SHOWN]]
+    named = [
+        f"process {one.pid} ({one.name}) holds {size(one.memory) if one.memory else 'some'}" for one in held[:SHOWN]
+    ]
     if len(held) > SHOWN:
         named.append(f"{len(held) - SHOWN} more hold the rest")
     return ", ".join(named)
 
 
 def occupied(free: int, total: int, device: str, *, uuid: str = "", own: Collection[int] = ()) -> str:
-    """``3.1 GiB of the 79.1 GiB of NVIDIA H100 are free: process 4242 (python3) holds 70.0 GiB``, as far as the driver says.
+    """``3.1 GiB of the 79.1 GiB of NVIDIA H100 are free: process 4242 (python3) holds 70.0 GiB``, as far as the driver
+    says.
 
     ``own`` are processes that are not named, since they are this run's.
     """

@@ -17,8 +17,8 @@ from shardwise.train.trainer import Trainer
 def evaluate(trainer: Trainer, batches: Iterable[Batch], *, perplexity: bool) -> dict[str, Any]:
     """The mean loss of batches, weighted by their targets (or rows); all ranks call it together.
 
-    ``perplexity`` is exp(loss), which means something where the loss is a mean cross-entropy in nats per token.  One host read at the
-    end: on a GPU the batches run without waiting.
+    ``perplexity`` is exp(loss), which means something where the loss is a mean cross-entropy in nats per token.  One
+    host read at the end: on a GPU the batches run without waiting.
     """
     start = time.perf_counter()
     device = trainer.comm.device

@@ -1,8 +1,10 @@
-"""What the ranks' last collectives were, as the flight recorder of torch's communication backends kept them: asked for when a run hangs.
+"""What the ranks' last collectives were, as the flight recorder of torch's communication backends kept them: asked for
+when a run hangs.
 
-Torch keeps the last collectives of a process in a ring and writes them into a file when somebody writes into a pipe; which variables of the
-environment make it do so says :meth:`shardwise.backend.Backend.flight_recorder`.  The files are pickles of plain objects: a dict with the
-lists ``entries`` (a collective each) and the dict ``pg_config`` (the process groups).
+Torch keeps the last collectives of a process in a ring and writes them into a file when somebody writes into a pipe;
+which variables of the environment make it do so says :meth:`shardwise.backend.Backend.flight_recorder`.  The files are
+pickles of plain objects: a dict with the lists ``entries`` (a collective each) and the dict ``pg_config`` (the process
+groups).
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ SHOWN = 3  # collectives of a rank in the report
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """One that a rank has posted: the ``number``-th of its group, or of the messages in it; ``state`` is scheduled, started or completed."""
+    """One that a rank has posted: the ``number``-th of its group, or of the messages in it; ``state`` is scheduled,
+    started or completed.
+    """
 
     group: str
     message: bool
@@ -87,7 +91,9 @@ def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
 
 
 def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> dict[int, Flight]:
-    """Ask all ranks that have a pipe in ``pipes``, and wait so long for what they write into ``folder``; who does not answer is left out."""
+    """Ask all ranks that have a pipe in ``pipes``, and wait so long for what they write into ``folder``; who does not
+    answer is left out.
+    """
     asked: dict[int, float] = {}
     for pipe in () if pipes is None else pipes.glob(f"{STEM}*.pipe"):
         with suppress(OSError, ValueError):  # nobody reads it any more
@@ -111,7 +117,9 @@ def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> d
 
 
 def report(flights: Mapping[int, Flight]) -> list[str]:
-    """A line with the first collective on which ranks differ, and one for each rank with its unfinished ones, or the last."""
+    """A line with the first collective on which ranks differ, and one for each rank with its unfinished ones, or the
+    last.
+    """
     if not flights:
         return []
     lines = [first] if (first := _first_difference(flights)) else []
@@ -131,7 +139,9 @@ def _words(one: RecordedCollective, flight: Flight) -> str:
 
 
 def _first_difference(flights: Mapping[int, Flight]) -> str | None:
-    """Ranks that have not posted what others wait in, or something else; if all have, what has ended on some of them alone."""
+    """Ranks that have not posted what others wait in, or something else; if all have, what has ended on some of them
+    alone.
+    """
     posted = sorted(_differences(flights), key=lambda one: (not one[0], one[1]))
     return posted[0][2] if posted else None
 

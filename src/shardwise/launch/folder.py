@@ -1,4 +1,4 @@
-"""What a run finds in its folder: nothing, a run to go on with, or one that is set aside.  Nothing is deleted but logs."""
+"""What a run finds in its folder: nothing, a run to go on with, or one that is set aside.  Only logs are deleted."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def plan_of(folder: Path) -> Plan | None:
 def prepare_folder(config: Config) -> FoundRun:
     """Look into ``train.run_dir``, whose lock this process holds, and make it ready.
 
-    An unfinished run with a checkpoint goes on (``train.resume = "auto"``), and so does a finished one that only gets more steps; any
-    other moves to a folder of its own beside.  Raises ConfigError where a run to go on with is of another configuration, naming the keys.
+    An unfinished run with a checkpoint goes on (``train.resume = "auto"``), and so does a finished one that only gets
+    more steps; any other moves to a folder of its own beside.  Raises ConfigError where a run to go on with is of
+    another configuration, naming the keys.
     """
     folder = Path(config.train.run_dir)
     finished = (folder / "result.json").exists()
@@ -93,7 +94,9 @@ def _opened(path: Path) -> Checkpoint:
         return Checkpoint.open(path)
     except ConfigError as error:
         before = [one.name for one in checkpoints(path.parent) if one != path]
-        words = f"without it the run goes on from {before[-1]}" if before else 'train.resume = "never" sets the run aside'
+        words = (
+            f"without it the run goes on from {before[-1]}" if before else 'train.resume = "never" sets the run aside'
+        )
         raise ConfigError(f"{error}; legal: to move {path} away: {words}") from error
 
 
@@ -106,7 +109,8 @@ def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
     new = tomllib.loads(config.resolved())
     for section in new:
         default = {
-            one.name: list(one.default) if isinstance(one.default, tuple) else one.default for one in fields(SECTIONS[section])
+            one.name: list(one.default) if isinstance(one.default, tuple) else one.default
+            for one in fields(SECTIONS[section])
         }
         for key in sorted({**old.get(section, {}), **new[section]}):
             values = [tables.get(section, {}).get(key, default.get(key)) for tables in (old, new)]
@@ -115,7 +119,9 @@ def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _set_aside(folder: Path) -> list[str]:
-    """Move what a run left into the first free ``FOLDER-N``, or into ``FOLDER/earlier-N`` where the folder is a mount of its own."""
+    """Move what a run left into the first free ``FOLDER-N``, or into ``FOLDER/earlier-N`` where the folder is a mount
+    of its own.
+    """
     folder = folder.resolve()
     own = folder.stat().st_dev == folder.parent.stat().st_dev
     base = folder if own and folder.name else folder / EARLIER
@@ -123,7 +129,9 @@ def _set_aside(folder: Path) -> list[str]:
     while (aside := base.with_name(f"{base.name}-{number}")).exists():
         number += 1
     entries = [
-        entry for entry in sorted(folder.iterdir()) if entry.name not in LOCKS and not entry.name.startswith(f"{EARLIER}-")
+        entry
+        for entry in sorted(folder.iterdir())
+        if entry.name not in LOCKS and not entry.name.startswith(f"{EARLIER}-")
     ]
     aside.mkdir()
     for entry in entries:
@@ -134,7 +142,9 @@ def _set_aside(folder: Path) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that have a step; a missing file has none, nor has the line that a killed run was writing."""
+    """The objects of a file of JSON lines that have a step; a missing file has none, nor has the line that a killed run
+    was writing.
+    """
     if not path.exists():
         return []
     found = (parsed_line(line) for line in path.read_bytes().splitlines())

@@ -1,4 +1,6 @@
-"""What a plan needs on a device before anything is allocated: whether it fits, how long parameters stay gathered, what would fit."""
+"""What a plan needs on a device before anything is allocated: whether it fits, how long parameters stay gathered, what
+would fit.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHO
 
 
 class Before(NamedTuple):
-    """What an earlier start of a run chose by the memory that was free: one of :data:`WAYS`, and the bytes that it left a solver."""
+    """What an earlier start of a run chose by the memory that was free: one of :data:`WAYS`, and the bytes that it left
+    a solver.
+    """
 
     way: int
     tensor_bytes: int
@@ -58,8 +62,8 @@ class Before(NamedTuple):
 class Forecast:
     """Predictions of ``config`` on ``device``.
 
-    ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` and ``reduced`` chosen where the config leaves
-    them open.  ``note`` tells of that choice.
+    ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` and ``reduced`` chosen where the
+    config leaves them open.  ``note`` tells of that choice.
     """
 
     config: Config
@@ -81,8 +85,8 @@ class Forecast:
     ) -> Forecast:
         """Of a model that was compiled for ``build_plan(config)``.
 
-        What the config leaves open is as it was ``before`` if that fits: a run that goes on adds in the same order.  :class:`ConfigError`
-        where it does not fit, and the config asks for the same bits.
+        What the config leaves open is as it was ``before`` if that fits: a run that goes on adds in the same order.
+        :class:`ConfigError` where it does not fit, and the config asks for the same bits.
         """
         found = Forecast(config, compiled, device, common=common)
         if keys_left := left_open(config):
@@ -101,12 +105,14 @@ class Forecast:
 
     @cached_property
     def beside(self) -> Mapping[str, int]:
-        """What the rank that needs most takes of its device beside tensors, in bytes, by what takes it: nothing on a CPU."""
+        """What the rank that needs most takes of its device beside tensors, in bytes, by what takes it: nothing on a
+        CPU.
+        """
         return self._beside(build_plan(self.config))
 
     @cached_property
     def budget(self) -> int:
-        """The bytes that a rank may take for tensors: ``train.memory_gib``, or what its device has less :attr:`beside`."""
+        """The bytes that a rank may take for tensors: ``train.memory_gib``, or its device's less :attr:`beside`."""
         return max(self._left(self.beside), 0)
 
     def _left(self, beside: Mapping[str, int]) -> int:
@@ -129,7 +135,8 @@ class Forecast:
             compiled = self._traced(plan)
             self._known[plan, rank] = predict(
                 lambda rows: compiled.trace(self._ones, rows), plan, build_optimizer(self.config),
-                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common, profiled=self._profiled, split=compiled.cut,
+                rows=self.config.data.batch_size, device=self.device.kind, rank=rank, common=self.common,
+                profiled=self._profiled, split=compiled.cut,
             )  # fmt: skip
         return self._known[plan, rank]
 
@@ -140,10 +147,17 @@ class Forecast:
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:
-        """The trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with backwards in two parts."""
+        """The trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with backwards
+        in two parts.
+        """
         plan, trace = self.plan, self._trace(self.plan)
         parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
-        options: dict[str, Any] = {"microbatches": plan.microbatches, "index": 0, "goals": goals(trace, plan), "split": True}
+        options: dict[str, Any] = {
+            "microbatches": plan.microbatches,
+            "index": 0,
+            "goals": goals(trace, plan),
+            "split": True,
+        }
         options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.recompute}
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
@@ -157,9 +171,12 @@ class Forecast:
         """The plan that fits and differs least."""
         parallel = self.config.parallel
         now = FitChoices(
-            batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate, zero=parallel.zero,
-            gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute, microbatches=parallel.microbatches, offload=parallel.offload,
-            precision=parallel.precision, kind=self.device.kind, tp=parallel.tp if self.compiled.general.opaque is None else None,
+            batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate,
+            zero=parallel.zero,
+            gathered=parallel.gathered, reduced=parallel.reduced, recompute=parallel.recompute,
+            microbatches=parallel.microbatches, offload=parallel.offload,
+            precision=parallel.precision, kind=self.device.kind,
+            tp=parallel.tp if self.compiled.general.opaque is None else None,
         )  # fmt: skip
         found = nearest(now, self._left(self.beside), self._peak)
         least = self.predict(self._changed(found.least_changes)).peak_bytes
@@ -168,20 +185,24 @@ class Forecast:
         )
 
     def check(self) -> None:
-        """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would fit."""
+        """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would
+        fit.
+        """
         if not self.fits:
             raise ConfigError(f"{self.misfit()}; {self.advice(self.nearest())}")
 
     def check_kept(self, kept: bool) -> None:
-        """:class:`ConfigError` where a run goes on otherwise than it began, though the config asks for the same bits."""
+        """:class:`ConfigError` where a run goes on otherwise than it began but the config asks for the same bits."""
         if self.config.train.deterministic and not kept:
             raise ConfigError(
-                f"train.deterministic: what this run began with ({PLAN} in its folder) does not fit into {size(self.budget)} a rank, and another "
-                "plan adds in another order; legal: as much free memory as it began with, or train.deterministic = false"
+                f"train.deterministic: what this run began with ({PLAN} in its folder) does not fit into "
+                f"{size(self.budget)} a rank, and another "
+                "plan adds in another order; legal: as much free memory as it began with, or train.deterministic = "
+                "false"
             )
 
     def check_host(self, free: int) -> None:
-        """:class:`ConfigError` if what is offloaded does not fit into the ``free`` bytes that a rank has on its host."""
+        """:class:`ConfigError` if what is offloaded does not fit into the ``free`` bytes that a rank has there."""
         needed = self.worst.host_bytes
         if needed > free:
             wrong = f"rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} free for it"
@@ -206,11 +227,15 @@ class Forecast:
             return f"the {size(self.budget)} that a rank has on {device.name}"
         if beside > device.budget:
             others = f", and others have taken {size(device.taken)}" if device.taken else ""
-            return f"{device.name} leaves: of its {size(device.memory)}, {size(beside)} are for what is beside tensors{others}"
+            return (
+                f"{device.name} leaves: of its {size(device.memory)}, {size(beside)} are for what is beside "
+                f"tensors{others}"
+            )
         rest = [f"{size(beside)} are for what is beside tensors"] if beside else []
         rest += [f"{size(device.taken)} others have taken"] if device.taken else []
         return (
-            f"the {size(self.budget)} that a rank has for tensors on {device.name} (of {size(device.memory)}, {', '.join(rest)})"
+            f"the {size(self.budget)} that a rank has for tensors on {device.name} (of {size(device.memory)}, "
+            f"{', '.join(rest)})"
         )
 
     def advice(self, fit: Fit) -> str:
@@ -220,7 +245,10 @@ class Forecast:
         with_ = f", with {keys(fit.least_changes)}" if fit.least_changes else ""
         reserve = self.device.reserve
         if reserve is None or self.config.train.memory_gib is not None:
-            return f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any plan needs{with_}"
+            return (
+                f"no plan fits; legal: train.memory_gib of at least {gib_at_least(fit.least)}, the least that any "
+                f"plan needs{with_}"
+            )
         whole = reserve.device(fit.least, self._beside(self._changed(fit.least_changes)))
         return f"no plan fits; legal: a device with at least {size(whole)} free, the least that any plan needs{with_}"
 
@@ -239,8 +267,8 @@ class Forecast:
         self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
 
     def _gather_ahead(self) -> None:
-        """On GPUs: gather as many units ahead as it takes to hide gathers under computing, or as fit.  On CPUs computing and communication
-        share the cores, and there is nothing to hide under."""
+        """On GPUs: gather as many units ahead as it takes to hide gathers under computing, or as fit.  On CPUs
+        computing and communication share the cores, and there is nothing to hide under."""
         plan, axes = self.plan, shard_axes(self.plan)
         if self.device.kind != "gpu" or not axes or self.compiled.general.opaque is not None:
             return
@@ -254,13 +282,14 @@ class Forecast:
             if self.predict(deeper).peak_bytes <= self.budget:
                 self.take(
                     deeper,
-                    f"parallel.prefetch = {ahead}: hides gathers under computing, by the rates assumed of {self.device.name}",
+                    f"parallel.prefetch = {ahead}: hides gathers under computing, by the rates assumed of "
+                    f"{self.device.name}",
                 )
                 return
 
     def _shrink(self, before: int = 0) -> None:
-        """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer as are too many, to
-        begin with for as many as ``before``."""
+        """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer
+        as are too many, to begin with for as many as ``before``."""
         first = self.plan
         plan = first.replace(tensor_bytes=before) if before else first
         while (over := self.predict(plan).peak_bytes - self.budget) > 0:
@@ -295,8 +324,8 @@ class Forecast:
         return predicted()
 
     def _peak(self, changes: Mapping[str, Any]) -> int:
-        """What a rank needs under some changes, and what they leave less for tensors; more than there is of any device where they are not
-        legal, as for a schedule."""
+        """What a rank needs under some changes, and what they leave less for tensors; more than there is of any device
+        where they are not legal, as for a schedule."""
         try:
             plan = self._changed(changes)
             return self.predict(plan).peak_bytes + self._left(self.beside) - self._left(self._beside(plan))
@@ -313,7 +342,9 @@ class Forecast:
         return self.device.beside(sizes(self.predict(plan).program, plan.mesh, more))
 
     def _traced(self, plan: Plan) -> Compiled:
-        """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism matter."""
+        """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism
+        matter.
+        """
 
         def key(plan: Plan) -> tuple[Any, ...]:
             return traced_for(plan.replace(parameters=self.plan.parameters), self.compiled.per_host)
@@ -386,7 +417,9 @@ def headline(forecast: Forecast) -> str:
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
     words = [f"{plan.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
-    words += [f"{plan.tensor if plan.tensor_plan == 'recipe' else plan.tensor_plan} over {dp.tp} ranks"] if dp.tp > 1 else []
+    words += (
+        [f"{plan.tensor if plan.tensor_plan == 'recipe' else plan.tensor_plan} over {dp.tp} ranks"] if dp.tp > 1 else []
+    )
     words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
     words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
     words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []

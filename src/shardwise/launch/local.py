@@ -27,8 +27,13 @@ from . import flight
 from .monitor import RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
-# glibc gives freed activations back to the system and faults them in again: 100 MB a step of a small GPT.  Ranks keep them.
-ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TOP_PAD_": str(1 << 26)}
+# glibc gives freed activations back to the system and faults them in again: 100 MB a step of a small GPT.  Ranks keep
+# them.
+ALLOCATOR = {
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 POLL = 0.1  # seconds between two looks at the ranks
 EXIT_TIME = 15.0  # seconds that processes have to end once all have done their work
 GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
@@ -40,12 +45,15 @@ LOG_LINES = 6  # of the culprit's log, shown with a failure
 class RunFailed(ShardwiseError):
     """A run ended because of one of its ranks.
 
-    ``cause`` is "config", "shardwise", "non-finite", "communication" or "other" for an exception inside a rank, "hang" or "lost" otherwise;
-    ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the ranks were, the culprit's log;
-    ``ending`` is the number of seconds from the first sign of failure to the end of all ranks; ``asked``: they had been asked to stop.
+    ``cause`` is "config", "shardwise", "non-finite", "communication" or "other" for an exception inside a rank, "hang"
+    or "lost" otherwise; ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the
+    ranks were, the culprit's log; ``ending`` is the number of seconds from the first sign of failure to the end of all
+    ranks; ``asked``: they had been asked to stop.
     """
 
-    def __init__(self, message: str, cause: str, rank: int | None, details: Sequence[str] = (), ending: float = 0.0) -> None:
+    def __init__(
+        self, message: str, cause: str, rank: int | None, details: Sequence[str] = (), ending: float = 0.0
+    ) -> None:
         super().__init__(message)
         self.cause, self.rank, self.details, self.ending = cause, rank, tuple(details), ending
         self.asked = False
@@ -64,7 +72,9 @@ def run_folder(run_dir: Path) -> Iterator[None]:
             (run_dir / name).mkdir(parents=True, exist_ok=True)
         lock = (run_dir / ".lock").open("w")
     except OSError as error:
-        raise ConfigError(f"train.run_dir: cannot write to {run_dir}: {error.strerror}; legal: a folder to write to") from error
+        raise ConfigError(
+            f"train.run_dir: cannot write to {run_dir}: {error.strerror}; legal: a folder to write to"
+        ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,22 +125,26 @@ def launch_local(
         threads: OpenMP threads of each.
         hang_timeout: seconds without progress after which a rank is taken to hang while others wait for it.
         tick: called ten times a second meanwhile.
-        on_stop: for ranks that stop when their record asks them to, as those of `shardwise train` do: on the first Ctrl-C, SIGTERM or
-            SIGHUP it is called and they are asked; only a second one ends them.
+        on_stop: for ranks that stop when their record asks them to, as those of `shardwise train` do: on the first
+            Ctrl-C, SIGTERM or SIGHUP it is called and they are asked; only a second one ends them.
         on_notice: gets what ranks have to tell the user.
 
-    Returns whether the ranks were asked to stop.  Raises :class:`RunFailed` as soon as a rank has failed, been killed or stopped, or
-    hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP (with ``on_stop``: before the first step, or a second
-    one) the ranks are ended first.
+    Returns whether the ranks were asked to stop.  Raises :class:`RunFailed` as soon as a rank has failed, been killed
+    or stopped, or hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP (with ``on_stop``: before
+    the first step, or a second one) the ranks are ended first.
     """
     from shardwise.backend import Backend  # starts torch
 
     for old in [*run_dir.glob("monitor/rank_*"), *run_dir.glob(f"monitor/{flight.STEM}*")]:
         old.unlink(missing_ok=True)
     run_id = uuid.uuid4().hex
-    watcher = Watcher(run_dir, ranks, run_id, hang_timeout, asynchronous=Backend.here().asynchronous, on_notice=on_notice)
+    watcher = Watcher(
+        run_dir, ranks, run_id, hang_timeout, asynchronous=Backend.here().asynchronous, on_notice=on_notice
+    )
     watcher.pipes = Path(tempfile.mkdtemp(prefix="shardwise-"))  # not every file system has pipes
-    recorder = Backend.built().flight_recorder(*(str(at.absolute() / flight.STEM) for at in (run_dir / "monitor", watcher.pipes)))
+    recorder = Backend.built().flight_recorder(
+        *(str(at.absolute() / flight.STEM) for at in (run_dir / "monitor", watcher.pipes))
+    )
     agent = _Agent(command, ranks, run_id, threads, recorder)
     asked = False
     with _signals():
@@ -199,7 +213,9 @@ def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -
 
 
 def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int]) -> RunFailed:
-    """The root cause: a rank's own error, else a rank that was killed or ended, else whoever hangs, else lost connections."""
+    """The root cause: a rank's own error, else a rank that was killed or ended, else whoever hangs, else lost
+    connections.
+    """
     errors = read_errors(watcher.run_dir)
     first = first_cause(errors)
     if first is not None:
@@ -330,7 +346,9 @@ class _Agent:
 def _silence() -> None:
     """What torchelastic logs of failures we say better."""
     for name, logger in logging.root.manager.loggerDict.items():
-        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")) and isinstance(logger, logging.Logger):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")) and isinstance(
+            logger, logging.Logger
+        ):
             logger.setLevel(logging.CRITICAL + 1)
 
 

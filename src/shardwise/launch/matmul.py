@@ -18,14 +18,19 @@ Shape = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """The chosen ``torch.set_float32_matmul_precision`` and the mean relative errors it rests on, the largest of all shapes."""
+    """The chosen ``torch.set_float32_matmul_precision`` and the mean relative errors it rests on, the largest of all
+    shapes.
+    """
 
     precision: str
     fast_error: float
     safe_error: float
 
     def __str__(self) -> str:
-        return f'float32 matmul "{self.precision}": errors {self.fast_error:.1e} ("{FAST}") and {self.safe_error:.1e} ("{SAFE}")'
+        return (
+            f'float32 matmul "{self.precision}": errors {self.fast_error:.1e} ("{FAST}") and {self.safe_error:.1e} '
+            f'("{SAFE}")'
+        )
 
 
 def choose_matmul(shapes: Iterable[Shape]) -> MatmulChoice:

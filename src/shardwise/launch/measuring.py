@@ -1,4 +1,6 @@
-"""The memory of one step as it is: bytes by category at every instruction, of the storages on a CPU, of torch's allocator on a GPU."""
+"""The memory of one step as it is: bytes by category at every instruction, of the storages on a CPU, of torch's
+allocator on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ MEMORY = "memory.json"
 
 
 class _Source(Protocol):
-    """Where bytes are read: what is there now, and since the last mark the most of it, and what was made and is there still."""
+    """Where bytes are read: what is there now, and since the last mark the most of it, and what was made and is there
+    still.
+    """
 
     @property
     def peak(self) -> int: ...
@@ -68,10 +72,11 @@ class _Allocator:
 
 
 class StepMemory:
-    """Measures the step that is taken inside of ``with``, which changes none of its numbers; :meth:`account` is what it found.
+    """Measures the step that is taken inside of ``with``, which changes none of its numbers; :meth:`account` is what it
+    found.
 
-    What lives from instruction to instruction counts as activations, what does not as temporary, like what was there before the
-    step and is none of the engine's.
+    What lives from instruction to instruction counts as activations, what does not as temporary, like what was there
+    before the step and is none of the engine's.
     """
 
     def __init__(self, engine: Engine, name: Callable[[Instruction], str]) -> None:
@@ -95,7 +100,9 @@ class StepMemory:
         self._engine.interpreter.progress = self._look
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._engine.interpreter.progress = self._progress
         self._end()
         self._undo.__exit__(kind, error, trace)
@@ -138,7 +145,9 @@ class StepMemory:
 
 
 def model_states(engine: Engine, device: str) -> dict[str, int]:
-    """The bytes of an engine's own buffers on one type of device, by category; memory that two of them share counts once."""
+    """The bytes of an engine's own buffers on one type of device, by category; memory that two of them share counts
+    once.
+    """
     seen: set[tuple[str, int]] = set()
     sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for category, tensor in _buffers(engine):
@@ -161,7 +170,9 @@ def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     ]
     yield from (("parameters", one) for one in parameters)
     yield from (
-        ("gradients", one) for one in [*(b.grad for b in memory.buckets.values()), *memory.unreduced.slots] if one is not None
+        ("gradients", one)
+        for one in [*(b.grad for b in memory.buckets.values()), *memory.unreduced.slots]
+        if one is not None
     )
     for bucket in memory.buckets.values():
         own = bucket.own_parameters
@@ -194,7 +205,9 @@ def read_memory(folder: Path) -> dict[str, Any]:
     path, legal = folder / MEMORY, "legal: the folder of a run (train.run_dir), or CONFIG.toml and overrides"
     try:
         values = json.loads(path.read_bytes())
-        accounts = {key: None if values[key] is None else Account.from_dict(values[key]) for key in ("predicted", "measured")}
+        accounts = {
+            key: None if values[key] is None else Account.from_dict(values[key]) for key in ("predicted", "measured")
+        }
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; {legal}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

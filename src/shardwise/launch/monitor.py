@@ -1,4 +1,6 @@
-"""How a rank ended, told to the parent: errors go into a file of their own, so that the first cause can be told from what followed."""
+"""How a rank ended, told to the parent: errors go into a file of their own, so that the first cause can be told from
+what followed.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ class RankError:
 
 def read_errors(run_dir: Path) -> list[RankError]:
     """The errors of all ranks, the first first."""
-    found = [RankError(**json.loads(path.read_text(encoding="utf-8"))) for path in (run_dir / "monitor").glob("rank_*.error")]
+    found = [
+        RankError(**json.loads(path.read_text(encoding="utf-8"))) for path in (run_dir / "monitor").glob("rank_*.error")
+    ]
     return sorted(found, key=lambda error: (error.time, error.rank))
 
 

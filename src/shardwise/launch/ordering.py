@@ -1,4 +1,6 @@
-"""Schedule ``auto`` before the first step: what each unit of the model takes, measured by the ranks that will train, and the best order."""
+"""Schedule ``auto`` before the first step: what each unit of the model takes, measured by the ranks that will train,
+and the best order.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,11 @@ def unordered(config: Config) -> bool:
 
 
 def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
-    """Give the plan of ``forecast``, which is one to measure with, the order that is best for what the units take on these ranks.
+    """Give the plan of ``forecast``, which is one to measure with, the order that is best for what the units take on
+    these ranks.
 
-    A run that goes on keeps the order in its folder if it fits the config.  All ranks call it together.  :class:`ConfigError`, on all
-    of them, if no order fits into the memory.
+    A run that goes on keeps the order in its folder if it fits the config.  All ranks call it together.
+    :class:`ConfigError`, on all of them, if no order fits into the memory.
     """
     config, first, talk = forecast.config, comm.rank == 0, Background(comm)
     folder = Path(config.train.run_dir)
@@ -90,12 +93,17 @@ def settle_by_costs(forecast: Forecast) -> None:
         f, i, w = c.forward_flops + traffic, c.input_flops + 2 * traffic, float(c.weight_flops)
         found[c.name] = {"F": f, "B": i + w, "I": i, "W": w}
     chosen = _order(forecast, found, 0.0)
-    note = f'parallel.schedule = "{AUTO}": an order for the units\' FLOPs and memory traffic; `shardwise train` measures first'
+    note = (
+        f'parallel.schedule = "{AUTO}": an order for the units\' FLOPs and memory traffic; `shardwise train` '
+        "measures first"
+    )
     forecast.take(_planned(forecast.plan, chosen.stages, chosen.found.timetable), note)
 
 
 def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
-    """What :func:`settle` chose in a run's folder: in words, the order, and the costs of its stages; None where it did not."""
+    """What :func:`settle` chose in a run's folder: in words, the order, and the costs of its stages; None where it did
+    not.
+    """
     path = folder / SCHEDULE
     try:
         values = json.loads(path.read_bytes())
@@ -108,13 +116,17 @@ def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
 
 
 def _kept(forecast: Forecast, folder: Path) -> str:
-    """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing, or that it does not fit."""
+    """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing,
+    or that it does not fit.
+    """
     before = plan_of(folder)
     if before is None:
         return ""
     now, given = forecast.plan, forecast.config.parallel
     same = ("microbatches", "schedule")
-    if [getattr(before, key) for key in same] != [now.microbatches, AUTO] or before.mesh.axis_size(PIPELINE) != given.pp:
+    if [getattr(before, key) for key in same] != [now.microbatches, AUTO] or before.mesh.axis_size(
+        PIPELINE
+    ) != given.pp:
         return ""
     if given.stages not in (None, before.stages) or given.stages_per_rank not in (None, before.stages_per_rank):
         return ""
@@ -127,7 +139,7 @@ def _planned(plan: Plan, stages: Sequence[int], timetable: Timetable) -> Plan:
     return plan.replace(schedule=AUTO, stages=tuple(stages), stages_per_rank=each, timetable=written(timetable))
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def _halved(timetable: Timetable) -> Timetable:
@@ -143,8 +155,8 @@ def _halved(timetable: Timetable) -> Timetable:
 def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str, Any]:
     """What this rank's units take, by unit and kind, and messages to the next rank: all seconds that were measured.
 
-    An engine of its own runs some steps of a batch while the other ranks do the same; nobody waits for anybody within a step, and nothing
-    of it stays.
+    An engine of its own runs some steps of a batch while the other ranks do the same; nobody waits for anybody within a
+    step, and nothing of it stays.
     """
     plan = forecast.plan
     cut = forecast.compiled.cut(forecast.compiled.general)
@@ -213,7 +225,7 @@ def _transfers(comm: Communicator, nbytes: int) -> Iterator[float]:
                     yield (time.perf_counter() - start) / 2
 
 
-# ---- choosing --------------------------------------------------------------------------------------------------------------
+# ---- choosing --------------------------------------------------------------------------------------------------------
 
 
 def _answer(forecast: Forecast, each: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
@@ -223,7 +235,9 @@ def _answer(forecast: Forecast, each: Sequence[Mapping[str, Any]], folder: Path)
         for name, kinds in one["units"].items():
             for kind, seconds in kinds.items():
                 values[name][kind] += seconds
-    seconds = {name: {kind: statistics.median(found) for kind, found in kinds.items()} for name, kinds in values.items()}
+    seconds = {
+        name: {kind: statistics.median(found) for kind, found in kinds.items()} for name, kinds in values.items()
+    }
     transfer = statistics.median([found for one in each for found in one["transfers"]])
     try:
         chosen = _order(forecast, seconds, transfer)
@@ -255,7 +269,9 @@ def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCo
     cut = forecast.compiled.cut(trace)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
     outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
-    ways = [one.none if forecast.plan.recompute == "none" else one.again for one in (profile.units[u.index] for u in units)]
+    ways = [
+        one.none if forecast.plan.recompute == "none" else one.again for one in (profile.units[u.index] for u in units)
+    ]
     before = [cut.producers[u.index] for u in units]
     held = [
         sum(outputs[p] for p in (*made, u.index) if set(trace.units[p].outputs) & set(u.held))
@@ -275,16 +291,27 @@ def _name(found: Found) -> str:
 
 
 def _note(chosen: Order, ranks: int) -> str:
-    """``parallel.schedule = "auto": from zbv, 2 stages a rank: 41.3 ms a step (…); the best named one is zbv: 43.0 ms``."""
+    """``parallel.schedule = "auto": from zbv, 2 stages a rank: 41.3 ms a step (…); the best named one is zbv: 43.0
+    ms``.
+    """
     step, named = chosen.found.simulation, chosen.named
     each = len(chosen.stages) // ranks
-    words = f"{chosen.found.name.removeprefix(f'{AUTO} ')}, {each} stage{'s' if each > 1 else ''} a rank of {list(chosen.stages)} units"
-    known = f"{milliseconds(step.seconds)} a step simulated, bubble {step.bubble_of_total:.2%} of total, at most {size(chosen.peak)} a rank"
+    words = (
+        f"{chosen.found.name.removeprefix(f'{AUTO} ')}, {each} stage{'s' if each > 1 else ''} a rank of "
+        f"{list(chosen.stages)} units"
+    )
+    known = (
+        f"{milliseconds(step.seconds)} a step simulated, bubble {step.bubble_of_total:.2%} of total, at most "
+        f"{size(chosen.peak)} a rank"
+    )
     if named is None:
         rest = "no named schedule fits"
     elif named.timetable == step.timetable:
         rest = "the search found nothing better than this named schedule"
     else:
         less = 1 - step.seconds / named.simulation.seconds
-        rest = f"the search took {less:.2%} off {named.name}, the best named schedule ({milliseconds(named.simulation.seconds)})"
+        rest = (
+            f"the search took {less:.2%} off {named.name}, the best named schedule "
+            f"({milliseconds(named.simulation.seconds)})"
+        )
     return f'parallel.schedule = "{AUTO}": {words}: {known}; {rest}'

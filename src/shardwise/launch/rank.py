@@ -32,7 +32,8 @@ PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
 
 @contextmanager
 def rank_process(run_dir: Path) -> Iterator[Progress]:
-    """Make this process a rank of the run: output to its log, a record of its progress, its error where the parent reads it.
+    """Make this process a rank of the run: output to its log, a record of its progress, its error where the parent
+    reads it.
 
     An error ends the process with code 1, an interruption with 130 or 143.
     """

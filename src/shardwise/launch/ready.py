@@ -23,8 +23,8 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user, ``on_step`` gets rank
-    0's metrics, ``failed`` the error that ends the rank, before anything is waited for."""
+    """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user,
+    ``on_step`` gets rank 0's metrics, ``failed`` the error that ends the rank, before anything is waited for."""
 
     progress: Progress
     asked: Callable[[], bool] | None = None

@@ -12,12 +12,16 @@ from shardwise.backend import Backend
 from shardwise.core.errors import ConfigError
 
 REFUSED = re.compile(r"(?:^|: )([^:\n]+) does not have a deterministic implementation")
-"""What torch says of an op that gives other bits each time; its name may be several words, such as "median CUDA with indices output"."""
+"""What torch says of an op that gives other bits each time; its name may be several words, such as "median CUDA with
+indices output".
+"""
 
 
 @contextmanager
 def repeatable(device: torch.device, wanted: bool) -> Iterator[None]:
-    """Where it is ``wanted``, ops give the same bits each time; :class:`ConfigError` names one of the model that cannot."""
+    """Where it is ``wanted``, ops give the same bits each time; :class:`ConfigError` names one of the model that
+    cannot.
+    """
     if not wanted:
         yield
         return

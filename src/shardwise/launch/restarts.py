@@ -32,8 +32,8 @@ class LaunchLog:
 def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say: Callable[[str], object]) -> bool:
     """Call ``start``, which runs all ranks to their end, and again after a rank was lost, killed or hung.
 
-    Raises the last :class:`RunFailed` after ``limit`` restarts in a row without a new checkpoint, and at once where starting again
-    would not help (an error in the model, the data, the configuration).
+    Raises the last :class:`RunFailed` after ``limit`` restarts in a row without a new checkpoint, and at once where
+    starting again would not help (an error in the model, the data, the configuration).
     """
     log = LaunchLog(run_dir)
     in_a_row, before = 0, _last(run_dir)
@@ -42,7 +42,9 @@ def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say:
         log.write("starting the ranks")
         try:
             asked = start()
-            log.write(f"the ranks ended after {time.monotonic() - began:.1f} s{', as they were asked to' if asked else ''}")
+            log.write(
+                f"the ranks ended after {time.monotonic() - began:.1f} s{', as they were asked to' if asked else ''}"
+            )
             return asked
         except RunFailed as failure:
             last = _last(run_dir)

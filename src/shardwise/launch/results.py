@@ -37,9 +37,10 @@ OnStep = Callable[[Metrics], object]
 class MetricsWriter:
     """Appends one JSON object a step to ``file``, one step late: on a GPU reading a value would wait for the step.
 
-    ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from the begin of one step to that of the next, or to
-    the end of the window that it is the last of, reading the batch included.  ``utilisation(rows, seconds)`` gives a step's MFU where
-    the device's peak is known.  ``history`` begins with what earlier parts of the run have written.
+    ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from the begin of one step to that of
+    the next, or to the end of the window that it is the last of, reading the batch included.  ``utilisation(rows,
+    seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with what earlier parts of the
+    run have written.
     """
 
     file: TextIO
@@ -70,7 +71,9 @@ class MetricsWriter:
         self._write(before)
 
     def close(self, *, flush: bool = True) -> None:
-        """Write the last step, unless its numbers may never come; what a full disk did not take is lost, and has been told."""
+        """Write the last step, unless its numbers may never come; what a full disk did not take is lost, and has been
+        told.
+        """
         if flush:
             self.flush()
         with suppress(OSError):
@@ -140,7 +143,9 @@ class MetricsWriter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory this rank has used, in bytes: of the GPU since its peak was last reset, or the process's resident memory."""
+    """The most memory this rank has used, in bytes: of the GPU since its peak was last reset, or the process's resident
+    memory.
+    """
     backend = Backend.of(device)
     if backend.asynchronous:
         return backend.most_allocated(device)
@@ -149,7 +154,8 @@ def peak_memory(device: torch.device) -> int:
 
 
 def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
-    """Write the full single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank`` writes.
+    """Write the full single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank``
+    writes.
 
     A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.

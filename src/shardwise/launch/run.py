@@ -77,7 +77,7 @@ class Run(Ready):
 
     @contextmanager
     def _told(self, checkpoints: Checkpoints) -> Iterator[None]:
-        """An error is told before what follows it: that waits for a checkpoint under way, and for numbers of a device."""
+        """An error is told before what follows it: that waits for a checkpoint under way and a device's numbers."""
         try:
             yield
         except Exception as error:
@@ -91,7 +91,9 @@ class Run(Ready):
         """A step that is not finite ends the run; the weights before it are saved."""
         trainer, step, steps = self.trainer, first, self.config.train.steps
         self._clock = time.perf_counter()
-        self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)  # or soon after
+        self._to_measure = next(
+            at for at in count(first + 1) if at not in self.config.train.trace_steps
+        )  # or soon after
         try:
             while step < steps and not trainer.stopping:
                 stop = self._window(step)
@@ -106,7 +108,9 @@ class Run(Ready):
             raise
 
     def _window(self, step: int) -> int:
-        """Where the steps from ``step`` on end that are taken together: at the latest where something is due after them."""
+        """Where the steps from ``step`` on end that are taken together: at the latest where something is due after
+        them.
+        """
         plan, train = self.trainer.plan, self.config.train
         if not plan.overlaps:
             return step + 1
@@ -174,7 +178,7 @@ class Run(Ready):
 
     @contextmanager
     def _measured(self) -> Iterator[StepMemory]:
-        """A step of rank 0 whose memory is measured and put beside what was predicted; the first has made what stays."""
+        """A step of rank 0 whose memory is measured and put beside the prediction; the first has made what stays."""
         trainer, metrics = self.trainer, self.metrics
         if metrics is not None:
             metrics.flush()  # on a GPU the peak so far is forgotten now
@@ -261,7 +265,9 @@ class Run(Ready):
         return sample_text(module.to(self._roomy()), prompt, self.data.decode, self.config.train.seed)
 
     def _roomy(self) -> torch.device:
-        """The device, if the whole model has room there without more memory than training has taken; else the host's CPU."""
+        """The device, if the whole model has room there without more memory than training has taken; else the host's
+        CPU.
+        """
         device = self.trainer.comm.device
         backend, described = Backend.of(device), self.trainer.engine.whole.describe().values()
         needed = sum(math.prod(one.shape) * one.dtype.itemsize for one in described)
@@ -277,7 +283,8 @@ class Run(Ready):
             meta["model"] = {"transformers": {"class": type(self.module).__name__, "config": values}}
         return Checkpoints(
             self.trainer, self.folder / CHECKPOINTS, keep_last=config.keep_last, keep_every=config.keep_every,
-            staging_bytes=None if config.staging_mib is None else config.staging_mib << 20, meta=meta, warn=self.side.tell,
+            staging_bytes=None if config.staging_mib is None else config.staging_mib << 20, meta=meta,
+            warn=self.side.tell,
         )  # fmt: skip
 
     @contextmanager
@@ -297,7 +304,9 @@ class Run(Ready):
         try:
             yield self.metrics
         except BaseException as error:
-            agreed = isinstance(error, NonFiniteError | LossScaleError)  # by all ranks, whose devices have done the step
+            agreed = isinstance(
+                error, NonFiniteError | LossScaleError
+            )  # by all ranks, whose devices have done the step
             pending = not agreed and Backend.of(self.trainer.comm.device).asynchronous
             raise
         finally:
@@ -320,10 +329,18 @@ class Run(Ready):
             written["sample"] = str(folder / "sample.txt")
         assert self.metrics is not None
         mesh, device = self.trainer.plan.mesh, self.trainer.comm.device
-        result: Metrics = {**self.metrics.summary(), "ranks": mesh.size, "device": device.type, "run_dir": str(folder), **written}
+        result: Metrics = {
+            **self.metrics.summary(),
+            "ranks": mesh.size,
+            "device": device.type,
+            "run_dir": str(folder),
+            **written,
+        }
         evaluations = read_lines(folder / "evaluations.jsonl")
         result |= {
-            key: evaluations[-1][key] for key in ("validation_loss", "perplexity") if evaluations and key in evaluations[-1]
+            key: evaluations[-1][key]
+            for key in ("validation_loss", "perplexity")
+            if evaluations and key in evaluations[-1]
         }
         write_json(folder / "result.json", result)
         log.info("done: %s", ", ".join(f"{key} {value}" for key, value in result.items()))

@@ -24,7 +24,9 @@ from itertools import product
 
 from shardwise.core.errors import ConfigError
 
-SPECIAL_STEPS = 0xFFFFFFF0  # slurm.h: the steps of a batch script, of an interactive allocation and the like count from here
+SPECIAL_STEPS = (
+    0xFFFFFFF0  # slurm.h: the steps of a batch script, of an interactive allocation and the like count from here
+)
 PORTS = range(20000, 32768)  # above the usual services, below the ports that Linux gives to outgoing connections
 STEP_STRIDE = 8191  # prime: the steps of a job get ports far from those of the jobs started just after it
 MOST_HOSTS = 1 << 16  # as in SLURM
@@ -36,18 +38,23 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 def adopt(environment: MutableMapping[str, str], terminal: bool | None = None) -> bool:
     """Make this process a rank if it is one of several tasks of a SLURM step, and say whether it is.
 
-    ``environment`` gets torchrun's variables.  It is left alone under torchrun, outside of SLURM, in batch scripts and allocations
-    (no step, so no other tasks), in the shell of ``srun --pty``, and in a step of one task: there, the local launcher starts all
-    devices.  ``MASTER_ADDR`` and ``MASTER_PORT`` of the user's stay.
+    ``environment`` gets torchrun's variables.  It is left alone under torchrun, outside of SLURM, in batch scripts and
+    allocations (no step, so no other tasks), in the shell of ``srun --pty``, and in a step of one task: there, the
+    local launcher starts all devices.  ``MASTER_ADDR`` and ``MASTER_PORT`` of the user's stay.
 
     Args:
         environment: ``os.environ``.
-        terminal: whether standard input is a terminal (default: look).  What runs inside the shell of ``srun --pty`` inherits
-            ``SLURM_PTY_PORT``, the tasks of a second ``srun`` too; only the shell's own commands also have its terminal.
+        terminal: whether standard input is a terminal (default: look).  What runs inside the shell of ``srun --pty``
+            inherits ``SLURM_PTY_PORT``, the tasks of a second ``srun`` too; only the shell's own commands also have its
+            terminal.
 
     Raises :class:`ConfigError` that names the variable where one is missing, malformed or contradicts another.
     """
-    if "TORCHELASTIC_RUN_ID" in environment or not environment.get("SLURM_PROCID") or not environment.get("SLURM_STEP_ID"):
+    if (
+        "TORCHELASTIC_RUN_ID" in environment
+        or not environment.get("SLURM_PROCID")
+        or not environment.get("SLURM_STEP_ID")
+    ):
         return False
     step = _number(environment, "SLURM_STEP_ID")
     tasks = _number(environment, _first(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1)
@@ -72,7 +79,9 @@ def adopt(environment: MutableMapping[str, str], terminal: bool | None = None) -
 
 
 def port_of(job: int, step: int) -> int:
-    """The port of a step's store, from 20000 to 32767: another for each of the next 12768 jobs, and for each step of a job."""
+    """The port of a step's store, from 20000 to 32767: another for each of the next 12768 jobs, and for each step of a
+    job.
+    """
     return PORTS[(job + STEP_STRIDE * step) % len(PORTS)]
 
 
@@ -81,7 +90,9 @@ def expand_nodes(nodes: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
 
     :class:`ConfigError` calls the variable ``name``.
     """
-    error = ConfigError(f"environment variable {name}: {nodes!r} is not legal; legal: hosts such as node[01-03,07],gpu5.")
+    error = ConfigError(
+        f"environment variable {name}: {nodes!r} is not legal; legal: hosts such as node[01-03,07],gpu5."
+    )
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", nodes):  # commas outside of brackets
         pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, the inside of a bracket, text, ...
@@ -104,7 +115,9 @@ def expand_tasks(tasks: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[in
         match = _TASKS.fullmatch(part)
         times = int(match[2] or 1) if match else 0
         if match is None or not 1 <= times <= MOST_HOSTS:
-            raise ConfigError(f"environment variable {name}: {tasks!r} is not legal; legal: tasks of each node, such as 4(x2),3.")
+            raise ConfigError(
+                f"environment variable {name}: {tasks!r} is not legal; legal: tasks of each node, such as 4(x2),3."
+            )
         counts += [int(match[1])] * times
     return counts
 
@@ -129,7 +142,9 @@ def _ranks(environment: Mapping[str, str], tasks: int) -> dict[str, str]:
     counts, source = _tasks_per_node(environment)
     if sum(counts) != tasks or node >= len(counts):
         where = f"SLURM_NODEID = {node}" if sum(counts) == tasks else f"{tasks} tasks"
-        raise ConfigError(f"environment variable {source}: {environment[source]!r} does not fit {where}; start with srun.")
+        raise ConfigError(
+            f"environment variable {source}: {environment[source]!r} does not fit {where}; start with srun."
+        )
     return {
         "RANK": str(_number(environment, "SLURM_PROCID", below=tasks)),
         "WORLD_SIZE": str(tasks),
@@ -157,13 +172,21 @@ def _first(environment: Mapping[str, str], *names: str) -> str:
     """The first of the variables that has a value."""
     found = next((name for name in names if environment.get(name)), None)
     if found is None:
-        raise ConfigError(f"environment variable {names[0]} is not set in this SLURM step, nor {' nor '.join(names[1:])}.")
+        raise ConfigError(
+            f"environment variable {names[0]} is not set in this SLURM step, nor {' nor '.join(names[1:])}."
+        )
     return found
 
 
 def _number(environment: Mapping[str, str], name: str, least: int = 0, below: int | None = None) -> int:
     text = environment.get(name, "")
-    if text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) and (below is None or int(text) < below):
+    if (
+        text.isascii()
+        and text.isdigit()
+        and len(text) < 20
+        and least <= int(text)
+        and (below is None or int(text) < below)
+    ):
         return int(text)
     bound = f"of at least {least}" if below is None else f"from {least} to {below - 1}"
     raise ConfigError(f"environment variable {name}: {text!r} is not legal; legal: an integer {bound}.")

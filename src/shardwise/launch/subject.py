@@ -58,13 +58,22 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
         return Subject(build_plan(config), module, loss, [next(loader).fields for _ in range(batches)])
 
 
-def compiled_here(config: Config, found: Subject, per_host: int | None = None, device: torch.device | None = None) -> Compiled:
-    """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it; on ``device``, by
-    default the CPU."""
+def compiled_here(
+    config: Config, found: Subject, per_host: int | None = None, device: torch.device | None = None
+) -> Compiled:
+    """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it;
+    on ``device``, by default the CPU."""
     per_host, device = per_host or ranks_of_a_host(found.plan), device or torch.device("cpu")
     there = _device(config)
     return Compiled(
-        found.module, found.plan, found.batches[0], found.loss, device, kind=there.kind, model=there.model, per_host=per_host
+        found.module,
+        found.plan,
+        found.batches[0],
+        found.loss,
+        device,
+        kind=there.kind,
+        model=there.model,
+        per_host=per_host,
     )
 
 
@@ -84,7 +93,11 @@ def settled(config: Config, compiled: Compiled) -> Compiled:
 
 def opens(config: Config) -> bool:
     """Whether the plan that would be trained depends on the device."""
-    return bool(left_open(config)) or unordered(config) or (config.parallel.tensor_plan == "auto" and config.parallel.tp > 1)
+    return (
+        bool(left_open(config))
+        or unordered(config)
+        or (config.parallel.tensor_plan == "auto" and config.parallel.tp > 1)
+    )
 
 
 def _device(config: Config) -> Device:
@@ -93,7 +106,8 @@ def _device(config: Config) -> Device:
 
 
 def forecast(config: Config, device: Device | None = None) -> Forecast:
-    """Predict the memory of what ``config`` describes; of the model only the structure is made, of its data two rows are read.
+    """Predict the memory of what ``config`` describes; of the model only the structure is made, of its data two rows
+    are read.
 
     The device is by default the one here.
     """
@@ -103,10 +117,12 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
 
 
 def check_plan(config: Config, device: torch.device) -> None:
-    """:class:`ConfigError` where the plan of ``config`` does not suit its model, as far as a capture shows and before anything starts.
+    """:class:`ConfigError` where the plan of ``config`` does not suit its model, as far as a capture shows and before
+    anything starts.
 
-    That are plans that cut the model, by layers or within them: nothing is looked at for others.  Ranks train on devices like ``device``,
-    which is not touched; of the model only the structure is made, of its data two rows are read.
+    That are plans that cut the model, by layers or within them: nothing is looked at for others.  Ranks train on
+    devices like ``device``, which is not touched; of the model only the structure is made, of its data two rows are
+    read.
     """
     if config.parallel.tp == config.parallel.pp == 1:
         return
@@ -115,7 +131,9 @@ def check_plan(config: Config, device: torch.device) -> None:
         compiled.programs(compiled.general, compiled.plan.microbatches, steady(compiled.plan))
 
 
-def _compiled(config: Config, kind: Kind, model: DeviceModel | None = None, device: torch.device | None = None) -> Compiled:
+def _compiled(
+    config: Config, kind: Kind, model: DeviceModel | None = None, device: torch.device | None = None
+) -> Compiled:
     """The model under its plan, from its structure alone, with the rates of a ``kind`` of device, or of a ``model``."""
     constructor, loss = build_model(config)
     dataset, _ = build_dataset(config)

@@ -42,8 +42,8 @@ from .run import Run
 from .subject import EXAMPLE_ROWS
 
 DEVICE_TIMEOUT = 600.0
-"""Seconds that a collective may be pending on a device: longer than any phase for which a host is given time (``watch.START_TIMEOUT``),
-since the device of another rank may be waiting for that host."""
+"""Seconds that a collective may be pending on a device: longer than any phase for which a host is given time
+(``watch.START_TIMEOUT``), since the device of another rank may be waiting for that host."""
 
 TF32 = {
     "gpu": "train.tf32: matrices of float32 are multiplied with TF32 where the device has it",
@@ -54,15 +54,16 @@ log = logging.getLogger("shardwise")
 
 
 def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool:
-    """Train as one rank of ``config``, going on from the last checkpoint of its folder; the environment says which rank.
+    """Train as one rank of ``config``, going on from the last checkpoint of its folder; the environment says which
+    rank.
 
     Args:
         side: what surrounds the rank: whom it tells what it does, and who can ask it to stop.
         timeout: seconds until a wait for another rank fails by itself; on GPUs at least :data:`DEVICE_TIMEOUT`.
 
-    Rank 0 writes into ``train.run_dir``: ``plan.toml``, ``program.txt``, ``about.json``, ``metrics.jsonl``, ``evaluations.jsonl``,
-    ``weights.safetensors``, ``sample.txt`` (own models of text) and at the end ``result.json``; all ranks write ``checkpoints``.
-    Returns False if it was asked to stop before the last step.
+    Rank 0 writes into ``train.run_dir``: ``plan.toml``, ``program.txt``, ``about.json``, ``metrics.jsonl``,
+    ``evaluations.jsonl``, ``weights.safetensors``, ``sample.txt`` (own models of text) and at the end ``result.json``;
+    all ranks write ``checkpoints``. Returns False if it was asked to stop before the last step.
     """
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
@@ -114,7 +115,8 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     per_host = ranks_of_a_host(comm)
     with uncollected():
         compiled = Compiled(
-            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size, per_host=per_host,
+            module, plan, example, loss, comm.device, initial=initial, batch_rows=config.data.batch_size,
+            per_host=per_host,
             model=_slowest(cards),
         )  # fmt: skip
     progress.phase("predicting the memory")
@@ -133,7 +135,9 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
 
 
 def _slowest(cards: Sequence[Card]) -> DeviceModel | None:
-    """The model of the ranks' GPUs, where they differ the slowest, by which all ranks find the same plan; None if one is not known."""
+    """The model of the ranks' GPUs, where they differ the slowest, by which all ranks find the same plan; None if one
+    is not known.
+    """
     found = [model_of(one.name) for one in cards]
     known = [model for model in found if model is not None]
     if len(known) < len(found) or not known:
@@ -151,7 +155,9 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
         told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor_bytes], dtype=torch.float64)
     host_sum(comm, told, "the memory of all ranks")
     before = Before(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
-    found = Forecast.of(config, compiled, scarcest(device, told[0].tolist(), told[1].tolist(), cards), comm.shares_memory, before)
+    found = Forecast.of(
+        config, compiled, scarcest(device, told[0].tolist(), told[1].tolist(), cards), comm.shares_memory, before
+    )
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
     found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []
@@ -170,17 +176,21 @@ def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float]
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:
-    """Of the constructor, or of ``model.weights``, which must fit: nothing is held yet, and little of it ever at once."""
+    """Of the constructor, or of ``model.weights``, which must fit: nothing is held yet, never much of it at once."""
     initial = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
     if config.model.weights is None:
         return initial
     found = fit_weights(Path(config.model.weights), initial.module)
-    whole = f'initial weights: every rank reads all of "{config.model.weights}" at once, as only the class of the model can'
+    whole = (
+        f'initial weights: every rank reads all of "{config.model.weights}" at once, as only the class of the model can'
+    )
     return initial.with_weights(found, (whole,) if found.whole else ())
 
 
 def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator) -> MatmulChoice | None:
-    """Set the fast float32 kernels if they are accurate on the machines of all ranks; None where there is nothing to choose."""
+    """Set the fast float32 kernels if they are accurate on the machines of all ranks; None where there is nothing to
+    choose.
+    """
     if comm.device.type != "cpu" or plan.precision != "fp32":
         return None
     choice = choose_matmul(typical_shapes(module, rows))

@@ -49,7 +49,9 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
         )
 
 
-def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator], list[VerifiedStep]]], list[list[VerifiedStep]]]:
+def _one_rank(
+    comm: Communicator,
+) -> Callable[[Compiled, Callable[[Communicator], list[VerifiedStep]]], list[list[VerifiedStep]]]:
     """A runner of this rank alone, which gets the last parameters of the others: they must agree."""
     import torch
 
@@ -62,7 +64,9 @@ def _one_rank(comm: Communicator) -> Callable[[Compiled, Callable[[Communicator]
         last = [VerifiedStep(math.nan, math.nan, {}, {}, {}) for _ in range(size)]
         for name, value in mine[-1].parameters.items():
             gathered = torch.empty(size * value.numel(), dtype=value.dtype)
-            comm.host.all_gather(gathered, value.contiguous(), comm.mesh.names, lane=CONTROL, what=f"parameter {name}").wait()
+            comm.host.all_gather(
+                gathered, value.contiguous(), comm.mesh.names, lane=CONTROL, what=f"parameter {name}"
+            ).wait()
             for one, part in zip(last, gathered.view(size, -1), strict=True):
                 one.parameters[name] = part.view(value.shape)
         others = [[one] for index, one in enumerate(last) if index != comm.rank]

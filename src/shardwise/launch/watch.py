@@ -32,7 +32,9 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 
 
 def _current_thread(text: str) -> list[str]:
-    """From what ``faulthandler`` wrote, the frames of the thread that answered and of the one that reads batches, innermost first."""
+    """From what ``faulthandler`` wrote, the frames of the thread that answered and of the one that reads batches,
+    innermost first.
+    """
     blocks = [block.splitlines() for block in text.split("\n\n")]
     current = next((block for block in blocks if block[0].startswith("Current thread")), blocks[0])
     reader = [block for block in blocks if block is not current and any(LOADER in line for line in block)]
@@ -43,8 +45,8 @@ def _current_thread(text: str) -> list[str]:
 class Watched:
     """One rank's process and what has been seen of it.
 
-    ``quiet`` and ``stopped`` are the seconds for which its record has not changed and for which it has been stopped; ``busy`` are
-    the CPU seconds that it used meanwhile.
+    ``quiet`` and ``stopped`` are the seconds for which its record has not changed and for which it has been stopped;
+    ``busy`` are the CPU seconds that it used meanwhile.
     """
 
     process: psutil.Process
@@ -91,7 +93,11 @@ class Watched:
             return "has finished"
         state = f"waits {self.quiet:.0f} s for {self.record.waiting_for}, " if self.waiting else ""
         where = self.record.whereabouts if self.record.behind else f"at {self.record.place}"
-        return state + where + (", stopped (SIGSTOP)" if self.stopped else "" if self.waiting else f" for {self.quiet:.0f} s")
+        return (
+            state
+            + where
+            + (", stopped (SIGSTOP)" if self.stopped else "" if self.waiting else f" for {self.quiet:.0f} s")
+        )
 
 
 @dataclass(frozen=True)
@@ -106,8 +112,9 @@ class Hang:
 class Watcher:
     """Looks at the ranks of one run: children of this process that torchelastic has given ``run_id``.
 
-    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs, whose hosts go on
-    while their devices wait and seem to be busy when they wait for their device.  What counts is that host or device get on.
+    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs,
+    whose hosts go on while their devices wait and seem to be busy when they wait for their device.  What counts is that
+    host or device get on.
     """
 
     run_dir: Path
@@ -155,7 +162,9 @@ class Watcher:
     @property
     def leaving(self) -> bool:
         """Whether a rank that has failed finishes what it does together with the others first."""
-        return any(one.alive and one.record is not None and one.record.doing == LEAVING for one in self.watched.values())
+        return any(
+            one.alive and one.record is not None and one.record.doing == LEAVING for one in self.watched.values()
+        )
 
     @property
     def finished(self) -> bool:
@@ -239,7 +248,9 @@ class Watcher:
         return Hang((), f"all ranks wait for each other ({self._limit()})")
 
     def _silent(self) -> Hang | None:
-        """No rank says anything; nor does any do anything where that can be told: not while a host may be waiting for its device."""
+        """No rank says anything; nor does any do anything where that can be told: not while a host may be waiting for
+        its device.
+        """
         alive = {rank: one for rank, one in self.watched.items() if one.alive}
         for one in alive.values():
             outside = one.record is not None and one.record.step < 0 and not one.record.behind
@@ -250,7 +261,9 @@ class Watcher:
         return self._hang(behind, "hangs") if behind else None
 
     def _last_of(self, ranks: Iterable[int]) -> list[int]:
-        """Those that are furthest back in the run; at one place those whose host is there, for devices may wait for others."""
+        """Those that are furthest back in the run; at one place those whose host is there, for devices may wait for
+        others.
+        """
         records = {rank: self.watched[rank].record for rank in ranks}
         places = {rank: (*one.at, one.behind) for rank, one in records.items() if one is not None}
         return [rank for rank, place in places.items() if place == min(places.values())]
@@ -268,7 +281,9 @@ class Watcher:
         for rank in sorted(culprits):
             record = self.watched[rank].record
             place = f" at {record.place if record else 'its start'}"
-            parts.append(f"{self._name(rank)} {what}" + (f": {record.whereabouts}" if record and record.behind else place))
+            parts.append(
+                f"{self._name(rank)} {what}" + (f": {record.whereabouts}" if record and record.behind else place)
+            )
         others = [(rank, one) for rank, one in sorted(self.watched.items()) if rank not in culprits and one.alive]
         peers = [rank for rank, one in others if one.waiting or (self._behind(rank) and self._overdue(one, 0.5))]
         parts += [f"{self._name(rank)} {self.watched[rank].describe()}" for rank in peers[:PEERS]]

@@ -1,4 +1,4 @@
-"""One rank of ``shardwise train``: ``python -m shardwise.launch.worker RUN_DIR``, with the config in the run's folder."""
+"""One rank of ``shardwise train``: ``python -m shardwise.launch.worker RUN_DIR``, with the config in that folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def main() -> None:
         # The first SIGTERM asks all ranks to stop with a checkpoint, as the launcher would; the next ends this one.
         asked = stop_on([signal.SIGTERM], then=signal.getsignal(signal.SIGTERM))
         config = load_config(run_dir / "config.toml")
-        config = replace(config, train=replace(config.train, run_dir=str(run_dir)))  # whatever folder a factory changes to
+        config = replace(
+            config, train=replace(config.train, run_dir=str(run_dir))
+        )  # whatever folder a factory changes to
         failed = partial(record_error, run_dir, int(os.environ["RANK"]), progress)
         train(config, Surroundings(progress, asked, failed=failed))
 

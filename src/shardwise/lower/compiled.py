@@ -1,4 +1,6 @@
-"""A model made ready for a plan: its traces and programs, shared by all thread ranks of a process and made when first needed."""
+"""A model made ready for a plan: its traces and programs, shared by all thread ranks of a process and made when first
+needed.
+"""
 
 from __future__ import annotations
 
@@ -45,16 +47,18 @@ MASKS = ("attention_mask",)
 class Compiled:
     """Traces of ``module`` under ``plan``: a general one, and one for batches whose masks are all ones.
 
-    A capture with a static batch dim fits microbatches of one size; other sizes (the last batch of an epoch) are captured when they
-    come.  Programs depend on the number of microbatches, which a batch of few rows can make smaller.
+    A capture with a static batch dim fits microbatches of one size; other sizes (the last batch of an epoch) are
+    captured when they come.  Programs depend on the number of microbatches, which a batch of few rows can make smaller.
 
-    ``initial`` has the values that training starts from; without it they are those of ``module``, which may be on the meta device
-    otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other values than they have.  A
-    model that cannot be captured is made as a whole if its parameters are on the meta device, and says so.
+    ``initial`` has the values that training starts from; without it they are those of ``module``, which may be on the
+    meta device otherwise.  ``module`` is replaced by a copy that shares its parameters if its buffers start from other
+    values than they have.  A model that cannot be captured is made as a whole if its parameters are on the meta device,
+    and says so.
 
-    Stages of pipelines, and a solver of tensor plans, go by devices of ``kind`` ("gpu" or "cpu"; None: that of ``device``), of which ``per_host`` in turn are on one
-    host (None: all), and by their ``rates`` (None: those of ``model``, or assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With ``like`` it decides nothing: what is
-    decided there is done here.
+    Stages of pipelines, and a solver of tensor plans, go by devices of ``kind`` ("gpu" or "cpu"; None: that of
+    ``device``), of which ``per_host`` in turn are on one host (None: all), and by their ``rates`` (None: those of
+    ``model``, or assumed of the kind), for batches of ``batch_rows`` rows (None: as many as the example has).  With
+    ``like`` it decides nothing: what is decided there is done here.
     """
 
     module: nn.Module
@@ -72,7 +76,9 @@ class Compiled:
     like: Compiled | None = None
     _values: Values | None = None
     _traces: dict[tuple[tuple[str, ...], int | None], Trace] = field(default_factory=dict)
-    _weights: dict[int, Weights] = field(default_factory=dict)  # of the units of a trace, which is not let go of meanwhile
+    _weights: dict[int, Weights] = field(
+        default_factory=dict
+    )  # of the units of a trace, which is not let go of meanwhile
     _captures: Captures = field(default_factory=dict)  # which serve all plans
     _programs: dict[tuple[int, int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
@@ -84,7 +90,9 @@ class Compiled:
     def __post_init__(self) -> None:
         sizes = {name: value.shape[:1] for name, value in self.example.items()}
         if not sizes or len(set(sizes.values())) != 1 or next(iter(sizes.values())) == ():
-            raise ConfigError(f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}")
+            raise ConfigError(
+                f"batch: every field needs the same number of rows in its first dim; found {_shapes(self.example)}"
+            )
         if self._values is None:
             given = self.initial
             self._values = Values.of_module(self.module) if given is None else Values.of_mapping(self.module, given)
@@ -120,7 +128,8 @@ class Compiled:
         return found
 
     def release(self) -> None:
-        """Let go of the parameters' values, which only an engine's start needs: a module that nobody else holds is given back.
+        """Let go of the parameters' values, which only an engine's start needs: a module that nobody else holds is
+        given back.
 
         Not of a model that was not captured, which runs itself.
         """
@@ -140,11 +149,13 @@ class Compiled:
             return self._evaluation
 
     def under(self, plan: Plan) -> Compiled:
-        """The same model under another plan; captures serve both, and traces where nothing that they depend on differs."""
+        """The same model under another plan; captures serve both, and traces where nothing they depend on differs."""
         return self._under(plan, None)
 
     def decided(self, plan: Plan) -> Compiled:
-        """The same model under a plan that differs in precision or dropout: what a solver decides for this one is done there too."""
+        """The same model under a plan that differs in precision or dropout: what a solver decides for this one is done
+        there too.
+        """
         same = traced_for(plan, self.per_host) == traced_for(self.plan, self.per_host)
         return self._under(plan, self if solves(plan) and not same else self.like)
 
@@ -153,14 +164,15 @@ class Compiled:
         traces, weights = (self._traces, self._weights) if same else ({}, {})
         buckets, axes = (self.buckets, self._axes) if same else ([], {})
         return replace(
-            self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={}, _stages={},
+            self, plan=plan, like=like, buckets=buckets, _axes=axes, _traces=traces, _weights=weights, _programs={},
+            _stages={},
             _lock=threading.RLock(), _evaluation=None,
         )  # fmt: skip
 
     @cached_property
     def alike_over_batch(self) -> bool:
-        """Whether ranks along the batch axes may take different ones of the traces that masks make possible: all of them exchange the
-        same over these axes, in the same order, and nothing inside of units."""
+        """Whether ranks along the batch axes may take different ones of the traces that masks make possible: all of
+        them exchange the same over these axes, in the same order, and nothing inside of units."""
         axes = {axis for axis in batch_axes(self.plan) if self.plan.mesh.axis_size(axis) > 1}
         both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
         if not axes or len(both) == 1:
@@ -203,7 +215,8 @@ class Compiled:
             if key not in self._traces:
                 self._traces[key] = trace(
                     self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule, tensor=self._tensors(ones, rows), captures=self._captures,
+                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule,
+                    tensor=self._tensors(ones, rows), captures=self._captures,
                 )  # fmt: skip
         return self._traces[key]
 
@@ -226,7 +239,7 @@ class Compiled:
         return max(-(-whole // self.plan.microbatches), 1)
 
     def _machine(self) -> Machine:
-        """What a solver of tensor plans goes by; parameters are taken to be of the last rule, the optimizer to be Adam."""
+        """What a solver of tensor plans goes by; parameters count as ones of the last rule, the optimizer as Adam."""
         plan, size = self.plan, 8 if self.plan.precision == "fp64" else 4
         rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
         rule, shards = plan.parameters[-1], plan.mesh.axis_size(SHARDS)
@@ -236,7 +249,9 @@ class Compiled:
         return Machine(self.own_rates(), rows, plan.tensor_bytes or None, gradient + state, live, self.devices)
 
     def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
-        """The stages of a trace, by default under its own plan: those of the training trace, whose units may have other numbers."""
+        """The stages of a trace, by default under its own plan: those of the training trace, whose units may have other
+        numbers.
+        """
         if plan is None or plan is self.plan:
             return StageSplit.of(one, self.plan, self._stages)
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
@@ -248,20 +263,25 @@ class Compiled:
             if key not in self._programs:
                 self._check_placed(one, self.buckets)
                 plan = self.plan.replace(microbatches=microbatches)
-                programs = lower(one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches)
+                programs = lower(
+                    one, plan, buckets=self.buckets, cut=self.cut(one), training=self.training, batches=batches
+                )
                 check(programs, plan.mesh)
                 self._programs[key] = programs
         return self._programs[key]
 
     def communicators(self, traces: Sequence[Trace], batches: int = 1) -> tuple[Members, ...]:
-        """What the programs of a batch whose microbatches have these traces communicate through, and their units inside."""
+        """What the programs of a batch whose microbatches have these traces communicate through, and their units
+        inside.
+        """
         each = {id(one): one for one in traces}.values()
         return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, self._inside(each))
 
     def first_communicators(self) -> tuple[Members, ...]:
         """What training and evaluation are expected to communicate through, and what collects whole states.
 
-        Evaluation is taken to be training without backward: it is captured when first needed, and may turn out to need more then.
+        Evaluation is taken to be training without backward: it is captured when first needed, and may turn out to need
+        more then.
         """
         one, plan = self.general, self.plan
         programs = [*self.programs(one, plan.microbatches, steady(plan))]
@@ -270,7 +290,9 @@ class Compiled:
         return communicators(programs, plan.mesh, self.beside_programs(one))
 
     def beside_programs(self, one: Trace) -> list[tuple[Axes, str]]:
-        """Axes and lane of the collectives that no program of the trace has: inside of its units, and where whole states are collected."""
+        """Axes and lane of the collectives that no program of the trace has: inside of its units, and where whole
+        states are collected.
+        """
         whole = dict.fromkeys(((SHARDS,), (PIPELINE,), *(b.axes for b in one.buckets)))
         return [*self._inside([one]), *((axes, "state") for axes in whole)]
 
@@ -288,8 +310,8 @@ class Compiled:
 
     @staticmethod
     def _check_placed(one: Trace, buckets: Sequence[Bucket]) -> None:
-        """:class:`ShardwiseError` where a trace takes parameters to lie, or their gradients to be partial sums, otherwise than the buckets,
-        which all traces share."""
+        """:class:`ShardwiseError` where a trace takes parameters to lie, or their gradients to be partial sums,
+        otherwise than the buckets, which all traces share."""
         here = {p.name: p for b in buckets for p in b.parameters}
         for other in (p for b in one.buckets for p in b.parameters):
             own = here.get(other.name, other)
@@ -315,11 +337,19 @@ def _across(plan: Plan, per_host: int | None) -> tuple[str, ...]:
 
 
 def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
-    """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the tensor-parallel axes."""
+    """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the
+    tensor-parallel axes.
+    """
     tensor = tuple((axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan))
     how: tuple[Any, ...] = (plan.tensor, plan.tensor_plan, plan.pins)
     if plan.tensor_plan == "auto":
-        how = (*how, plan.microbatches, plan.mesh.axis_size((SHARDS, REPLICAS)), plan.tensor_bytes, _across(plan, per_host))
+        how = (
+            *how,
+            plan.microbatches,
+            plan.mesh.axis_size((SHARDS, REPLICAS)),
+            plan.tensor_bytes,
+            _across(plan, per_host),
+        )
     return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
 
 

@@ -14,7 +14,9 @@ from shardwise.core.instruction import Buffer, Instruction, Op
 
 @dataclass
 class ProgramDraft:
-    """``compute`` is never reordered, so its positions stay names of instructions; ``tasks`` are those at which a task begins."""
+    """``compute`` is never reordered, so its positions stay names of instructions; ``tasks`` are those at which a task
+    begins.
+    """
 
     compute: list[Instruction]
     tasks: list[int] = field(default_factory=lambda: [0])
@@ -68,7 +70,9 @@ class ProgramDraft:
     def edit(self, position: int, **changes: Any) -> None:
         """Change fields of an instruction; ``add_NAME`` appends to the tuple NAME."""
         one = self.compute[position]
-        merged = {k.removeprefix("add_"): getattr(one, k[4:]) + v if k.startswith("add_") else v for k, v in changes.items()}
+        merged = {
+            k.removeprefix("add_"): getattr(one, k[4:]) + v if k.startswith("add_") else v for k, v in changes.items()
+        }
         self.compute[position] = replace(one, **merged)
 
     def keep(self, position: int, buffer: Buffer) -> None:
@@ -85,5 +89,7 @@ class ProgramDraft:
     def instructions(self) -> list[Instruction]:
         """All of it in order."""
         return [
-            one for position, each in enumerate(self.compute) for one in (*self.before[position], each, *self.after[position])
+            one
+            for position, each in enumerate(self.compute)
+            for one in (*self.before[position], each, *self.after[position])
         ]

@@ -12,12 +12,14 @@ from shardwise.parallel.data import placement, shard_axes
 from shardwise.units.trace import Bucket
 
 
-def gather(draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def gather(
+    draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Sequence[int]
+) -> tuple[tuple[int, ...], ...]:
     """Put the gathers into ``draft``; returns the slots of the pool.
 
-    What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` units ahead.  What rests whole but is
-    updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the update.  All of this
-    for each batch: ``ends`` are the positions after which they are updated.
+    What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` units ahead.  What rests
+    whole but is updated in shards is gathered once, in its own buffer, before its first use: under the forward pass
+    after the update.  All of this for each batch: ``ends`` are the positions after which they are updated.
     """
     spans: list[SlotSpan] = []
     uses: list[list[int]] = []
@@ -33,7 +35,9 @@ def gather(draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Seq
                 draft.before[start].append(_gather(plan, bucket, -1, param))
                 continue
             for group in _groups(draft, plan, mine) if mine else ():
-                spans.append(SlotSpan(bucket.index, bucket.nbytes, max(begin, draft.ahead(group[0], plan.prefetch)), group[-1]))
+                spans.append(
+                    SlotSpan(bucket.index, bucket.nbytes, max(begin, draft.ahead(group[0], plan.prefetch)), group[-1])
+                )
                 uses.append(group)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
@@ -48,7 +52,13 @@ def gather(draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], ends: Seq
 def _gather(plan: Plan, bucket: Bucket, slot: int, into: Buffer) -> Instruction:
     param = BufferKind.PARAM.of(bucket.index)
     return Instruction(
-        Op.GATHER, bucket=bucket.index, slot=slot, axes=shard_axes(plan), lane=Lane.GATHER, reads=(param,), writes=(into,)
+        Op.GATHER,
+        bucket=bucket.index,
+        slot=slot,
+        axes=shard_axes(plan),
+        lane=Lane.GATHER,
+        reads=(param,),
+        writes=(into,),
     )
 
 

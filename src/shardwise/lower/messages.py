@@ -1,4 +1,6 @@
-"""What travels between the stages of a pipeline: live tensors forward, their gradients backward, each in a SEND and a RECEIVE."""
+"""What travels between the stages of a pipeline: live tensors forward, their gradients backward, each in a SEND and a
+RECEIVE.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,8 @@ class _Places:
 def messages(drafts: Sequence[ProgramDraft], cut: StageSplit, versions: Versions) -> Sequence[Sequence[int]]:
     """Put the messages into the drafts of all ranks; returns where each rank validates its updates.
 
-    What one rank sends to another is received in the same order.  A RECEIVE is posted one task before the one that needs it, so that
-    the transfer runs under that; a SEND as soon as there is something to send.
+    What one rank sends to another is received in the same order.  A RECEIVE is posted one task before the one that
+    needs it, so that the transfer runs under that; a SEND as soon as there is something to send.
     """
     places = [_Places(draft) for draft in drafts]
     edges = _edges(cut)
@@ -71,7 +73,9 @@ def _edges(cut: StageSplit) -> list[Edge]:
     """Those of activations, then those of gradients."""
     pairs = [(unit, rank) for unit in range(len(cut.units)) for rank in cut.readers(unit)]
     forward = [Edge(cut.rank(unit), reader, unit, cut.crossing(unit, reader), False) for unit, reader in pairs]
-    backward = [Edge(reader, cut.rank(unit), unit, cut.crossing(unit, reader, gradients=True), True) for unit, reader in pairs]
+    backward = [
+        Edge(reader, cut.rank(unit), unit, cut.crossing(unit, reader, gradients=True), True) for unit, reader in pairs
+    ]
     return [*forward, *(edge for edge in backward if edge.tensors)]
 
 
@@ -80,9 +84,13 @@ def _in_microbatch(edges: Sequence[Edge], places: Sequence[_Places], m: int) -> 
     for edge in edges:
         source, to, key = places[edge.source], places[edge.to], (edge.unit, m)
         if not edge.gradient:
-            yield Message(**vars(edge), microbatch=m, made=source.forward[key], needed=to.read[BufferKind.ACTIVATION.of(*key)])
+            yield Message(
+                **vars(edge), microbatch=m, made=source.forward[key], needed=to.read[BufferKind.ACTIVATION.of(*key)]
+            )
         elif key in to.backward:
-            yield Message(**vars(edge), microbatch=m, made=source.written[BufferKind.GRADIENT.of(*key)], needed=to.backward[key])
+            yield Message(
+                **vars(edge), microbatch=m, made=source.written[BufferKind.GRADIENT.of(*key)], needed=to.backward[key]
+            )
 
 
 def _send(here: _Places, mine: Sequence[Message], answers: Mapping[int, Sequence[Message]]) -> None:
@@ -106,12 +114,14 @@ def _send(here: _Places, mine: Sequence[Message], answers: Mapping[int, Sequence
 
 
 class _Arrived:
-    """When a rank can tell that another has what it was sent: it reads something that the other sent after having used that.  To wait
-    for the SEND there, so that what was sent ends, waits for nothing more."""
+    """When a rank can tell that another has what it was sent: it reads something that the other sent after having used
+    that.  To wait for the SEND there, so that what was sent ends, waits for nothing more."""
 
     def __init__(self, answers: Sequence[Message]) -> None:
         self.made = [one.made for one in answers]
-        self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][::-1]  # the first from here on
+        self.needed = [*accumulate((one.needed for one in reversed(answers)), min, initial=NEVER)][
+            ::-1
+        ]  # the first from here on
 
     def known(self, one: Message) -> int:
         """The position of computing; beyond the last where it does not."""
@@ -128,7 +138,8 @@ def _receive(here: _Places, mine: Sequence[Message], validations: Validations) -
     for one, due in zip(mine, reversed(posts), strict=True):
         post = max(due, validations.earliest(one))
         receive = Instruction(
-            Op.RECEIVE, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.source - one.to), lane=Lane.RECEIVE,
+            Op.RECEIVE, unit=one.unit, microbatch=one.microbatch, peer=(PIPELINE, one.source - one.to),
+            lane=Lane.RECEIVE,
             writes=(one.received,), tensors=one.tensors, crosses=validations.crosses(one, post),
         )  # fmt: skip
         here.draft.before[post].append(receive)

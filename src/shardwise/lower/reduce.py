@@ -1,4 +1,6 @@
-"""What happens to gradients between backward and the optimizer: sums over ranks, and the slots in which they wait for them."""
+"""What happens to gradients between backward and the optimizer: sums over ranks, and the slots in which they wait for
+them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from shardwise.units.trace import Bucket
 
 @dataclass(frozen=True)
 class _Way:
-    """A gradient that goes through a slot: positions of the backwards that write it there, and what is done to it after the last.
+    """A gradient that goes through a slot: positions of the backwards that write it there, and what is done to it after
+    the last.
 
     ``stop``: the position after which it is added to the bucket's.
     """
@@ -34,15 +37,22 @@ class _Way:
 
 
 class Reductions:
-    """The reductions of all gradients of ``draft``, each right after the backward that completes it, and the slots that they take.
+    """The reductions of all gradients of ``draft``, each right after the backward that completes it, and the slots that
+    they take.
 
-    A gradient that is a partial sum between microbatches, and is summed in the dtype in which it is kept, is reduced in place.  Any other
-    goes through a slot: backward writes the whole of it there, the sum leaves this rank's shard in it, which is added to the gradient.
-    So does one whose bucket still has that of the batch before: ``ends`` are the positions after which each batch is updated.
+    A gradient that is a partial sum between microbatches, and is summed in the dtype in which it is kept, is reduced in
+    place.  Any other goes through a slot: backward writes the whole of it there, the sum leaves this rank's shard in
+    it, which is added to the gradient. So does one whose bucket still has that of the batch before: ``ends`` are the
+    positions after which each batch is updated.
     """
 
     def __init__(
-        self, draft: ProgramDraft, plan: Plan, buckets: Sequence[Bucket], batch: Callable[[int], int], ends: Sequence[int]
+        self,
+        draft: ProgramDraft,
+        plan: Plan,
+        buckets: Sequence[Bucket],
+        batch: Callable[[int], int],
+        ends: Sequence[int],
     ) -> None:
         self.draft, self.plan, self.buckets, self.batch, self.ends = draft, plan, buckets, batch, ends
         self.narrow = plan.reduce not in ("auto", "fp64" if plan.precision == "fp64" else "fp32")
@@ -79,7 +89,9 @@ class Reductions:
         return min(self.ends[number], self.draft.behind(position, max(1, self.plan.prefetch)))
 
     def put(self, number: int) -> dict[int, int]:
-        """Those of a batch into the draft, batches in order; returns the position after which each bucket's gradient is there."""
+        """Those of a batch into the draft, batches in order; returns the position after which each bucket's gradient is
+        there.
+        """
         draft = self.draft
         taken = [(way, next(self._slots)) for way in self.ways[number]]
         for way, slot in sorted(taken, key=lambda one: one[0].writers[-1]):
@@ -133,6 +145,7 @@ def _reduce(
     first: tuple[int, ...] = (), frees: tuple[Buffer, ...] = (),
 ) -> Instruction:  # fmt: skip
     return Instruction(
-        Op.REDUCE, bucket=bucket, slot=slot, axes=reduction.axes, lane=Lane.REDUCE, reads=reads, writes=writes, first=first,
+        Op.REDUCE, bucket=bucket, slot=slot, axes=reduction.axes, lane=Lane.REDUCE, reads=reads, writes=writes,
+        first=first,
         frees=frees, scatters=reduction.scatters,
     )  # fmt: skip

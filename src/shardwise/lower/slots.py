@@ -19,8 +19,9 @@ class SlotSpan:
 def assign(spans: Sequence[SlotSpan]) -> tuple[list[int], tuple[tuple[int, ...], ...]]:
     """A slot for each span (no two that overlap share one), and the buckets that each slot holds.
 
-    In order of their starts, a span takes the smallest free slot that is large enough, else the largest free one, which grows;
-    among equals the one that has been free for longest, so that a transfer into it need not wait for its last reader.
+    In order of their starts, a span takes the smallest free slot that is large enough, else the largest free one, which
+    grows; among equals the one that has been free for longest, so that a transfer into it need not wait for its last
+    reader.
     """
     sizes: list[int] = []
     until: list[int] = []  # the stop of the last span in each slot

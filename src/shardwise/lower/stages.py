@@ -1,4 +1,6 @@
-"""Where a model is cut into stages, and what crosses the cuts: which live tensors each rank of a pipeline needs of others."""
+"""Where a model is cut into stages, and what crosses the cuts: which live tensors each rank of a pipeline needs of
+others.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Edge:
 
 @dataclass(frozen=True)
 class Message(Edge):
-    """An edge in one microbatch: from after ``made`` on ``source`` to before ``needed`` on ``to``, positions of computing."""
+    """An edge in one microbatch: from after ``made`` on ``source`` to before ``needed`` on ``to``, positions of
+    computing.
+    """
 
     microbatch: int
     made: int
@@ -67,8 +71,8 @@ class StageSplit:
     def of(
         trace: Trace, plan: Plan, like: Mapping[str, int] | None = None, weights: Callable[[], Weights] | None = None
     ) -> StageSplit:
-        """As the plan says, or balanced by the units' ``weights``, by default :func:`weights_of` the trace; ``like``: the stages of units by
-        name, of another trace of the model."""
+        """As the plan says, or balanced by the units' ``weights``, by default :func:`weights_of` the trace; ``like``:
+        the stages of units by name, of another trace of the model."""
         ranks = plan.mesh.axis_size(PIPELINE)
         number = ranks * plan.stages_per_rank
         if like is not None:
@@ -137,7 +141,9 @@ class StageSplit:
         return tuple(name for name in self.units[producer].outputs if name in wanted)
 
     def holders(self, bucket: Bucket) -> tuple[int, ...]:
-        """The ranks whose units use a bucket's parameters: each has them.  (Units have other numbers in another trace of the model.)"""
+        """The ranks whose units use a bucket's parameters: each has them.  (Units have other numbers in another trace
+        of the model.)
+        """
         return tuple(sorted({rank for parameter in bucket.parameters for rank in self._users.get(parameter.name, ())}))
 
     def own(self, buckets: Sequence[Bucket], rank: int) -> list[Bucket]:
@@ -160,7 +166,9 @@ class StageSplit:
         """
         if self.ranks == 1:
             return {}
-        found = {name: self.rank(u.index) for u in self.units for name in u.updates if self.stage[u.index] != EVERYWHERE}
+        found = {
+            name: self.rank(u.index) for u in self.units for name in u.updates if self.stage[u.index] != EVERYWHERE
+        }
         for rank, units in enumerate(self.of_rank):
             for name in (n for u in units for n in self.units[u].buffers if found.get(n, rank) != rank):
                 wrong = f"the buffer {name} is written by stage {found[name]} and read by stage {rank}"
@@ -182,7 +190,9 @@ class StageSplit:
             return ()
         own = self.rank(producer)
         return tuple(
-            rank for rank, units in enumerate(self.of_rank) if rank != own and any(producer in self.producers[u] for u in units)
+            rank
+            for rank, units in enumerate(self.of_rank)
+            if rank != own and any(producer in self.producers[u] for u in units)
         )
 
 
@@ -210,7 +220,8 @@ def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights
 
 
 def weights_of(trace: Trace, kind: Kind = "cpu", own: Rates | None = None) -> Weights:
-    """What each unit takes of the time of a device of this ``kind`` with its ``own`` rates, by default those assumed of the kind.
+    """What each unit takes of the time of a device of this ``kind`` with its ``own`` rates, by default those assumed of
+    the kind.
 
     In FLOPs, memory traffic too: what could be computed while it moves.  Backward moves twice the bytes of forward.
     """

@@ -1,4 +1,6 @@
-"""From a trace and a plan to the program of a step: one small pass each for computing, reductions, the step itself, and waits."""
+"""From a trace and a plan to the program of a step: one small pass each for computing, reductions, the step itself, and
+waits.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,14 @@ from shardwise.units.trace import Bucket, Trace
 
 
 def lower(
-    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: StageSplit | None = None, training: bool = True,
+    trace: Trace, plan: Plan, *, buckets: Sequence[Bucket] | None = None, cut: StageSplit | None = None,
+    training: bool = True,
     batches: int = 1,
 ) -> tuple[Program, ...]:  # fmt: skip
     """The programs of all classes of ranks, one for each rank of the pipeline, of so many ``batches``.
 
-    ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without ``training`` the programs
-    compute the loss of a batch and nothing else.
+    ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without
+    ``training`` the programs compute the loss of a batch and nothing else.
     """
     cut = StageSplit.of(trace, plan) if cut is None else cut
     if cut.ranks > 1 and trace.targets is not None and trace.targets.leaves:
@@ -70,7 +73,9 @@ class _Lowering:
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
-        """Over which the ranks of one stage differ: losses and norms are summed over them, and a unit's own collectives run."""
+        """Over which the ranks of one stage differ: losses and norms are summed over them, and a unit's own collectives
+        run.
+        """
         return (*self.axes, *tensor_axes(self.plan))
 
     @property
@@ -110,7 +115,9 @@ class _Lowering:
         return draft
 
     def program(self, draft: ProgramDraft, validations: Sequence[int]) -> Program:
-        """With all that communicates within the batch axes, and the step; ``validations``: where updates by this rank's norm are validated."""
+        """With all that communicates within the batch axes, and the step; ``validations``: where updates by this rank's
+        norm are validated.
+        """
         versions, own = self.versions, self.own if self.training else []
         ends = versions.ends(draft)
         reductions = Reductions(draft, self.plan, self.buckets, versions.batch, ends)
@@ -174,7 +181,9 @@ class _Lowering:
         found = []
         for one in several:
             batch = self.versions.batch(one.microbatch)
-            new = tuple(b.index for b in one.writes if b.kind == BufferKind.GRAD and (b.index, batch) not in self._written)
+            new = tuple(
+                b.index for b in one.writes if b.kind == BufferKind.GRAD and (b.index, batch) not in self._written
+            )
             self._written |= {(index, batch) for index in new}
             found.append(replace(one, first=new))
         return found
@@ -183,7 +192,9 @@ class _Lowering:
         batches = range(self.versions.batches)
         unwritten = {(b.index, batch) for b in self.own if b.learns for batch in batches} - self._written
         if unwritten:
-            raise ShardwiseError(f"no backward writes the gradients of buckets {sorted({index for index, _ in unwritten})}")
+            raise ShardwiseError(
+                f"no backward writes the gradients of buckets {sorted({index for index, _ in unwritten})}"
+            )
 
     def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
         """``saves``: for a backward without a second forward."""
@@ -199,17 +210,25 @@ class _Lowering:
         if "loss" in unit.outputs:
             writes.append(BufferKind.LOSS.of(version=self.versions.batch(m)))
         axes, version = self.stage_axes if unit.collectives else (), self.version(u, m)
-        return Instruction(Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
+        return Instruction(
+            Op.FORWARD, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes)
+        )
 
     def version(self, u: int, m: int) -> int:
-        """Of the weights that a unit uses for a microbatch; one without a stage has none, and counts with the first of the rank's."""
+        """Of the weights that a unit uses for a microbatch; one without a stage has none, and counts with the first of
+        the rank's.
+        """
         stage = self.cut.stage[u]
-        own = stage if stage != EVERYWHERE else min(s for s in (self.cut.stage[v] for v in self.units) if s != EVERYWHERE)
+        own = (
+            stage if stage != EVERYWHERE else min(s for s in (self.cut.stage[v] for v in self.units) if s != EVERYWHERE)
+        )
         return self.versions.version(m, own)
 
     def recompute(self, u: int, m: int) -> Instruction:
         again = self.forward(u, m)
-        return replace(again, op=Op.RECOMPUTE, reads=(*again.reads, *self.kept(u, m)), writes=(BufferKind.SAVED.of(u, m),))
+        return replace(
+            again, op=Op.RECOMPUTE, reads=(*again.reads, *self.kept(u, m)), writes=(BufferKind.SAVED.of(u, m),)
+        )
 
     def kept(self, u: int, m: int) -> list[Buffer]:
         """What FORWARD leaves for RECOMPUTE inside a unit."""
@@ -225,11 +244,15 @@ class _Lowering:
         reads += [BufferKind.GRADIENT.of(u, m)] if any(u in self.cut.producers[r] for r in self.units) else []
         writes = self.grads(u, unit.parameters if whole else unit.inside)
         passed = {name for name, grad in zip(unit.inputs, unit.input_grads, strict=True) if grad}
-        writes += [BufferKind.GRADIENT.of(p, m) for p in self.producers(u) if passed.intersection(self.trace.units[p].outputs)]
+        writes += [
+            BufferKind.GRADIENT.of(p, m) for p in self.producers(u) if passed.intersection(self.trace.units[p].outputs)
+        ]
         writes += [] if whole else [BufferKind.DEFERRED.of(u, m)]
         op, axes = Op.BACKWARD if whole else Op.BACKWARD_INPUT, self.stage_axes if unit.collectives else ()
         version = self.version(u, m)
-        return Instruction(op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes))
+        return Instruction(
+            op, unit=u, microbatch=m, version=version, axes=axes, reads=tuple(reads), writes=tuple(writes)
+        )
 
     def backward_weight(self, u: int, m: int) -> list[Instruction]:
         """The rest of BACKWARD; it reads the operands of products, of which some are live tensors."""
@@ -244,7 +267,11 @@ class _Lowering:
     def grads(self, u: int, names: Sequence[str]) -> list[Buffer]:
         """The gradient buffers of those of a unit's parameters that learn."""
         wanted = set(names)
-        return [BufferKind.GRAD.of(b.index) for b in self.used[u] if b.learns and any(p.name in wanted for p in b.parameters)]
+        return [
+            BufferKind.GRAD.of(b.index)
+            for b in self.used[u]
+            if b.learns and any(p.name in wanted for p in b.parameters)
+        ]
 
     def producers(self, u: int) -> tuple[int, ...]:
         """The units whose live tensors unit ``u`` reads."""
@@ -257,7 +284,9 @@ class _Lowering:
         targets = self.trace.targets
         if targets is None:
             return []
-        reads = tuple(BufferKind.PARAM.of(b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters))
+        reads = tuple(
+            BufferKind.PARAM.of(b.index) for b in self.own if any(p.name in targets.leaves for p in b.parameters)
+        )
         writes = (BufferKind.WEIGHT.of(version=batch),)
         return [Instruction(Op.COUNT, version=batch, axes=self.axes, lane=Lane.REDUCE, reads=reads, writes=writes)]
 
@@ -306,7 +335,9 @@ class _Lowering:
     def update(bucket: Bucket, batch: int, verdict: Buffer) -> Instruction:
         """It writes the gradient too: the fused optimizer leaves the clipped one."""
         param, state, grad = (kind.of(bucket.index) for kind in (BufferKind.PARAM, BufferKind.STATE, BufferKind.GRAD))
-        return Instruction(Op.STEP, bucket=bucket.index, version=batch, reads=(grad, verdict), writes=(param, state, grad))
+        return Instruction(
+            Op.STEP, bucket=bucket.index, version=batch, reads=(grad, verdict), writes=(param, state, grad)
+        )
 
     @staticmethod
     def backup(bucket: Bucket, batch: int) -> Instruction:
@@ -337,4 +368,6 @@ class _Lowering:
 
     @staticmethod
     def sum_over(axes: tuple[str, ...], buffer: Buffer) -> Instruction:
-        return Instruction(Op.REDUCE, version=buffer.version, axes=axes, lane=Lane.REDUCE, reads=(buffer,), writes=(buffer,))
+        return Instruction(
+            Op.REDUCE, version=buffer.version, axes=axes, lane=Lane.REDUCE, reads=(buffer,), writes=(buffer,)
+        )

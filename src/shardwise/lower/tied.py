@@ -1,7 +1,8 @@
 """Parameters that several stages use: each of their ranks has them, and steps with the sum of all gradients.
 
-Ranks send theirs to the first one, which adds them in the order of the stages and sends the sum back, so that all step by the same bits.
-That comes last: a rank that waited for the sum right after its backward would hold up those whose backward it needs to go on (a deadlock).
+Ranks send theirs to the first one, which adds them in the order of the stages and sends the sum back, so that all step
+by the same bits. That comes last: a rank that waited for the sum right after its backward would hold up those whose
+backward it needs to go on (a deadlock).
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
     shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
     if plan.stages_alone and shared is not None:
         stages = " and ".join(map(str, cut.holders(shared)))
-        wrong = f'"{plan.schedule}" updates each stage for itself, but {shared.parameters[0].name} is used by stages {stages}'
+        wrong = (
+            f'"{plan.schedule}" updates each stage for itself, but {shared.parameters[0].name} is used by stages '
+            f"{stages}"
+        )
         legal = 'weights that are not tied across stages, or another schedule, such as "pipedream-2bw"'
         raise ConfigError.on("schedule", wrong, legal)
 

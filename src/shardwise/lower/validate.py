@@ -1,9 +1,10 @@
 """Where ranks validate an update that each has made by its own norm (``norm = "post-validate"``).
 
-After a batch a stage updates by the norm of its own gradients and goes on with the next batch's forwards, as Qi et al. (Zero Bubble
-Pipeline Parallelism, arXiv 2401.10241, section 4) do.  The norm over all stages is summed meanwhile.  Each rank reads it before its first
-backward of the next batch: that follows a forward on every rank, which comes after that rank's own part of the sum, so nobody waits.
-Where the update was wrong all ranks go back to before it, and run again what came since: forwards and their messages alone.
+After a batch a stage updates by the norm of its own gradients and goes on with the next batch's forwards, as Qi et al.
+(Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4) do.  The norm over all stages is summed meanwhile.  Each
+rank reads it before its first backward of the next batch: that follows a forward on every rank, which comes after that
+rank's own part of the sum, so nobody waits. Where the update was wrong all ranks go back to before it, and run again
+what came since: forwards and their messages alone.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from shardwise.lower.versions import BACKWARD, Versions
 
 @dataclass(frozen=True)
 class Validations:
-    """``at[rank][batch]``: before which position of computing a rank validates its update of a batch; ``begin[rank][batch]``: where it
-    begins to compute a batch."""
+    """``at[rank][batch]``: before which position of computing a rank validates its update of a batch;
+    ``begin[rank][batch]``: where it begins to compute a batch."""
 
     versions: Versions
     begin: Sequence[Sequence[int]]
@@ -44,8 +45,8 @@ class Validations:
         return Validations(versions, begin, found)
 
     def earliest(self, one: Message) -> int:
-        """Before which position of computing its receiver may not ask for a message: in the batch before it, or before a validation if the
-        message is from behind that."""
+        """Before which position of computing its receiver may not ask for a message: in the batch before it, or before
+        a validation if the message is from behind that."""
         batch = self.versions.batch(one.microbatch)
         if batch == 0 or not self.versions.validates(batch - 1):
             return 0
@@ -61,8 +62,8 @@ class Validations:
 
 
 def _latest(drafts: Sequence[ProgramDraft], messages: Sequence[Message], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """The task on each rank that has to come after the validation: the first backward of a batch, of which a rank computes ``spans`` from
-    first to last, or what hears of another's; at the latest the last."""
+    """The task on each rank that has to come after the validation: the first backward of a batch, of which a rank
+    computes ``spans`` from first to last, or what hears of another's; at the latest the last."""
     found = []
     for draft, (begin, end) in zip(drafts, spans, strict=True):
         backwards = (p for p in range(begin, end) if OP_INFO[draft.compute[p].op].task in BACKWARD)

@@ -1,9 +1,11 @@
-"""Several batches in one program: when each is updated, which version of the weights its microbatches use, and where old ones stay.
+"""Several batches in one program: when each is updated, which version of the weights its microbatches use, and where
+old ones stay.
 
-A program of one batch ends with its update.  Under ``norm = "post-validate"`` one batch follows the other; an update by a stage's own
-norm is validated in the next (:mod:`shardwise.lower.validate`).  Under an asynchronous schedule microbatches of the next batches are under way when a batch
-is updated; a stage keeps the weights that they have begun with (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section
-3.3), in slots of a pool.  Versions and batches are counted from the begin of the program, which finds the pipeline empty.
+A program of one batch ends with its update.  Under ``norm = "post-validate"`` one batch follows the other; an update by
+a stage's own norm is validated in the next (:mod:`shardwise.lower.validate`).  Under an asynchronous schedule
+microbatches of the next batches are under way when a batch is updated; a stage keeps the weights that they have begun
+with (weight stashing: Narayanan et al., PipeDream, arXiv 1806.03377, section 3.3), in slots of a pool.  Versions and
+batches are counted from the begin of the program, which finds the pipeline empty.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ BACKWARD = ("B", "I", "W")  # the tasks that are a backward, or a half of one
 
 
 def steady(plan: Plan) -> int:
-    """So many batches of a window show all that a longer one does; a plan whose batches do not overlap has windows of one."""
+    """So many batches of a window show all that a longer one does; a plan whose batches do not overlap has windows of
+    one.
+    """
     if plan.asynchronous:
         return steady_batches(plan.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
     return min(plan.window, 3) if plan.post_validates else 1
@@ -63,12 +67,14 @@ class Versions:
 
     @property
     def reported(self) -> int:
-        """So many batches after its own update comes that before which all stages have a batch's loss and norm: the first stage is the
-        last to update, by as many microbatches as there are stages behind it."""
+        """So many batches after its own update comes that before which all stages have a batch's loss and norm: the
+        first stage is the last to update, by as many microbatches as there are stages behind it."""
         return _reported(self.cut.ranks, self.microbatches) if self.plan.asynchronous else 0
 
     def validates(self, batch: int) -> bool:
-        """Whether stages update a batch by their own norms, before that of all is known: not the last, with which the program ends."""
+        """Whether stages update a batch by their own norms, before that of all is known: not the last, with which the
+        program ends.
+        """
         return self.plan.post_validates and batch + 1 < self.batches
 
     def tasks(self, rank: int) -> list[Task]:
@@ -76,13 +82,18 @@ class Versions:
         if self.plan.asynchronous:
             return [*self.cut.tasks(self.microbatches * self.batches)[rank]]
         one = self.cut.tasks(self.microbatches)[rank]
-        return [task._replace(microbatch=task.microbatch + k * self.microbatches) for k in range(self.batches) for task in one]
+        return [
+            task._replace(microbatch=task.microbatch + k * self.microbatches)
+            for k in range(self.batches)
+            for task in one
+        ]
 
     def ends(self, draft: ProgramDraft) -> list[int]:
         """For each batch the position after which a rank updates its weights.
 
-        That is its last backward, or where there is none all that it computes.  Under 2BW it is as late as can be, before the first forward that needs the new weights: until then the
-        norm over all stages is known: its sum begins where the gradients are complete.
+        That is its last backward, or where there is none all that it computes.  Under 2BW it is as late as can be,
+        before the first forward that needs the new weights: until then the norm over all stages is known: its sum
+        begins where the gradients are complete.
         """
         last = len(draft.compute) - 1
         if self.batches == 1:
@@ -103,7 +114,7 @@ class Versions:
 def stash(
     draft: ProgramDraft, buckets: Sequence[Bucket], ends: Sequence[int]
 ) -> tuple[list[list[Instruction]], tuple[tuple[int, ...], ...]]:
-    """The copies to make before each update of what is read in its old version after it, and the slots that they go to."""
+    """The copies to make before each update of what is read in its old version after it, and their slots."""
     spans: list[SlotSpan] = []
     uses: list[tuple[int, list[int]]] = []
     for bucket in buckets:

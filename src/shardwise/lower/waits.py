@@ -9,15 +9,18 @@ from shardwise.core.instruction import Buffer, Instruction, Lane, Queue
 
 
 def derive_waits(instructions: Iterable[Instruction]) -> list[Instruction]:
-    """Fill in ``waits``.  On the compute lane order is enough; of any other queue the latest conflicting instruction stands for all
-    before it.
+    """Fill in ``waits``.  On the compute lane order is enough; of any other queue the latest conflicting instruction
+    stands for all before it.
 
-    Also on its own: a transfer may be posted only when what it sends is there.  What frees a buffer waits like what writes to it.
+    Also on its own: a transfer may be posted only when what it sends is there.  What frees a buffer waits like what
+    writes to it.
     """
     out: list[Instruction] = []
     writer: dict[Buffer, int] = {}
     readers: dict[Buffer, dict[Queue, int]] = {}
-    waited: dict[tuple[Queue, Queue], int] = {}  # what an earlier instruction of the queue has waited for needs no second wait
+    waited: dict[
+        tuple[Queue, Queue], int
+    ] = {}  # what an earlier instruction of the queue has waited for needs no second wait
     for position, one in enumerate(instructions):
         conflicts: set[int] = set()
         for buffer in (*one.reads, *one.writes, *one.frees):

@@ -1,4 +1,6 @@
-"""Has the CPU a kernel for every op of a model in fp16?  Torch lacks some, and says so only in the middle of a first step."""
+"""Has the CPU a kernel for every op of a model in fp16?  Torch lacks some, and says so only in the middle of a first
+step.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,18 @@ from shardwise.units.trace import Trace, Unit
 aten = torch.ops.aten
 ROWS = 2
 PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {ATTENTION, random_ops.attention.__name__}
-"""What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32 here."""
+"""What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32
+here.
+"""
 
 
 def check_kernels(trace: Trace, module: nn.Module, batch: Mapping[str, Tensor]) -> None:
-    """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's parameters at a time.
+    """Run every op of ``trace`` forward and backward on the CPU, on two rows like those of ``batch``, one unit's
+    parameters at a time.
 
-    It is done as by the last rank of each axis of tensor parallelism, which always has a part of what is sharded.  Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError` names the op that has no kernel for the trace's precision, its
-    module, what torch says, and what is legal.
+    It is done as by the last rank of each axis of tensor parallelism, which always has a part of what is sharded.
+    Units of the same code and sizes run once; of products only the value is computed, in fp32.  :class:`ConfigError`
+    names the op that has no kernel for the trace's precision, its module, what torch says, and what is legal.
     """
     (_check_units if trace.opaque is None else _check_opaque)(trace, module, batch)
 
@@ -66,7 +72,9 @@ def _parameter(module: nn.Module, name: str, trace: Trace, piece: tuple[int, ...
 
 
 class _Alike:
-    """A communicator, and the handle of its operations, among ranks that all have what this one has; sums are one rank's."""
+    """A communicator, and the handle of its operations, among ranks that all have what this one has; sums are one
+    rank's.
+    """
 
     def all_reduce(self, x: Tensor, *args: Any, out: Tensor, **options: Any) -> _Alike:
         out.copy_(x)
@@ -107,7 +115,9 @@ class _Nodes(fx.Interpreter):
         except Exception as error:
             if not lacks_kernel(error):
                 raise
-            _refuse(str(n.target).removeprefix("aten."), n.meta.get("path") or self.unit.name, self.precision, str(error))
+            _refuse(
+                str(n.target).removeprefix("aten."), n.meta.get("path") or self.unit.name, self.precision, str(error)
+            )
         return _apart(result)
 
     @torch.no_grad()
@@ -120,7 +130,9 @@ class _Nodes(fx.Interpreter):
     def _backward(self, n: fx.Node, result: Any) -> None:
         given = [v for i in n.all_input_nodes if isinstance(v := self.env[i], Tensor) and v.requires_grad]
         made = [
-            v for v in (result if isinstance(result, tuple | list) else [result]) if isinstance(v, Tensor) and v.requires_grad
+            v
+            for v in (result if isinstance(result, tuple | list) else [result])
+            if isinstance(v, Tensor) and v.requires_grad
         ]
         if given and made:
             torch.autograd.grad(made, given, [torch.ones_like(v) for v in made], allow_unused=True)

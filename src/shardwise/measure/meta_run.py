@@ -46,7 +46,9 @@ def check_walk(what: str, trace: Trace, rows: int, parts: int, device: str, tens
     if trace.rows not in (None, rows):
         raise ConfigError(f"{what}: rows {rows} is not legal: the model's batch dim is static; legal: {trace.rows}")
     places = {axis: (parts, parts - 1) for axis, parts in trace.tensor.items()} if tensor is None else dict(tensor)
-    if {axis: ranks for axis, (ranks, _) in places.items()} != trace.tensor or not all(0 <= i < n for n, i in places.values()):
+    if {axis: ranks for axis, (ranks, _) in places.items()} != trace.tensor or not all(
+        0 <= i < n for n, i in places.values()
+    ):
         legal = ", ".join(f"0 to {n - 1} of {n} along {axis}" for axis, n in trace.tensor.items()) or "none"
         raise ConfigError(f"{what}: places {places} on axes of tensor parallelism are not the model's; legal: {legal}")
     return places
@@ -68,13 +70,25 @@ class MetaRun:
 
     @staticmethod
     def of(
-        trace: Trace, rows: int, parts: int, device: str, index: int | None = None, tensor: Places = MappingProxyType({}), **env: Any
+        trace: Trace, rows: int, parts: int, device: str, index: int | None = None,
+        tensor: Places = MappingProxyType({}), **env: Any
     ) -> MetaRun:  # fmt: skip
-        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows, at ``tensor`` on the other axes."""
+        """As rank ``index`` of ``parts``, or the last, which has the most of the ``rows`` rows, at ``tensor`` on the
+        other axes.
+        """
         counted = torch.empty((), dtype=torch.int64, device=META) if trace.targets is not None else None
         return MetaRun(
             trace,
-            Env(Silent(), ("dp",), parts, parts - 1 if index is None else index, rows, targets=counted, tensor=tensor, **env),
+            Env(
+                Silent(),
+                ("dp",),
+                parts,
+                parts - 1 if index is None else index,
+                rows,
+                targets=counted,
+                tensor=tensor,
+                **env,
+            ),
             device,
         )
 
@@ -159,7 +173,9 @@ class UnitRun:
         return partial(COMPOSED[target], self.walk.device) if target in COMPOSED else target
 
     def stand_in(self, node: fx.Node, args: Any) -> Any:
-        """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the largest."""
+        """Results of the shape that capture saw, from an op that cannot run here; a size that depends on data is the
+        largest.
+        """
         several = isinstance(node.meta["val"], tuple | list)
         values, layouts = ([m] if not several else m for m in (node.meta["val"], node.meta["layout"]))
         operands = tensors_in(args)
@@ -191,10 +207,11 @@ class _StandIn(torch.autograd.Function):
 
 
 def _captured(trace: Trace) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """The values and layouts of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name), as capture saw them.
+    """The values and layouts of the batch fields ("f", name), parameters ("p", name) and buffers ("b", name), as
+    capture saw them.
 
-    A buffer of which only updates are read is like its update, and a field that no unit reads is among the placeholders of the whole
-    graph, which end with the fields.
+    A buffer of which only updates are read is like its update, and a field that no unit reads is among the placeholders
+    of the whole graph, which end with the fields.
     """
     whole = next(node.graph for unit in trace.units for node in unit.values.values())
     places = [n for n in whole.nodes if n.op == "placeholder"]

@@ -1,9 +1,9 @@
 """Following the bytes of every storage that ops make, from the op to the end of the storage, on tensors of any device.
 
-Counted are whole storages as ops allocate them; views and in-place ops add nothing.  Not seen are temporaries that live and die
-inside one kernel (the cast of an operand, a workspace), the allocator's rounding, and memory that no op made
-(``torch.from_numpy``). While any dispatch mode is on, torch leaves out some in-place shortcuts: autograd sums two gradients of
-one tensor into a third, which it otherwise sums into the first.
+Counted are whole storages as ops allocate them; views and in-place ops add nothing.  Not seen are temporaries that live
+and die inside one kernel (the cast of an operand, a workspace), the allocator's rounding, and memory that no op made
+(``torch.from_numpy``). While any dispatch mode is on, torch leaves out some in-place shortcuts: autograd sums two
+gradients of one tensor into a third, which it otherwise sums into the first.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ _FRESH = ("aten::lift_fresh", "aten::lift")  # the operand has just been made, b
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the storages made while it is on; they leave the count when they end, whether it is still on or not.
+    """Counts the bytes of the storages made while it is on; they leave the count when they end, whether it is still on
+    or not.
 
-    ``current`` is what is alive, ``peak`` the most that was since the last :meth:`mark`, ``peak_op`` the op that reached it (""
-    where none rose above the mark), ``made`` what is alive of what was made since.  ``device`` is the type of device whose storages count, by default any.  Where another mode
-    replaces results, this one has to be the inner of the two.
+    ``current`` is what is alive, ``peak`` the most that was since the last :meth:`mark`, ``peak_op`` the op that
+    reached it ("" where none rose above the mark), ``made`` what is alive of what was made since.  ``device`` is the
+    type of device whose storages count, by default any.  Where another mode replaces results, this one has to be the
+    inner of the two.
     """
 
     def __init__(self, device: str | None = None) -> None:

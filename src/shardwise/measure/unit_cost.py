@@ -1,8 +1,9 @@
-"""What each unit costs one rank: parameters, FLOPs, memory traffic, and the bytes that live between forward and backward.
+"""What each unit costs one rank: parameters, FLOPs, memory traffic, and the bytes that live between forward and
+backward.
 
-Units run one after the other on the meta device, forward and backward, as the interpreter runs them: nothing is allocated,
-strides, views and shards are those of the real run, and autograd says what it keeps.  What depends on the device is the table
-in ``device_kernels.py``.
+Units run one after the other on the meta device, forward and backward, as the interpreter runs them: nothing is
+allocated, strides, views and shards are those of the real run, and autograd says what it keeps.  What depends on the
+device is the table in ``device_kernels.py``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from shardwise.units.weight_products import Product, find
 class UnitCost:
     """The cost of one unit for one rank and one microbatch.
 
-    FLOPs are of matrix products, convolutions and attention, 2 a multiply-add; causal attention counts in full.  Memory is in
-    bytes of whole storages, each counted once: a view counts as its base.  Between forward and backward a unit keeps its inputs and
-    batch fields besides ``saved_bytes``; an input is also its maker's output.
+    FLOPs are of matrix products, convolutions and attention, 2 a multiply-add; causal attention counts in full.  Memory
+    is in bytes of whole storages, each counted once: a view counts as its base.  Between forward and backward a unit
+    keeps its inputs and batch fields besides ``saved_bytes``; an input is also its maker's output.
     """
 
     index: int
@@ -47,11 +48,14 @@ class UnitCost:
         return self.input_flops + self.weight_flops
 
 
-def cost(trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor: Places | None = None) -> list[UnitCost]:
-    """The cost of each unit of ``trace`` for a microbatch of ``rows`` rows over ``parts`` ranks, of which the last has the most.
+def cost(
+    trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, tensor: Places | None = None
+) -> list[UnitCost]:
+    """The cost of each unit of ``trace`` for a microbatch of ``rows`` rows over ``parts`` ranks, of which the last has
+    the most.
 
-    ``device`` is "cpu" or "gpu", whichever is present here; ``tensor`` is the rank's place on the axes of tensor parallelism, by default
-    the last, too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    ``device`` is "cpu" or "gpu", whichever is present here; ``tensor`` is the rank's place on the axes of tensor
+    parallelism, by default the last, too.  Raises :class:`ConfigError` on numbers that the trace cannot take.
     """
     places = check_walk("cost", trace, rows, parts, device, tensor)
     if trace.opaque is not None:

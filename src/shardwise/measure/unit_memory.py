@@ -1,8 +1,10 @@
-"""What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a tracker.
+"""What the instructions of each unit do to a rank's memory: FORWARD, RECOMPUTE and BACKWARD on the meta device under a
+tracker.
 
-They are done here as ``runtime/computing.py`` does them, with the same objects held for as long, so that peaks are its peaks.
-Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of the others are
-made from what the first one's looked like.  Parameters, buffers, constants and batch fields are given and count nothing.
+They are done here as ``runtime/computing.py`` does them, with the same objects held for as long, so that peaks are its
+peaks. Equal units (the same code on arguments of the same shapes, strides and sharing) are walked once: the results of
+the others are made from what the first one's looked like.  Parameters, buffers, constants and batch fields are given
+and count nothing.
 """
 
 from __future__ import annotations
@@ -22,7 +24,17 @@ from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.errors import ConfigError
 from shardwise.kernels.flop_counter import storage, tensors_in
-from shardwise.measure.meta_run import META, MetaRun, Places, UnitRun, check_walk, failed_op, largest_sizes, storages, without
+from shardwise.measure.meta_run import (
+    META,
+    MetaRun,
+    Places,
+    UnitRun,
+    check_walk,
+    failed_op,
+    largest_sizes,
+    storages,
+    without,
+)
 from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
 from shardwise.units.selective_recompute import Tape, recallable
@@ -33,9 +45,10 @@ from shardwise.units.weight_products import Operand, expose, find
 
 @dataclass(frozen=True)
 class Way:
-    """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and ``saved`` what
-    BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks.  Of a backward in two parts,
-    ``inputs`` and ``weights`` are the peaks, and ``deferred`` is what the first leaves for the second."""
+    """Bytes on one of the ways from FORWARD to BACKWARD.  ``kept`` is what FORWARD leaves beside live outputs, and
+    ``saved`` what BACKWARD finds, of that too: the same where nothing is computed again.  The others are peaks.  Of a
+    backward in two parts, ``inputs`` and ``weights`` are the peaks, and ``deferred`` is what the first leaves for the
+    second."""
 
     forward: int = 0
     kept: int = 0
@@ -51,9 +64,9 @@ class Way:
 class UnitMemory:
     """The bytes of one unit on one rank for one microbatch.
 
-    Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it; what
-    autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or to the weight
-    gradients that do, which come after all of these.  Peaks are the
+    Every storage belongs to one buffer of the program: a live tensor to the unit that made it, whoever else keeps it;
+    what autograd keeps beside outputs and inputs to ``saved``; a gradient to the earliest unit that waits for it, or to
+    the weight gradients that do, which come after all of these.  Peaks are the
     most that an instruction adds to what was alive before it, and include what it leaves.
     """
 
@@ -79,20 +92,25 @@ class Profile:
 
 def profile(
     trace: Trace, rows: int, parts: int = 1, device: str = "cpu", *, microbatches: int = 1, index: int | None = None,
-    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None, recompute: str = "none",
+    goals: Mapping[str, torch.dtype] = MappingProxyType({}), split: bool = False, tensor: Places | None = None,
+    recompute: str = "none",
 ) -> Profile:  # fmt: skip
-    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at ``tensor`` on the axes of
-    tensor parallelism.
+    """The memory of each unit of ``trace`` for a microbatch of ``rows`` rows on rank ``index`` of ``parts``, at
+    ``tensor`` on the axes of tensor parallelism.
 
-    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.  ``device`` is "cpu" or "gpu", whichever is present here;
-    ``microbatches`` is the number in a step.  ``goals`` has the dtypes of the buffers to which backward writes gradients, by parameter,
-    where these are not the bucket's ``wide``; with ``split`` backwards in two parts are walked too; ``recompute`` is a plan's.  Raises :class:`ConfigError` on numbers that the trace cannot take.
+    Without ``index`` it is the last rank, which has the most rows; without ``tensor`` the last on each of its axes.
+    ``device`` is "cpu" or "gpu", whichever is present here; ``microbatches`` is the number in a step.  ``goals`` has
+    the dtypes of the buffers to which backward writes gradients, by parameter, where these are not the bucket's
+    ``wide``; with ``split`` backwards in two parts are walked too; ``recompute`` is a plan's.  Raises
+    :class:`ConfigError` on numbers that the trace cannot take.
     """
     places = check_walk("memory", trace, rows, parts, device, tensor)
     if index is not None and not 0 <= index < parts:
         raise ConfigError(f"memory: rank {index} of {parts} does not exist; legal: 0 to {parts - 1}")
     if trace.opaque is not None:
-        return Profile(tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units))
+        return Profile(
+            tuple(UnitMemory(u.index, u.name, unknown=("the whole model: it was not captured",)) for u in trace.units)
+        )
     alone = microbatches == 1 and trace.precision != "fp16"
     walk = MetaRun.of(trace, rows, parts, device, index, places, kind=device, alone=alone)
     with largest_sizes():
@@ -113,11 +131,13 @@ def _count(trace: Trace, walk: MetaRun) -> int:
     return tracker.peak
 
 
-# ---- equal units -------------------------------------------------------------------------------------------------------
+# ---- equal units -----------------------------------------------------------------------------------------------------
 
 
 class _Form(NamedTuple):
-    """A tensor as others see it; ``source`` is its storage: of the known tensor of that index, or new ones from -1 downwards."""
+    """A tensor as others see it; ``source`` is its storage: of the known tensor of that index, or new ones from -1
+    downwards.
+    """
 
     source: int
     nbytes: int
@@ -137,7 +157,9 @@ def _forms(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> tuple[_Fo
             new -= 1
             sources[key] = new
         size = t.untyped_storage().nbytes()
-        found.append(_Form(sources[key], size, t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad))
+        found.append(
+            _Form(sources[key], size, t.dtype, tuple(t.shape), t.stride(), t.storage_offset(), t.requires_grad)
+        )
     return tuple(found)
 
 
@@ -152,19 +174,27 @@ def _made(forms: Sequence[_Form], known: Sequence[Tensor] = ()) -> list[Tensor]:
     return made
 
 
-# ---- the walk ----------------------------------------------------------------------------------------------------------
+# ---- the walk --------------------------------------------------------------------------------------------------------
 
 
 class _Profiler:
     """All units forward, then all backward with the pending gradients that the later ones left."""
 
     def __init__(
-        self, trace: Trace, walk: MetaRun, microbatches: int, goals: Mapping[str, torch.dtype], split: bool, recompute: str
+        self,
+        trace: Trace,
+        walk: MetaRun,
+        microbatches: int,
+        goals: Mapping[str, torch.dtype],
+        split: bool,
+        recompute: str,
     ) -> None:
         self.trace, self.walk, self.microbatches, self.split = trace, walk, microbatches, split
         self.ways = {"none": "none"} if recompute == "none" else {"none": "none", "again": recompute}
         self.goals = {p.name: b.wide for b in trace.buckets for p in b.parameters} | dict(goals)
-        self.kernels = Kernels.of(Backend.of_kind("gpu" if walk.device == "gpu" else "cpu"), COMPUTE_DTYPE.get(trace.precision))
+        self.kernels = Kernels.of(
+            Backend.of_kind("gpu" if walk.device == "gpu" else "cpu"), COMPUTE_DTYPE.get(trace.precision)
+        )
         self.pending: dict[str, Tensor] = {}
         self.forwards: dict[Any, tuple[UnitMemory, tuple[_Form, ...]]] = {}
         self.backwards: dict[Any, tuple[dict[str, Any], tuple[bool, ...], tuple[_Form, ...]]] = {}
@@ -246,7 +276,7 @@ class _Profiler:
         self, unit: Unit, arguments: Sequence[Tensor], given: Mapping[str, Tensor], before: Sequence[Tensor | None],
         order: Sequence[int], ways: Mapping[str, Any],
     ) -> dict[str, Any]:  # fmt: skip
-        """The ways completed by what the two parts of a backward need, and the gradients that the first leaves pending."""
+        """The ways completed by what the two parts of a backward need, and the gradients that the first leaves."""
         found: dict[str, Any] = {}
         for name, recompute in self.ways.items():
             work, held = _Work(self, unit, arguments), deque[Factors]()
@@ -261,14 +291,18 @@ class _Profiler:
             deferred = without(storages(tensors), elsewhere)
             found["passed"] = _owned(unit, grads, order, {**elsewhere, **deferred})
             del tensors, grads, own
-            found[name] = replace(ways[name], inputs=peak, deferred=sum(deferred.values()), weights=work.backward_weight(held))
+            found[name] = replace(
+                ways[name], inputs=peak, deferred=sum(deferred.values()), weights=work.backward_weight(held)
+            )
         return found
 
 
 def _owned(
     unit: Unit, grads: Sequence[Tensor | None], order: Sequence[int], elsewhere: Mapping[int, int]
 ) -> tuple[int, ...]:  # fmt: skip
-    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last, if not ``elsewhere``."""
+    """Bytes by input: a storage that several gradients share belongs to the one that is wanted last, if not
+    ``elsewhere``.
+    """
     seen = set(elsewhere)
     sizes = [0] * len(grads)
     for i in order:
@@ -310,7 +344,8 @@ class _Work(UnitBackward):
         return pending.get(name)
 
     def forward(self, what: Literal["alone", "save", "record", "again"]) -> tuple[int, int]:
-        """FORWARD that keeps nothing, what autograd keeps or what a tape does, or RECOMPUTE, from the tape where there is one.
+        """FORWARD that keeps nothing, what autograd keeps or what a tape does, or RECOMPUTE, from the tape where there
+        is one.
 
         Returns the peak, and what is left, both above what was there before.
         """
@@ -325,7 +360,11 @@ class _Work(UnitBackward):
             env.tape = self.tape = Tape()
         keep = what in ("save", "again")
         before = self.tracker.mark()
-        with self.run.meter, self.tracker, self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep):
+        with (
+            self.run.meter,
+            self.tracker,
+            self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep),
+        ):
             outputs = self.run.forward(graph, self.arguments)
             outputs, operands = outputs[:own], outputs[own:]
             if keep:
@@ -356,7 +395,8 @@ class _Work(UnitBackward):
     def backward(
         self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[Factors] | None = None
     ) -> tuple[int, list[Tensor | None]]:
-        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those ``before``.
+        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those
+        ``before``.
 
         With ``held`` it is BACKWARD_INPUT, which leaves products there.
         """
@@ -369,7 +409,9 @@ class _Work(UnitBackward):
                 self.pass_on(name, old)
         start = self.tracker.mark()
         with self.run.meter, self.tracker:
-            self.run_backward(unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append)
+            self.run_backward(
+                unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append
+            )
         return self.tracker.peak - start, [self.pending.pop((n, self.microbatch), None) for n in live]
 
     def backward_weight(self, held: deque[Factors]) -> int:

@@ -1,4 +1,6 @@
-"""The bytes that a unit hands to the communicator: from the moves in its graph and the layouts of what they move.  Nothing is run."""
+"""The bytes that a unit hands to the communicator: from the moves in its graph and the layouts of what they move.
+Nothing is run.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,9 @@ from shardwise.units.split import gradient_paths
 
 
 class Traffic(NamedTuple):
-    """One ``kind`` of collective over ``axes`` of the mesh; ``nbytes`` are those of a whole: what an all_reduce sums, what an all_gather
-    puts together, what a reduce_scatter takes apart, with the padding of uneven pieces.  A message is a "send" or a "receive"."""
+    """One ``kind`` of collective over ``axes`` of the mesh; ``nbytes`` are those of a whole: what an all_reduce sums,
+    what an all_gather puts together, what a reduce_scatter takes apart, with the padding of uneven pieces.  A message
+    is a "send" or a "receive"."""
 
     kind: str
     axes: tuple[str, ...]
@@ -58,7 +61,9 @@ class Cause(NamedTuple):
 def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> UnitTraffic:
     """Of a unit's graph, or of another piece of a local graph, of whose outputs so many have gradients."""
     found = [one for _, one in by_cause(graph, env, output_grads)]
-    forward, backward, again = (tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward", "again"))
+    forward, backward, again = (
+        tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward", "again")
+    )
     return UnitTraffic(forward, backward, again, tuple(sorted({op for one in found for op in one.unknown})))
 
 
@@ -90,7 +95,7 @@ def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node
 
 
 def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:
-    """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, whatever their sizes."""
+    """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size."""
     each = (
         [_axes(node)] if any(communicated(node)) else node.meta["exchanges"].axes()
         for node in graph.nodes
@@ -130,7 +135,9 @@ def _number(node: fx.Node, env: Env) -> Any:
     if node.op == "placeholder":
         return env
     target: Any = node.target
-    return target(*fx.map_arg(node.args, lambda n: _number(n, env)), **fx.map_arg(node.kwargs, lambda n: _number(n, env)))
+    return target(
+        *fx.map_arg(node.args, lambda n: _number(n, env)), **fx.map_arg(node.kwargs, lambda n: _number(n, env))
+    )
 
 
 def _numel(node: fx.Node, env: Env) -> int:

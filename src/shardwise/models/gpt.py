@@ -124,8 +124,8 @@ class GPT(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, S, vocabulary) of the tokens ``input_ids`` (B, S), or the loss if there are ``labels``.
 
-        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored. ``documents`` (B, S), growing along S, says which
-        document each token is of: attention stays inside documents, and positions begin anew in each.
+        ``labels`` (B, S) are the next tokens, already aligned; -100 is ignored. ``documents`` (B, S), growing along S,
+        says which document each token is of: attention stays inside documents, and positions begin anew in each.
         """
         mask = None if documents is None else document_mask(documents)
         if mask is None:

@@ -140,8 +140,8 @@ class Llama(nn.Module):
     def forward(self, input_ids: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits (B, S, vocabulary) of ``input_ids`` (B, S), or the mean loss for aligned ``labels``.
 
-        ``documents`` (B, S) says which document each token is of: attention stays inside documents. Positions need not begin anew,
-        for rotary attention sees their differences only.
+        ``documents`` (B, S) says which document each token is of: attention stays inside documents. Positions need not
+        begin anew, for rotary attention sees their differences only.
         """
         mask = None if documents is None else document_mask(documents)
         x = self.embedding(input_ids)

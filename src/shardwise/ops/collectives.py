@@ -1,8 +1,8 @@
 """What local graphs call: differentiable collectives, and ops that mix the rows of a batch.
 
-On a group of axes a value is V (sharded), P (partial sum), I (replicated, its gradient too) or, as what an operand is required to be,
-R (replicated, its gradient partial).  The duals are I↔I, V↔V, R↔P, so each function names the move of the value and
-``dual`` says whether a replicated result is I or R.
+On a group of axes a value is V (sharded), P (partial sum), I (replicated, its gradient too) or, as what an operand is
+required to be, R (replicated, its gradient partial).  The duals are I↔I, V↔V, R↔P, so each function names the move of
+the value and ``dual`` says whether a replicated result is I or R.
 Every function takes an :class:`Env` first: the graph is shared by ranks, microbatches and steps, the Env is not.
 """
 
@@ -41,9 +41,13 @@ class Env:
     step: int = 0
     ordinal: int = 0  # of the first random op of the unit that runs
     targets: Tensor | None = None  # valid targets of the microbatch, of all ranks together
-    tape: Any = None  # what selective recomputation keeps of the unit that runs: a Tape of `units/selective_recompute.py`
+    tape: Any = (
+        None  # what selective recomputation keeps of the unit that runs: a Tape of `units/selective_recompute.py`
+    )
     kind: str = ""  # type of device that tensors on meta stand for, where their memory is of interest
-    again: bool = False  # whether the unit runs again, for its backward: what that does not read need not be communicated
+    again: bool = (
+        False  # whether the unit runs again, for its backward: what that does not read need not be communicated
+    )
     alone: bool = False  # whether the microbatch is known to be the whole step: on meta, where its weight has no value
     tensor: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     meanwhile: Callable[[], None] | None = None  # work of a backward that nothing waits for
@@ -79,10 +83,11 @@ Factors = Sequence[tuple[int, Groups]]
 
 
 class ShardedFactor(NamedTuple):
-    """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this rank.
+    """A factor of a dim that a move gathers or shards over ``axes``: the dim has pre × factor × post elements on this
+    rank.
 
-    ``size`` is the whole factor's, and ``parts`` are those of a concatenation; over ``outer`` axes it is sharded all the time, and ``axes``
-    shard each of these pieces.
+    ``size`` is the whole factor's, and ``parts`` are those of a concatenation; over ``outer`` axes it is sharded all
+    the time, and ``axes`` shard each of these pieces.
     """
 
     axes: tuple[str, ...]
@@ -103,16 +108,22 @@ class ShardedFactor(NamedTuple):
             yield [(a - first, b - first) for (a, b), first in zip(spans, firsts, strict=True)]
 
     def pieces(self, env: Env) -> tuple[list[tuple[int, int]], int]:
-        """(start, stop) of each rank's piece within what they have together, one rank's after the other, and this rank's number."""
+        """(start, stop) of each rank's piece within what they have together, one rank's after the other, and this
+        rank's number.
+        """
         ends = list(itertools.accumulate(sum(b - a for a, b in own) for own in self._ranges(env)))
         return list(zip([0, *ends[:-1]], ends, strict=True)), env.group(self.axes)[1]
 
     def order(self, env: Env, device: torch.device) -> Tensor:
-        """Where the elements of the pieces, one rank's after the other, lie within what they have together: part after part."""
+        """Where the elements of the pieces, one rank's after the other, lie within what they have together: part after
+        part.
+        """
         each = list(self._ranges(env))
         firsts = [0, *itertools.accumulate(stop for _, stop in each[-1])]
         spans = [
-            torch.arange(first + a, first + b, device=device) for own in each for first, (a, b) in zip(firsts, own, strict=False)
+            torch.arange(first + a, first + b, device=device)
+            for own in each
+            for first, (a, b) in zip(firsts, own, strict=False)
         ]
         return torch.cat(spans)
 
@@ -216,7 +227,11 @@ def _scatter(env: Env, x: Tensor, cut: ShardedFactor) -> Tensor:
         for i, (start, stop) in enumerate(spans):
             pieces[i, :, : stop - start] = folded[:, start:stop]
     out = x.new_empty((outer, most, inner))
-    env.wait(env.comm.reduce_scatter(out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"))
+    env.wait(
+        env.comm.reduce_scatter(
+            out.view(-1), pieces.view(-1), env.real(cut.axes), lane="compute", what="reduce_scatter"
+        )
+    )
     shape[cut.dim] = cut.pre * mine * cut.post
     return out[:, :mine].reshape(shape)
 
@@ -266,7 +281,9 @@ def replicate(env: Env, x: Tensor, axes: Groups) -> Tensor:
 
 
 def own(env: Env, x: Tensor, axes: Groups) -> Tensor:
-    """R → I, for a parameter (whose gradients are summed later) used where all ranks compute the same: one of them contributes."""
+    """R → I, for a parameter (whose gradients are summed later) used where all ranks compute the same: one of them
+    contributes.
+    """
     return _move(env, x, axes, _same, _first_only)
 
 

@@ -1,9 +1,11 @@
-"""Cross-entropy over the rows of all ranks, in pieces that stay in the cache, of scores whose classes ranks may share out.
+"""Cross-entropy over the rows of all ranks, in pieces that stay in the cache, of scores whose classes ranks may share
+out.
 
-A row of scores z has the loss Σ a_c (log Σ exp z - z_c), where a_c is what is wanted of class c: w_c ((1 - s) t_c + s / C), of C classes with weights w, a target
-t, or 1 for the class that it names, and label smoothing s.  Its gradient Σ a · softmax(z) - a needs nothing that forward does not have, so forward makes
-it, with one exponential for each score in all, and keeps it in place of the log-probabilities.  Nothing of the size of the scores is
-held in fp32 where they are in lower precision.
+A row of scores z has the loss Σ a_c (log Σ exp z - z_c), where a_c is what is wanted of class c: w_c ((1 - s) t_c + s /
+C), of C classes with weights w, a target t, or 1 for the class that it names, and label smoothing s.  Its gradient Σ a
+· softmax(z) - a needs nothing that forward does not have, so forward makes it, with one exponential for each score in
+all, and keeps it in place of the log-probabilities.  Nothing of the size of the scores is held in fp32 where they are
+in lower precision.
 """
 
 from __future__ import annotations
@@ -36,20 +38,24 @@ COUNT = 8
 
 
 def numbers(probabilities: bool) -> int:
-    """What ranks that share out the classes exchange of a row: its largest score, the sum of the powers, Σ a z, and of probabilities Σ a too."""
+    """What ranks that share out the classes exchange of a row: its largest score, the sum of the powers, Σ a z, and of
+    probabilities Σ a too.
+    """
     return 3 + probabilities
 
 
 def cross_entropy(
-    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, smoothing: float, reduction: int, counted: bool,
+    env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, smoothing: float,
+    reduction: int, counted: bool,
     log_probabilities: bool, summand: bool, share: Share | None, spread: Groups,
 ) -> Tensor:  # fmt: skip
-    """Cross-entropy of scores (n, classes, ...), by torch's number of the reduction.  A mean is one over the rows of all ranks, as a partial sum: own sum over
-    everybody's count (or weight) of targets.
+    """Cross-entropy of scores (n, classes, ...), by torch's number of the reduction.  A mean is one over the rows of
+    all ranks, as a partial sum: own sum over everybody's count (or weight) of targets.
 
-    ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step; ``log_probabilities`` that
-    ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of those whose sum it is.  Those over ``spread`` each have some
-    rows.  With ``share`` all ranks get the same; but of log-probabilities a summand each.  bf16 and fp16 scores count as cast to fp32 before.
+    ``counted`` says that the count is the one in ``env.targets``, reduced once for the whole step;
+    ``log_probabilities`` that ``logits`` are such already (nll_loss); ``summand`` that this is the loss, or one of
+    those whose sum it is.  Those over ``spread`` each have some rows.  With ``share`` all ranks get the same; but of
+    log-probabilities a summand each.  bf16 and fp16 scores count as cast to fp32 before.
     """
     wide = torch.float32 if logits.dtype in (torch.bfloat16, torch.float16) else logits.dtype
     count = None
@@ -57,7 +63,13 @@ def cross_entropy(
         count = _count(env, logits, target, weight, ignore_index, counted, spread).to(wide)
     if log_probabilities:
         found = _nll(
-            env, logits.to(wide), target, weight, ignore_index, REDUCTIONS[SUM if reduction == MEAN else reduction], share
+            env,
+            logits.to(wide),
+            target,
+            weight,
+            ignore_index,
+            REDUCTIONS[SUM if reduction == MEAN else reduction],
+            share,
         )
         return found if count is None else found / count
     plain = weight is None and not smoothing and not target.is_floating_point() and logits.dim() == 2
@@ -66,7 +78,9 @@ def cross_entropy(
         share = share or (logits.shape[1], ())
         kind = _Chances if target.is_floating_point() else _Named
         wanted = kind(env, target, weight, ignore_index, smoothing, wide, share)
-        result: Tensor = _CrossEntropy.apply(env, logits, target, wanted, scale, reduction == NONE, env.alone and summand, share)  # type: ignore[no-untyped-call]
+        result: Tensor = _CrossEntropy.apply(
+            env, logits, target, wanted, scale, reduction == NONE, env.alone and summand, share
+        )  # type: ignore[no-untyped-call]
         return result
     assert count is not None
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": smoothing, "reduction": "sum"}
@@ -91,7 +105,9 @@ def _count(
 
 
 def _own(env: Env, target: Tensor, ignore_index: int, share: Share) -> tuple[Tensor, Tensor]:
-    """Targets counted from a rank's first class, and whether they are its own; also of what is no class at all: whoever looks that up fails."""
+    """Targets counted from a rank's first class, and whether they are its own; also of what is no class at all: whoever
+    looks that up fails.
+    """
     classes, axes = share
     if not axes:
         return target, target != ignore_index
@@ -107,7 +123,13 @@ def _mine(env: Env, weight: Tensor | None, share: Share) -> Tensor | None:
 
 
 def _nll(
-    env: Env, chances: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, reduction: str, share: Share | None
+    env: Env,
+    chances: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    reduction: str,
+    share: Share | None,
 ) -> Tensor:
     """Of log-probabilities; with ``share`` of those rows whose targets are this rank's classes."""
     if share is not None:
@@ -117,10 +139,13 @@ def _nll(
 
 
 class _Named:
-    """What is wanted of a rank's classes, a (n, classes, ...), by targets that each name a class; pieces are of the n rows."""
+    """What is wanted of a rank's classes, a (n, classes, ...), by targets that each name a class; pieces are of the n
+    rows.
+    """
 
     def __init__(
-        self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype, share: Share
+        self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype,
+        share: Share
     ) -> None:  # fmt: skip
         index, own = (one.unsqueeze(1) for one in _own(env, target, ignore_index, share))
         self.index, self.own = index.where(own, 0), own
@@ -129,7 +154,9 @@ class _Named:
         self.every: Tensor | None = None  # what is wanted of each class beside that
         if weight is not None or smoothing:
             named = (
-                torch.ones_like(target, dtype=wide) if weight is None else weight.to(wide)[target.where(self.valid.squeeze(1), 0)]
+                torch.ones_like(target, dtype=wide)
+                if weight is None
+                else weight.to(wide)[target.where(self.valid.squeeze(1), 0)]
             )
             self.named = named.unsqueeze(1) * (1 - smoothing)
         if smoothing:
@@ -162,7 +189,8 @@ class _Chances:
     """The same, by targets that are probabilities of all the classes, of which a rank has those of its own."""
 
     def __init__(
-        self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype, share: Share
+        self, env: Env, target: Tensor, weight: Tensor | None, ignore_index: int, smoothing: float, wide: torch.dtype,
+        share: Share
     ) -> None:  # fmt: skip
         self.target, self.wide, self.keep, self.each = target, wide, 1 - smoothing, smoothing / share[0]
         own = _mine(env, weight, share)
@@ -190,25 +218,32 @@ class _Chances:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The cross-entropies of the rows of ``logits`` (n, classes, ...), computed in the dtype of ``scale``: their sum times that, or ``by_row`` (n, ...).
+    """The cross-entropies of the rows of ``logits`` (n, classes, ...), computed in the dtype of ``scale``: their sum
+    times that, or ``by_row`` (n, ...).
 
-    ``is_loss`` says that the gradient that comes in is known to be 1, where a tensor on meta cannot say.  ``share`` is (classes, axes) of which
-    these are the logits of this rank's part: for each piece the ranks exchange some :func:`numbers` a row.
+    ``is_loss`` says that the gradient that comes in is known to be 1, where a tensor on meta cannot say.  ``share`` is
+    (classes, axes) of which these are the logits of this rank's part: for each piece the ranks exchange some
+    :func:`numbers` a row.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, env: Env, logits: Tensor, target: Tensor, wanted: _Named | _Chances, scale: Tensor, by_row: bool, is_loss: bool, share: Share
+        ctx: Any, env: Env, logits: Tensor, target: Tensor, wanted: _Named | _Chances, scale: Tensor, by_row: bool,
+        is_loss: bool, share: Share
     ) -> Tensor:  # fmt: skip
         where, wide = env.kind or logits.device.type, scale.dtype
         rows, (classes, axes) = len(logits), share
         gradient = torch.empty_like(logits)
         lesson = torch.empty_like(target) if ctx.needs_input_grad[2] else None
         losses = torch.empty_like(wanted.valid, dtype=wide)
-        most = -(-classes // env.group(axes)[0]) * math.prod(logits.shape[2:])  # of a row on any rank: all have as many pieces
+        most = -(-classes // env.group(axes)[0]) * math.prod(
+            logits.shape[2:]
+        )  # of a row on any rank: all have as many pieces
         step = max(1, PIECE.get(where, PIECE["gpu"]) // max(most, 1))
         starts = range(0, rows, step)
-        for start in starts[:2] if logits.is_meta and where != "meta" else starts:  # for their memory, two stand for all
+        for start in (
+            starts[:2] if logits.is_meta and where != "meta" else starts
+        ):  # for their memory, two stand for all
             piece = slice(start, start + step)
             scores = logits[piece].to(wide)
             own = largest(scores, 1)
@@ -244,7 +279,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
-    """The number of this rank's targets that count, as int64; with those of other ranks over ``axes``, which have the same rows."""
+    """The number of this rank's targets that count, as int64; with those of other ranks over ``axes``, which have the
+    same rows.
+    """
     return collectives.all_sum(env, (target != ignore_index).sum(), axes, "targets")
 
 

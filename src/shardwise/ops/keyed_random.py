@@ -11,8 +11,8 @@ factor ``A``; a column index gives ``C``; an element is ``mix((C ^ R) * A)``.  O
 per element: ten cheap integer passes over a block that stays in the cache. The mixer is a multiply-xorshift
 one, with the constants of Chris Wellons' "lowbias32" (public domain).
 
-On the meta device the functions make what they return and nothing else, unless ``kind`` names the type of device for which the
-tensors stand: then they also take its scratch memory.
+On the meta device the functions make what they return and nothing else, unless ``kind`` names the type of device for
+which the tensors stand: then they also take its scratch memory.
 """
 
 from __future__ import annotations
@@ -92,11 +92,14 @@ def _blocks(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (row slice, column slice, int32 words): blocks that tile (rows, per_row).
 
-    The words live in scratch memory: read them before asking for the next block.  On meta there are no words, and the first two
-    columns of blocks take what all take.  ``columns``: the indices in a sample of those here, if these are not all.
+    The words live in scratch memory: read them before asking for the next block.  On meta there are no words, and the
+    first two columns of blocks take what all take.  ``columns``: the indices in a sample of those here, if these are
+    not all.
     """
     if per_row >= _WORD // 2:
-        raise ShardwiseError(f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed")
+        raise ShardwiseError(
+            f"a random tensor has {per_row} elements per sample; at most {_WORD // 2 - 1} can be keyed"
+        )
     limit = _CPU_BLOCK if (kind or device.type) == "cpu" else _DEVICE_BLOCK
     width = min(per_row, limit)
     height = min(rows, max(1, limit // width))
@@ -240,7 +243,8 @@ def keyed_dropout(
     kind: str = "",
     columns: Tensor | None = None,
 ) -> Tensor:
-    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives x * 0.
+    """``x * mask / (1 - p)`` with :func:`keyed_mask`'s mask, or ``x`` itself if p = 0 or not ``training``; p = 1 gives
+    x * 0.
 
     ``mask_shape`` (default: x's) is one that broadcasts to x's: (N, C, 1, 1) drops whole channels.
     """
@@ -294,7 +298,8 @@ def keyed_normal(
     columns: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Standard normal values (Box-Muller), computed in the widest type of the device and then rounded: dtypes differ by rounding only.
+    """Standard normal values (Box-Muller), computed in the widest type of the device and then rounded: dtypes differ by
+    rounding only.
 
     Without fp64 they are within 1e-6 of those of other devices.
     """

@@ -1,4 +1,6 @@
-"""What local graphs call without communicating: lookups in this rank's part of a table, and kernels that a rank with nothing needs too."""
+"""What local graphs call without communicating: lookups in this rank's part of a table, and kernels that a rank with
+nothing needs too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from shardwise.core.layout import shard_range
 from shardwise.ops.collectives import Env, Factors
 
-# ---- rows of a table that is sharded ------------------------------------------------------------------------------------
+# ---- rows of a table that is sharded ---------------------------------------------------------------------------------
 
 
 def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
@@ -28,8 +30,8 @@ def _found(env: Env, index: Tensor, factors: Factors) -> tuple[Tensor, Tensor]:
 
 
 def own_index(env: Env, index: Tensor, factors: Factors) -> Tensor:
-    """Indices into this rank's part of the rows; of those of other ranks, its first row.  What is no row of the whole table stays outside
-    of every part: the lookup fails on all ranks as it does on one device."""
+    """Indices into this rank's part of the rows; of those of other ranks, its first row.  What is no row of the whole
+    table stays outside of every part: the lookup fails on all ranks as it does on one device."""
     local, here = _found(env, index, factors)
     another = (index >= 0) & (index < math.prod(size for size, _ in factors)) & ~here
     return torch.where(here, local, index).masked_fill(another, 0)
@@ -57,7 +59,7 @@ def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys:
     return x.index_select(dim, local)
 
 
-# ---- kernels ------------------------------------------------------------------------------------------------------------
+# ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
 def never_empty(op: Callable[..., Any], dim: int, x: Tensor, *args: Any, **options: Any) -> Any:
@@ -69,15 +71,23 @@ def never_empty(op: Callable[..., Any], dim: int, x: Tensor, *args: Any, **optio
 
 
 def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
-    """The sum of ``op(…)``, a loss of each row: its kernel's own sum is not defined where there are no rows (``multi_margin_loss``)."""
+    """The sum of ``op(…)``, a loss of each row: its kernel's own sum is not defined where there are no rows
+    (``multi_margin_loss``).
+    """
     return op(*args, **options).sum()
 
 
 def convolution(
-    op: Callable[..., Tensor], rows: int, x: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **options: Any
+    op: Callable[..., Tensor],
+    rows: int,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *args: Any,
+    **options: Any,
 ) -> Tensor:
-    """``op``, one of torch's convolutions in one group, whose kernels want a channel at both ends: a rank may have none of either; ``rows`` is that
-    dim of the weight which has those that come in."""
+    """``op``, one of torch's convolutions in one group, whose kernels want a channel at both ends: a rank may have none
+    of either; ``rows`` is that dim of the weight which has those that come in."""
     channels = x.dim() - weight.dim() + 1
     count = weight.shape[1 - rows]
     if not weight.shape[rows]:

@@ -13,9 +13,17 @@ from shardwise.ops.collectives import ROWS, Env, Groups, all_sum
 
 
 def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor | None,
+    var: Tensor | None,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, ...]:
-    """BatchNorm in training, functional: (y, new running mean, new running variance), or (y,) without running statistics."""
+    """BatchNorm in training, functional: (y, new running mean, new running variance), or (y,) without running
+    statistics.
+    """
     if mean is None or var is None:
         return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
     mean, var = mean.clone(), var.clone()
@@ -28,11 +36,12 @@ def statistics(channels: int) -> int:
 
 
 def sync_batch_norm(
-    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None, momentum: float,
+    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
+    momentum: float,
     eps: float, axes: Groups = (ROWS,), stand_in: bool = False,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """BatchNorm over dim 0 of all ranks over ``axes``, whatever they have of it: ``x`` is V on that dim, the statistics I, weight and bias R.
-    ``stand_in`` says that ``x`` stands for no rows at all and has no part in the statistics."""
+    """BatchNorm over dim 0 of all ranks over ``axes``, whatever they have of it: ``x`` is V on that dim, the statistics
+    I, weight and bias R. ``stand_in`` says that ``x`` stands for no rows at all and has no part in the statistics."""
     if env.group(axes)[0] == 1:
         return batch_norm(x, weight, bias, mean, var, momentum, eps)
     result: tuple[Tensor, ...] = _SyncBatchNorm.apply(env, x, weight, bias, mean, var, momentum, eps, axes, stand_in)  # type: ignore[no-untyped-call]
@@ -40,7 +49,9 @@ def sync_batch_norm(
 
 
 class _SyncBatchNorm(torch.autograd.Function):
-    """One gather of (means, variances, how many elements they are of) in forward, one stacked all-reduce in backward; statistics combined as by Chan et al. (1979)."""
+    """One gather of (means, variances, how many elements they are of) in forward, one stacked all-reduce in backward;
+    statistics combined as by Chan et al. (1979).
+    """
 
     @staticmethod
     def forward(
@@ -100,9 +111,16 @@ class _SyncBatchNorm(torch.autograd.Function):
 
 
 def norm_of_width(
-    env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, width: int, axes: Groups, centred: bool
+    env: Env,
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float | None,
+    width: int,
+    axes: Groups,
+    centred: bool,
 ) -> Tensor:
-    """LayerNorm (``centred``) or RMSNorm over a last dim of ``width`` that ``axes`` shard, as they do weight and bias."""
+    """LayerNorm (``centred``) or RMSNorm over a last dim of ``width`` that ``axes`` shard, like weight and bias."""
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     result: Tensor = _NormOfWidth.apply(env, x, eps, width, axes, centred)  # type: ignore[no-untyped-call]

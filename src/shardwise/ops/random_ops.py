@@ -1,4 +1,6 @@
-"""What local graphs call to draw random numbers: a rank draws of a tensor what it has of it, keyed by where that stands in the whole."""
+"""What local graphs call to draw random numbers: a rank draws of a tensor what it has of it, keyed by where that stands
+in the whole.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Dropout with a keyed mask; ``spread`` are the axes over which ``x`` has a part of the rows each; ``shape`` is the mask's, if not x's."""
+    """Dropout with a keyed mask; ``spread`` are the axes over which ``x`` has a part of the rows each; ``shape`` is the
+    mask's, if not x's.
+    """
     columns = _columns(env, grid, x.device)
     return keyed.keyed_dropout(
         x, p, True, env.seed, env.step, env.ordinal + ordinal, batch, _row_start(env, spread), shape, env.kind, columns
@@ -83,7 +87,8 @@ def feature_alpha_dropout(
 
 def attention(
     env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
-    batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None, enable_gqa: bool = False,
+    batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention with dropout on its probabilities, spelled out so that the mask is keyed."""
     if enable_gqa and q.shape[-3] != k.shape[-3]:
@@ -95,13 +100,23 @@ def attention(
         scores = scores.masked_fill(~allowed, float("-inf"))
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype is torch.bool else scores + mask
-    dead = torch.isneginf(scores).all(-1, keepdim=True)  # a query that may look at nothing gives zeros, as in the fused kernels
+    dead = torch.isneginf(scores).all(
+        -1, keepdim=True
+    )  # a query that may look at nothing gives zeros, as in the fused kernels
     chances = scores.masked_fill(dead, 0).softmax(-1).masked_fill(dead, 0)
     return dropout(env, chances, p, ordinal, batch, spread, grid) @ v
 
 
 def random_like(
-    env: Env, kind: str, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid, x: Tensor, a: float, b: float
+    env: Env,
+    kind: str,
+    ordinal: int,
+    batch: tuple[int, int] | None,
+    spread: Groups,
+    grid: Grid,
+    x: Tensor,
+    a: float,
+    b: float,
 ) -> Tensor:
     """Uniform in [a, b), or normal with mean a and deviation b, of x's shape and dtype."""
     return random_of(env, kind, ordinal, batch, spread, grid, x.shape, x.dtype, x.device, a, b)
@@ -112,7 +127,16 @@ def random_of(
     dtype: torch.dtype | None, device: Any, a: float, b: float,
 ) -> Tensor:  # fmt: skip
     """As :func:`random_like`, of a shape; ``kind`` is uniform, normal or randint."""
-    key = (env.seed, env.step, env.ordinal + ordinal, tuple(shape), batch, _row_start(env, spread), device or "cpu", env.kind)
+    key = (
+        env.seed,
+        env.step,
+        env.ordinal + ordinal,
+        tuple(shape),
+        batch,
+        _row_start(env, spread),
+        device or "cpu",
+        env.kind,
+    )
     columns = _columns(env, grid, device or "cpu")
     if kind == "randint":
         return keyed.keyed_randint(int(a), int(b), *key, columns=columns, dtype=dtype or torch.int64)
@@ -122,7 +146,9 @@ def random_of(
     return keyed.keyed_uniform(*key, columns=columns, dtype=dtype).mul_(b - a).add_(a)
 
 
-def bernoulli(env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None) -> Tensor:
+def bernoulli(
+    env: Env, p: Tensor, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
+) -> Tensor:
     """1 with probability p, else 0."""
     return keyed.keyed_bernoulli(
         p,

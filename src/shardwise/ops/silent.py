@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Silent:
-    """A communicator, and the handle of all its operations; results keep the values that they have, or become ``fill``."""
+    """A communicator, and the handle of all its operations; results keep their values, or become ``fill``."""
 
     def __init__(self, fill: float | None = None) -> None:
         self.fill = fill

@@ -1,4 +1,5 @@
-"""Softmax along a dim that ranks share out: of each row they exchange the largest value and the sum of the powers, never the row.
+"""Softmax along a dim that ranks share out: of each row they exchange the largest value and the sum of the powers,
+never the row.
 
 Which rank has which elements does not matter, so it may be cut anyhow; but each rank has to have some.
 """
@@ -18,12 +19,16 @@ NUMBERS = 2
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
-    """The largest of each row, kept as a dim of one; where all are -inf the least number that is finite, so that their powers are 0 and not NaN."""
+    """The largest of each row, kept as a dim of one; where all are -inf the least number that is finite, so that their
+    powers are 0 and not NaN.
+    """
     return x.amax(dim, keepdim=True).clamp(min=torch.finfo(x.dtype).min)
 
 
 def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Of all ranks over ``axes`` together: the largest value, the sum of the powers relative to it, and ``sums``; all of one shape."""
+    """Of all ranks over ``axes`` together: the largest value, the sum of the powers relative to it, and ``sums``; all
+    of one shape.
+    """
     parts = env.group(axes)[0]
     if parts == 1:
         return top, total, *sums
@@ -69,7 +74,9 @@ class _Softmax(torch.autograd.Function):
         y = wide - _logarithm(env, wide, dim, axes)
         y = (y if log else y.exp_()).to(x.dtype)
         ctx.save_for_backward(y)
-        ctx.sum_of = lambda t: collectives.all_sum(env, t.sum(dim, keepdim=True), axes, "gradient of a softmax over shards")
+        ctx.sum_of = lambda t: collectives.all_sum(
+            env, t.sum(dim, keepdim=True), axes, "gradient of a softmax over shards"
+        )
         ctx.log = log
         return y
 

@@ -19,8 +19,8 @@ aten = torch.ops.aten
 class Factors(NamedTuple):
     """What the gradient of the parameter ``weight`` is made of.
 
-    ``kind`` is a key of ``MULTIPLY``, whose arguments beside dY and X are ``rest``.  ``dims`` is how the product sees the
-    parameter's dims permuted, if at all.
+    ``kind`` is a key of ``MULTIPLY``, whose arguments beside dY and X are ``rest``.  ``dims`` is how the product sees
+    the parameter's dims permuted, if at all.
     """
 
     weight: str
@@ -32,7 +32,9 @@ class Factors(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """What computes weight gradients: a kind of devices, and what multiplies matrices of the dtype that computes into wider ones, if anything does."""
+    """What computes weight gradients: a kind of devices, and what multiplies matrices of the dtype that computes into
+    wider ones, if anything does.
+    """
 
     kind: Kind
     wide: WideProduct | None = None
@@ -47,7 +49,9 @@ CPU_KERNELS = Kernels("cpu")
 
 
 def grouped(input: Tensor, weight: Tensor, bias: None, offs: Tensor) -> Tensor:
-    """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows alone."""
+    """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows
+    alone.
+    """
     y: Tensor = _Grouped.apply(input, weight, offs)  # type: ignore[no-untyped-call]
     return y
 
@@ -96,8 +100,8 @@ class _Convolution(torch.autograd.Function):
 def accumulate(goal: Tensor, factors: Factors, add: bool, kernels: Kernels | None = None) -> None:
     """Write a product's weight gradient to ``goal``, which has the parameter's shape, or add it.
 
-    Products in lower precision than the goal's are rounded first, but for those of matrices where the ``kernels``, by default those of a
-    CPU, can do without.
+    Products in lower precision than the goal's are rounded first, but for those of matrices where the ``kernels``, by
+    default those of a CPU, can do without.
     """
     _, dy, kind, x, dims, rest = factors
     MULTIPLY[kind](goal if dims is None else goal.permute(dims), dy, x, add, kernels or CPU_KERNELS, *rest)
@@ -150,7 +154,9 @@ def _of_groups(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels,
 
 
 def _in_turn(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, offsets: Tensor) -> None:
-    """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all rows."""
+    """The same for what has no kernel, group by group, each straight into the goal; on meta the first group has all
+    rows.
+    """
     start = 0
     for group, stop in enumerate([len(x)] * len(goal) if offsets.is_meta else offsets.tolist()):
         _multiply(goal[group], x[start:stop].t(), dy[start:stop], add, kernels)
@@ -165,8 +171,8 @@ def _of_filters(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels
 
 
 def _of_rows(goal: Tensor, dy: Tensor, x: Tensor, add: bool, kernels: Kernels, padding: int) -> None:
-    """Y = W[X], straight into the rows that are used; on a GPU, whose sums into rows have no order, and where the goal is less precise than
-    dY, by way of the whole gradient."""
+    """Y = W[X], straight into the rows that are used; on a GPU, whose sums into rows have no order, and where the goal
+    is less precise than dY, by way of the whole gradient."""
     if kernels.kind == "gpu" or goal.dtype.itemsize < dy.dtype.itemsize:
         _put(goal, aten.embedding_dense_backward(dy, x, goal.shape[0], padding, False), add)
         return

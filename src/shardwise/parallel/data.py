@@ -12,11 +12,12 @@ Who holds what is a row of one table (R replicated, P partial sum, S flat shard 
     =================  ====  ====  =====
 
 (Rajbhandari et al., arXiv 1910.02054, section 5.)  No collective is placed by hand: each follows from the table.
-A gradient leaves backward as a partial sum (P) over the batch axes; ``grad`` is what it is between microbatches and ``state`` what the
-optimizer takes: P → S is a reduce-scatter, P → R an all-reduce.  Parameters go from ``state`` (after a step) or ``rest`` to replicated.
+A gradient leaves backward as a partial sum (P) over the batch axes; ``grad`` is what it is between microbatches and
+``state`` what the optimizer takes: P → S is a reduce-scatter, P → R an all-reduce.  Parameters go from ``state`` (after
+a step) or ``rest`` to replicated.
 
-Under hybrid sharding there is a second batch axis, ``dp_replicate``: shards are over ``dp`` alone, and what is sharded between
-microbatches stays a partial sum over ``dp_replicate`` until the last of them.
+Under hybrid sharding there is a second batch axis, ``dp_replicate``: shards are over ``dp`` alone, and what is sharded
+between microbatches stays a partial sum over ``dp_replicate`` until the last of them.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ def placement(plan: Plan, name: str) -> ParameterRule:
 
 
 def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, learns: bool = True) -> FlatShard:
-    """The range of a bucket whose masters and optimizer state rank ``index`` of ``parts`` has; of a frozen one, what it is to gather."""
+    """The range of a bucket whose masters and optimizer state rank ``index`` of ``parts`` has; of a frozen one, what it
+    is to gather.
+    """
     sharded = (rule.state if learns else rule.rest) == "S"
     return layout.shard(parts, index) if sharded else FlatShard(0, layout.numel)
 
 
 class Reduction(NamedTuple):
-    """A collective that sums a flat gradient over ``axes``; ``scatters``: each of their ranks has its shard of the sum."""
+    """A collective that sums a flat gradient over ``axes``; ``scatters``: each of their ranks gets its shard of it."""
 
     axes: tuple[str, ...]
     scatters: bool

@@ -1,6 +1,7 @@
 """Pipelines: the model cut by layers into stages, which the ranks of the axis ``pp`` compute one after the other.
 
-Which rank computes what, and when, is the schedule's (``schedule.py``).  Where a model is cut follows from the costs of its units.
+Which rank computes what, and when, is the schedule's (``schedule.py``).  Where a model is cut follows from the costs of
+its units.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def pipeline(
 ) -> Plan:
     """``plan`` over a pipeline of ``size`` ranks, the outermost axis: its messages are the smallest.
 
-    ``stages_per_rank`` is by default the least that the schedule takes, or that of the ``timetable``, which schedule "auto" needs.
+    ``stages_per_rank`` is by default the least that the schedule takes, or that of the ``timetable``, which schedule
+    "auto" needs.
     """
     if schedule == AUTO:
         found = homes(read(timetable, size, stages_per_rank, plan.microbatches)) if timetable else ()

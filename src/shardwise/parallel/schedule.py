@@ -1,14 +1,15 @@
-"""Schedules of pipelines: what each rank computes, in which order.  Pure data: lowering adds everything else.  The traits of each
-schedule are in ``core/schedules.py``.
+"""Schedules of pipelines: what each rank computes, in which order.  Pure data: lowering adds everything else.  The
+traits of each schedule are in ``core/schedules.py``.
 
-A model is cut into ``stages``; each rank of the axis ``pp`` has ``stages_per_rank`` of them.  A schedule emits the tasks of every rank:
-F (forward), B (backward), or B in two parts: I (gradients of the stage's inputs) and W (gradients of its weights).
+A model is cut into ``stages``; each rank of the axis ``pp`` has ``stages_per_rank`` of them.  A schedule emits the
+tasks of every rank: F (forward), B (backward), or B in two parts: I (gradients of the stage's inputs) and W (gradients
+of its weights).
 
-Most schedules run the same kinds of task in a round, each kind some rounds behind the forwards: they are those *lags* (``lagged``).
-The two that are laid out like a V are sequences of phases, each a few tasks repeated (``phases``).
+Most schedules run the same kinds of task in a round, each kind some rounds behind the forwards: they are those *lags*
+(``lagged``). The two that are laid out like a V are sequences of phases, each a few tasks repeated (``phases``).
 
-A timetable stays executable if microbatches are left out of it, as tasks of different microbatches never need each other.  So the phases
-of some number of microbatches serve any smaller number: the surplus is dropped.
+A timetable stays executable if microbatches are left out of it, as tasks of different microbatches never need each
+other.  So the phases of some number of microbatches serve any smaller number: the surplus is dropped.
 
 In the drawings a box is one unit of time, F = I = W = 1 and B = 2; stages of a rank after its first have an apostrophe.
 """
@@ -27,7 +28,7 @@ Order = Callable[[int, int, int, int], Iterable[Task]]
 """The tasks of a rank: a function of (rank, ranks, microbatches, stages per rank)."""
 
 
-# ---------------------------------------------------------------------------------------------------------------- places
+# --------------------------------------------------------------------------------------------------------------- places
 
 
 def looped(stage: int, ranks: int) -> int:
@@ -54,7 +55,8 @@ def _all(kind: str, stage: int, microbatches: int) -> list[Task]:
 
 
 def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, section 2.2).  ``naive`` is this of one microbatch.
+    """All forwards, then all backwards (Huang et al., GPipe, arXiv 1811.06965, section 2.2).  ``naive`` is this of one
+    microbatch.
 
     ::
 
@@ -66,10 +68,12 @@ def gpipe(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def one_forward_one_backward(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """1F1B: a rank runs ahead by as many forwards as there are ranks behind it, then takes turns (PipeDream-Flush: Narayanan et al.,
-    arXiv 2006.09503, section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2.1).  At most ``ranks`` microbatches live on a rank.
+    """1F1B: a rank runs ahead by as many forwards as there are ranks behind it, then takes turns (PipeDream-Flush:
+    Narayanan et al., arXiv 2006.09503, section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2.1).  At most ``ranks``
+    microbatches live on a rank.
 
-    PipeDream (arXiv 1806.03377, section 3.2) and PipeDream-2BW have this order too, over the microbatches of all steps together.
+    PipeDream (arXiv 1806.03377, section 3.2) and PipeDream-2BW have this order too, over the microbatches of all steps
+    together.
 
     ::
 
@@ -81,9 +85,9 @@ def one_forward_one_backward(rank: int, ranks: int, microbatches: int, stages_pe
 
 
 def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """1F1B over several stages a rank: microbatches go in groups through one stage after the other (Megatron-LM, arXiv 2104.04473,
-    section 2.2.2).  A group has ``ranks`` microbatches, or a few more where that leaves a remainder (Megatron-LM refuses that): the bubble
-    stays, and a rank holds those more for each of its stages but one.
+    """1F1B over several stages a rank: microbatches go in groups through one stage after the other (Megatron-LM, arXiv
+    2104.04473, section 2.2.2).  A group has ``ranks`` microbatches, or a few more where that leaves a remainder
+    (Megatron-LM refuses that): the bubble stays, and a rank holds those more for each of its stages but one.
 
     ::
 
@@ -99,9 +103,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, stages_per_rank: int) 
 
 
 def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """1F1B with B in two parts: I goes up the pipeline at once, W fills the end (Qi et al., Zero Bubble Pipeline Parallelism,
-    arXiv 2401.10241, section 2.1).  W is ``ranks`` - 1 rounds behind F on every rank, so each has as many microbatches
-    alive as the first of 1F1B: ``ranks``.
+    """1F1B with B in two parts: I goes up the pipeline at once, W fills the end (Qi et al., Zero Bubble Pipeline
+    Parallelism, arXiv 2401.10241, section 2.1).  W is ``ranks`` - 1 rounds behind F on every rank, so each has as many
+    microbatches alive as the first of 1F1B: ``ranks``.
 
     ::
 
@@ -114,9 +118,9 @@ def zb_h1(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
 
 
 def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """ZB-H1 with twice the lags: forwards fill the bubble before the first backward too, and what is left is a parallelogram whose
-    ends fit into each other if no barrier is between two steps (arXiv 2401.10241, section 2.2).  At most
-    2 ``ranks`` - 1 microbatches live on a rank.
+    """ZB-H1 with twice the lags: forwards fill the bubble before the first backward too, and what is left is a
+    parallelogram whose ends fit into each other if no barrier is between two steps (arXiv 2401.10241, section 2.2).  At
+    most 2 ``ranks`` - 1 microbatches live on a rank.
 
     ::
 
@@ -128,12 +132,13 @@ def zb_h2(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Ite
     return lagged(*zip((0, 2 * (ranks - rank - 1), 2 * (ranks - 1)), lanes, strict=True))
 
 
-# ---------------------------------------------------------------------------------------------------------------- phases
+# --------------------------------------------------------------------------------------------------------------- phases
 
 
 def phases(stages: Sequence[int], microbatches: int, *steps: tuple[int, str]) -> Iterator[Task]:
-    """Each step (times, words) repeats its words: ``F1`` is the next forward of this rank's second stage, I and B likewise the next
-    backward, in order of microbatches; ``W`` is the oldest W that is due.  Microbatches from ``microbatches`` on are dropped."""
+    """Each step (times, words) repeats its words: ``F1`` is the next forward of this rank's second stage, I and B
+    likewise the next backward, in order of microbatches; ``W`` is the oldest W that is due.  Microbatches from
+    ``microbatches`` on are dropped."""
     done: Counter[str] = Counter()
     due: deque[Task] = deque()
     for word in (word for times, words in steps for _ in range(times) for word in words.split()):
@@ -150,9 +155,10 @@ def phases(stages: Sequence[int], microbatches: int, *steps: tuple[int, str]) ->
 
 
 def zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """Zero bubble with the activations of 1F1B, 2 ``ranks`` half-size stages: the loss is on rank 0, which so begins with backwards
-    early (Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 3, and the handcrafted order of
-    sail-sg/zero-bubble-pipeline-parallelism).  From 2 ``ranks`` - 1 microbatches on without a bubble between the steps, if F = I = W.
+    """Zero bubble with the activations of 1F1B, 2 ``ranks`` half-size stages: the loss is on rank 0, which so begins
+    with backwards early (Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 3, and the
+    handcrafted order of sail-sg/zero-bubble-pipeline-parallelism).  From 2 ``ranks`` - 1 microbatches on without a
+    bubble between the steps, if F = I = W.
 
     ::
 
@@ -175,9 +181,10 @@ def zbv(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Itera
 
 
 def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Iterable[Task]:
-    """DualPipe cut in half: in the middle a forward of one stage is beside a backward of the other, so that the communication inside
-    one hides behind the other's computing (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and deepseek-ai/DualPipe, ``DualPipeV``).
-    At most 2 ``ranks`` + 1 half-size activations live on a rank.  Made for 2 ``ranks`` microbatches and more.
+    """DualPipe cut in half: in the middle a forward of one stage is beside a backward of the other, so that the
+    communication inside one hides behind the other's computing (DeepSeek-V3, arXiv 2412.19437, section 3.2.1, and
+    deepseek-ai/DualPipe, ``DualPipeV``). At most 2 ``ranks`` + 1 half-size activations live on a rank.  Made for 2
+    ``ranks`` microbatches and more.
 
     ::
 
@@ -202,7 +209,7 @@ def dualpipe_v(rank: int, ranks: int, microbatches: int, stages_per_rank: int) -
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------- by name
+# -------------------------------------------------------------------------------------------------------------- by name
 
 
 ORDERS: Mapping[str, Order] = {
@@ -223,7 +230,8 @@ ORDERS: Mapping[str, Order] = {
 def check_schedule(name: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
     """The schedule of that name, if it is legal for these numbers; else :class:`ConfigError`.
 
-    ``microbatches`` is the number in a batch; the timetable of an asynchronous schedule may then be asked for several batches.
+    ``microbatches`` is the number in a batch; the timetable of an asynchronous schedule may then be asked for several
+    batches.
     """
     check_choice("schedule", name, SCHEDULES)
     check_count("pp", ranks)

@@ -1,7 +1,8 @@
 """Tensor parallelism: mesh axes over which parameters themselves are sharded.
 
-Every rank of such axes loads the same rows of a batch.  What each has of a parameter is the parameter's ``Layout``, which follows from the
-trace; data parallelism and ZeRO work on these local pieces as on whole parameters.  The recipes, for Y[b,n] = X[b,k] W[k,n]:
+Every rank of such axes loads the same rows of a batch.  What each has of a parameter is the parameter's ``Layout``,
+which follows from the trace; data parallelism and ZeRO work on these local pieces as on whole parameters.  The recipes,
+for Y[b,n] = X[b,k] W[k,n]:
 
     =====================  =============  =============  ====================
     recipe                 X              W              Y
@@ -12,12 +13,13 @@ trace; data parallelism and ZeRO work on these local pieces as on whole paramete
     3d                     b:(i,l) k:j    k:(j,i) n:l    b:(i,j) n:l
     =====================  =============  =============  ====================
 
-A ring over n ranks sends (n-1)/n of what it gathers or scatters.  Because of a product of x, w and y elements a rank sends, forward and
-backward: by 1d 2x(t-1)/t by columns, 2y(t-1)/t by rows (of a transformer layer 8bsh(t-1)/t in all), by 2d 2(x+w)(q-1)/q², by 2.5d
-2(x/d+w)(q-1)/q², by 3d 2(x+w+y)(q-1)/q³.
+A ring over n ranks sends (n-1)/n of what it gathers or scatters.  Because of a product of x, w and y elements a rank
+sends, forward and backward: by 1d 2x(t-1)/t by columns, 2y(t-1)/t by rows (of a transformer layer 8bsh(t-1)/t in all),
+by 2d 2(x+w)(q-1)/q², by 2.5d 2(x/d+w)(q-1)/q², by 3d 2(x+w+y)(q-1)/q³.
 
-1d after Shoeybi et al. (arXiv 1909.08053, section 3), 1d-sp after Korthikanti et al. (arXiv 2205.05198, section 4.2.2), 2d after Xu and You
-(Optimus, arXiv 2104.05343), 2.5d after Wang et al. (Tesseract, arXiv 2105.14500), 3d after Bian et al. (arXiv 2105.14450).
+1d after Shoeybi et al. (arXiv 1909.08053, section 3), 1d-sp after Korthikanti et al. (arXiv 2205.05198, section 4.2.2),
+2d after Xu and You (Optimus, arXiv 2104.05343), 2.5d after Wang et al. (Tesseract, arXiv 2105.14500), 3d after Bian et
+al. (arXiv 2105.14450).
 """
 
 from __future__ import annotations
@@ -35,10 +37,10 @@ from shardwise.core.plan import CHOICES, Pins, Plan, Tensor, TensorPlan
 class Role:
     """What one axis of tensor parallelism does.
 
-    ``rows``: the rows of the batch are sharded over it; ``at_use``: weights are sharded where they rest, and gathered where they are used.
-    ``stream`` is what activations between products are: "whole", or sharded along the "sequence", the "rows" or the "width"; under
-    "width" every product is by columns, of a gathered input.  ``turned``: tables begin with the width sharded, so products by rows
-    come first.
+    ``rows``: the rows of the batch are sharded over it; ``at_use``: weights are sharded where they rest, and gathered
+    where they are used. ``stream`` is what activations between products are: "whole", or sharded along the "sequence",
+    the "rows" or the "width"; under "width" every product is by columns, of a gathered input.  ``turned``: tables begin
+    with the width sharded, so products by rows come first.
     """
 
     rows: bool = False
@@ -58,7 +60,8 @@ ROLES: Mapping[str, Mapping[str, Role]] = {
 
 
 def role(kind: str, axis: str) -> Role | None:
-    """What an axis, or a sub-axis of one, does in a recipe; None for one that no recipe has, over which all ranks compute the same.
+    """What an axis, or a sub-axis of one, does in a recipe; None for one that no recipe has, over which all ranks
+    compute the same.
 
     :class:`ConfigError` for an axis of another recipe.
     """
@@ -71,7 +74,9 @@ def role(kind: str, axis: str) -> Role | None:
 
 
 def sides(kind: str, size: int) -> dict[str, int]:
-    """The number of ranks along each axis of a recipe over ``size`` ranks; :class:`ConfigError` where they make no such shape."""
+    """The number of ranks along each axis of a recipe over ``size`` ranks; :class:`ConfigError` where they make no such
+    shape.
+    """
     check_choice("tensor", kind, CHOICES["tensor"])
     check_count("tp", size)
     shape: tuple[int, ...] = (size,)
@@ -93,14 +98,18 @@ def sides(kind: str, size: int) -> dict[str, int]:
 def tensor_parallel(
     plan: Plan, size: int, kind: Tensor = "1d", tensor_plan: TensorPlan = "recipe", pins: Mapping[str, str] | Pins = ()
 ) -> Plan:
-    """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe as ``tensor_plan`` says.
+    """``plan`` with parameters sharded over ``size`` ranks by the recipe ``kind``, or on the mesh of that recipe as
+    ``tensor_plan`` says.
 
-    The axes are the innermost: ranks that share the products of a layer are neighbours, for they wait for each other most often.
+    The axes are the innermost: ranks that share the products of a layer are neighbours, for they wait for each other
+    most often.
     """
     own = {axis for roles in ROLES.values() for axis in roles}
     others = tuple(axis for axis in plan.mesh.axes if axis.name not in own)
     inner = tuple(Axis(name, side) for name, side in sides(kind, size).items())
-    return plan.replace(mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind, tensor_plan=tensor_plan, pins=pins)
+    return plan.replace(
+        mesh=Mesh((*others, *(inner if size > 1 else ()))), tensor=kind, tensor_plan=tensor_plan, pins=pins
+    )
 
 
 def tensor_axes(plan: Plan) -> tuple[str, ...]:
@@ -109,20 +118,25 @@ def tensor_axes(plan: Plan) -> tuple[str, ...]:
 
 
 def across_hosts(plan: Plan, per_host: int) -> str | None:
-    """What to say of tensor-parallel groups that have ranks on several hosts of ``per_host`` ranks; None where there are none."""
+    """What to say of tensor-parallel groups that have ranks on several hosts of ``per_host`` ranks; None where there
+    are none.
+    """
     links = plan.mesh.links(per_host)
     found = [axis for axis in tensor_axes(plan) if links[axis] != "device"]
     if not found:
         return None
     size = plan.mesh.axis_size(tensor_axes(plan))
     return (
-        f"{', '.join(found)} across hosts of {per_host} ranks: all {size} ranks of a group wait for each other several times a layer; "
+        f"{', '.join(found)} across hosts of {per_host} ranks: all {size} ranks of a group wait for each other several "
+        "times a layer; "
         f"faster: parallel.tp that divides {per_host}, and parallel.pp or parallel.dp across hosts"
     )
 
 
 def row_parts(plan: Plan) -> int:
-    """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes take turns."""
+    """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes
+    take turns.
+    """
     found = [(role(plan.tensor, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
     turns = [size for one, size in found if one.stream == "rows"]
     return math.prod(size for one, size in found if one.rows) * max(turns, default=1)

@@ -23,14 +23,15 @@ from .tables import grid, size
 
 WAYS = ("forward", "again", "backward")
 PURPOSES = (
-    "forward", "recompute", "backward", "activations", "their gradients", "parameters", "gradients", "tied gradients", "targets", "loss",
+    "forward", "recompute", "backward", "activations", "their gradients", "parameters", "gradients", "tied gradients",
+    "targets", "loss",
     "norm",
 )  # fmt: skip
 """What collectives are of: the units' own, by what they do; messages; whole buckets; numbers of a batch."""
 
 
 class Caused(NamedTuple):
-    """What a unit communicates in a microbatch because of one op; ``again``: by its RECOMPUTE, where the plan has one."""
+    """What a unit communicates in a microbatch because of one op; ``again``: by its RECOMPUTE, if the plan has one."""
 
     unit: Unit | None  # None: of any that do the same
     cause: Cause
@@ -54,8 +55,8 @@ class Caused(NamedTuple):
 
 @dataclass
 class Sum:
-    """Of a rank in a step, what it hands to the communicator because ``of`` something, by ``kind`` and axes: ``times`` something of together
-    ``nbytes``, of which it sends ``sent``; ``buckets`` are those concerned."""
+    """Of a rank in a step, what it hands to the communicator because ``of`` something, by ``kind`` and axes: ``times``
+    something of together ``nbytes``, of which it sends ``sent``; ``buckets`` are those concerned."""
 
     rank: int
     of: str
@@ -71,7 +72,9 @@ def of_units(trace: Trace, plan: Plan, rows: int, programs: Sequence[Program]) -
     """In a microbatch of so many rows, on the last rank."""
     mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
     real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
-    env = Env(None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor)))
+    env = Env(
+        None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor))
+    )
     again = {one.unit for program in programs for one in program.instructions if one.op is Op.RECOMPUTE}
     return [
         Caused(unit, cause, one if unit.index in again else replace(one, again=()))
@@ -104,10 +107,14 @@ def _what(one: Instruction) -> str:
 
 
 def unit_table(plan: Plan, found: Sequence[Caused]) -> list[Any]:
-    """Units that differ only in the number of their block and communicate the same are one row; no table where none communicates."""
+    """Units that differ only in the number of their block and communicate the same are one row; no table where none
+    communicates.
+    """
     units: dict[tuple[str, tuple[tuple[Caused, int], ...]], list[int]] = {}
     for unit in {one.unit.index: one.unit for one in found if one.unit is not None}.values():
-        counts = Counter(one._replace(unit=None, cause=_within(one.cause, unit.name)) for one in found if one.unit is unit)
+        counts = Counter(
+            one._replace(unit=None, cause=_within(one.cause, unit.name)) for one in found if one.unit is unit
+        )
         units.setdefault((starred(unit.name), tuple(counts.items())), []).append(unit.index)
     if not units:
         return []
@@ -144,9 +151,15 @@ def step_tables(plan: Plan, found: Sequence[Sum]) -> list[Any]:
             )
             for one in own
         ]
-        sums = (sum(one.times for one in own), size(sum(one.nbytes for one in own)), size(sum(one.sent_bytes for one in own)))
+        sums = (
+            sum(one.times for one in own),
+            size(sum(one.nbytes for one in own)),
+            size(sum(one.sent_bytes for one in own)),
+        )
         title = f"all that rank {rank} communicates in {when} (bytes: of the whole; sent: by it)"
-        tables.append(grid(title, ("of", "over", "", ">times", ">bytes", ">sent"), cells, totals=("all", "", "", *sums)))
+        tables.append(
+            grid(title, ("of", "over", "", ">times", ">bytes", ">sent"), cells, totals=("all", "", "", *sums))
+        )
     return tables
 
 
@@ -167,4 +180,6 @@ def runs(numbers: Sequence[int], letter: str = "u") -> str:
     """``u1-u3, u5``."""
     starts = [u for u in numbers if u - 1 not in numbers]
     stops = [u for u in numbers if u + 1 not in numbers]
-    return ", ".join(f"{letter}{a}" if a == b else f"{letter}{a}-{letter}{b}" for a, b in zip(starts, stops, strict=True))
+    return ", ".join(
+        f"{letter}{a}" if a == b else f"{letter}{a}-{letter}{b}" for a, b in zip(starts, stops, strict=True)
+    )

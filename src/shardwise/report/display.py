@@ -26,8 +26,8 @@ Metrics = dict[str, Any]
 
 
 class Follower:
-    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end, one that is no JSON (cut by a full
-    disk) is passed over.
+    """Reads a file of JSON lines as it grows; a line that is not complete yet waits for its end, one that is no JSON
+    (cut by a full disk) is passed over.
 
     A file that has been replaced (by a run that goes on from a checkpoint) is read from its beginning.
     """
@@ -156,7 +156,8 @@ class _Bar:
 
     def __init__(self, console: Console, steps: int, start: str) -> None:
         self._progress = Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[numbers]}"),
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
             console=console, auto_refresh=False, expand=True,
         )  # fmt: skip
         self._steps = steps
@@ -178,7 +179,9 @@ def show_result(console: Console, result: Metrics, seconds: float) -> None:
     rows = {
         "loss": f"{first} at the first step, {last} at the last of {result['steps']}",
         "validation": f"{decimal(result['validation_loss'])}{perplexity}" if "validation_loss" in result else None,
-        "speed": None if speed is None else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
+        "speed": None
+        if speed is None
+        else f"{speed:,.0f} tokens/s ({result['step_seconds'] * 1e3:,.0f} ms a step, medians)",
         "MFU": f"{result['mfu']:.1%}" if result.get("mfu") is not None else None,
         "time": f"{duration(seconds)}, of it {duration(result['training_seconds'])} training",
         "ranks": f"{result['ranks']} ({result['device']}), at most {size(result['peak_memory_bytes'] or 0)} on rank 0",

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def parsed_line(line: bytes) -> dict[str, Any] | None:
-    """The object of a line, None where it is no JSON object: one that a killed run was writing, or that a full disk cut."""
+    """The object of a line, None where it is no JSON object: one that a killed run was writing, or that a full disk
+    cut.
+    """
     try:
         values = json.loads(line)
     except ValueError:

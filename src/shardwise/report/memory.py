@@ -23,7 +23,8 @@ CATEGORIES = ("optimizer", "parameters", "gradients", "activations", "temporary"
 """From the bottom of a stack to its top: what never changes first."""
 
 COLOURS = {
-    "optimizer": "#56728f", "parameters": "#8fa9c4", "gradients": "#c7a76c", "activations": "#5a9e6f", "temporary": "#c8553d",
+    "optimizer": "#56728f", "parameters": "#8fa9c4", "gradients": "#c7a76c", "activations": "#5a9e6f",
+    "temporary": "#c8553d",
     "reserve": "#b0b0b0",
 }  # fmt: skip
 SHADES = {"optimizer": "█", "parameters": "▓", "gradients": "▒", "activations": "░", "temporary": "#", "reserve": "."}
@@ -40,8 +41,8 @@ UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 class Account:
     """The bytes of one rank by category (:data:`CATEGORIES`; one that is left out has none).
 
-    ``peaks`` are those of each of the step's ``instructions``, ``at`` the highest and ``where`` what it does, in words; ``between``
-    is what there is from step to step, ``host`` what is kept on the host for a GPU.
+    ``peaks`` are those of each of the step's ``instructions``, ``at`` the highest and ``where`` what it does, in words;
+    ``between`` is what there is from step to step, ``host`` what is kept on the host for a GPU.
     """
 
     rank: int
@@ -67,9 +68,11 @@ class Account:
     def to_dict(self) -> dict[str, Any]:
         """As JSON; :meth:`from_dict` reads it back unchanged."""
         return {
-            "rank": self.rank, "peak_bytes": self.peak_bytes, "between_bytes": self.between_bytes, "host_bytes": self.host,
+            "rank": self.rank, "peak_bytes": self.peak_bytes, "between_bytes": self.between_bytes,
+            "host_bytes": self.host,
             "peak": _all(self.peak), "between": _all(self.between), "at": self.at, "where": self.where,
-            "instructions": list(self.instructions), "peaks": {c: [p.get(c, 0) for p in self.peaks] for c in CATEGORIES},
+            "instructions": list(self.instructions),
+            "peaks": {c: [p.get(c, 0) for p in self.peaks] for c in CATEGORIES},
         }  # fmt: skip
 
     @staticmethod
@@ -92,7 +95,7 @@ def _all(sizes: Mapping[str, int]) -> dict[str, int]:
     return {c: sizes.get(c, 0) for c in CATEGORIES}
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _present(*accounts: Account) -> list[str]:
@@ -120,7 +123,7 @@ def comparison(title: str, predicted: Account, measured: Account) -> RenderableT
     return grid(title, ("at the peak", ">predicted", ">measured", ">difference", ">"), rows, totals=totals)
 
 
-# ---- in a terminal -----------------------------------------------------------------------------------------------------
+# ---- in a terminal ---------------------------------------------------------------------------------------------------
 
 
 def unit(nbytes: float) -> tuple[str, int]:
@@ -131,7 +134,8 @@ def unit(nbytes: float) -> tuple[str, int]:
 def chart(account: Account, width: int, limit: int | None = None) -> Text:
     """The step from left to right, bytes from bottom to top, :data:`HEIGHT` lines of at most ``width`` columns.
 
-    Of the instructions that share a column the one with the most bytes is shown.  ``limit`` is drawn where it is not far above all.
+    Of the instructions that share a column the one with the most bytes is shown.  ``limit`` is drawn where it is not
+    far above all.
     """
     highest = account.peak_bytes
     top = max(highest, limit) if limit is not None and limit < 1.5 * highest else highest
@@ -179,7 +183,7 @@ def _category(sizes: Mapping[str, int], order: Sequence[str], height: float) -> 
     return None
 
 
-# ---- as a picture ------------------------------------------------------------------------------------------------------
+# ---- as a picture ----------------------------------------------------------------------------------------------------
 
 
 def draw(account: Account, out: Path, title: str, limit: int | None = None, measured: Account | None = None) -> None:
@@ -208,7 +212,12 @@ def make_figure(account: Account, title: str, limit: int | None = None, measured
         axes.step(edges, [*line, line[-1]], where="post", color="black", linewidth=1.1, label="measured")
     if shown and limit is not None:
         axes.axhline(
-            limit / scale, color="#a00000", linestyle="--", linewidth=1.2, zorder=5, label=f"budget {limit / scale:.1f} {name}"
+            limit / scale,
+            color="#a00000",
+            linestyle="--",
+            linewidth=1.2,
+            zorder=5,
+            label=f"budget {limit / scale:.1f} {name}",
         )
     axes.set_xlim(0, len(account.peaks))
     axes.set_ylim(0, 1.22 * max(highest, limit if shown and limit is not None else 0) / scale)
@@ -231,7 +240,8 @@ def _mark(axes: Axes, account: Account, scale: int, name: str) -> None:
     right = at > 0.5 * len(account.peaks)
     axes.plot([at], [top], marker="v", markersize=7, color="black", clip_on=False, zorder=6)
     axes.annotate(
-        f"peak {top:.1f} {name}\n{account.where}", (at, top), xytext=(-10 if right else 10, 8), textcoords="offset points",
+        f"peak {top:.1f} {name}\n{account.where}", (at, top), xytext=(-10 if right else 10, 8),
+        textcoords="offset points",
         ha="right" if right else "left", va="bottom", fontsize=9, zorder=7,
         bbox={"boxstyle": "round,pad=0.25", "facecolor": "white", "edgecolor": "none", "alpha": 0.85},
     )  # fmt: skip
@@ -257,4 +267,12 @@ def _phases(axes: Axes, instructions: Sequence[str]) -> None:
         room = CHARACTERS * (end - position) / len(instructions)
         shown = next((one for one in (name, name[0].upper() + name.partition(" ")[2]) if len(one) + 2 <= room), None)
         if shown is not None:
-            axes.text(position, 1.0, f" {shown}", transform=axes.get_xaxis_transform(), fontsize=7.5, color="#666666", va="top")
+            axes.text(
+                position,
+                1.0,
+                f" {shown}",
+                transform=axes.get_xaxis_transform(),
+                fontsize=7.5,
+                color="#666666",
+                va="top",
+            )

@@ -64,7 +64,9 @@ def _labels(one: Instruction, span: tuple[float, float], y: float) -> Iterable[W
         yield Words(middle, y + 28, f"m{one.microbatch}", 10, colour, "middle")
 
 
-def _lines(one: Instruction, at: int, spans: list[tuple[float, float]], top: dict[Lane, int], program: Program) -> Iterable[Line]:
+def _lines(
+    one: Instruction, at: int, spans: list[tuple[float, float]], top: dict[Lane, int], program: Program
+) -> Iterable[Line]:
     for wait in one.waits:
         source = program.instructions[wait]
         down = top[one.lane] > top[source.lane]

@@ -1,4 +1,6 @@
-"""Runs as curves: loss, throughput and memory over their steps, read from the files that training leaves (PNG, SVG or PDF)."""
+"""Runs as curves: loss, throughput and memory over their steps, read from the files that training leaves (PNG, SVG or
+PDF).
+"""
 
 from __future__ import annotations
 
@@ -75,16 +77,21 @@ def read_run(folder: Path) -> PlottedRun:
         raise ConfigError(f"{folder}: there is no metrics.jsonl in this folder; {legal}")
     metrics = _read(folder / "metrics.jsonl", ("loss", "tokens_per_second", "peak_memory_bytes"))
     evaluations = folder / "evaluations.jsonl"
-    run = PlottedRun(folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else [])
-    if all(np.isnan(run.values(key)[1]).all() for key in ("loss", "validation_loss", "tokens_per_second", "peak_memory_bytes")):
+    run = PlottedRun(
+        folder, metrics, _read(evaluations, ("validation_loss", "perplexity")) if evaluations.is_file() else []
+    )
+    if all(
+        np.isnan(run.values(key)[1]).all()
+        for key in ("loss", "validation_loss", "tokens_per_second", "peak_memory_bytes")
+    ):
         steps = f"none of its {len(metrics)} steps has a number" if metrics else "no step yet"
         raise ConfigError(f"{folder / 'metrics.jsonl'}: nothing to draw, {steps}; legal: a run of at least one step")
     return run
 
 
 def _read(path: Path, keys: Sequence[str]) -> list[Metrics]:
-    """The lines of a file of JSON objects.  A line of a step that was there already is where a restart from a checkpoint began:
-    what was noted of that step and of all after it no longer counts."""
+    """The lines of a file of JSON objects.  A line of a step that was there already is where a restart from a
+    checkpoint began: what was noted of that step and of all after it no longer counts."""
     try:
         lines = path.read_bytes().split(b"\n")
     except OSError as error:
@@ -98,7 +105,9 @@ def _read(path: Path, keys: Sequence[str]) -> list[Metrics]:
         except ValueError as error:  # of json and of encodings too
             if number == len(lines):  # the run is writing it right now
                 break
-            raise ConfigError(f'{path}:{number}: {error}; legal: a JSON object with "step" and numbers, or null') from None
+            raise ConfigError(
+                f'{path}:{number}: {error}; legal: a JSON object with "step" and numbers, or null'
+            ) from None
         while found and found[-1]["step"] >= one["step"]:
             found.pop()
         found.append(one)
@@ -134,7 +143,7 @@ def names(folders: Sequence[Path]) -> list[str]:
 
 
 def summary(run: PlottedRun) -> Metrics:
-    """Numbers of a run as in its ``result.json``: the speed is the median of all steps but the first, which warms up."""
+    """Numbers of a run as in its ``result.json``: speed is the median of all steps but the first, which warms up."""
 
     def finite(key: str) -> list[float]:
         values = run.values(key)[1]
@@ -161,8 +170,8 @@ def summary(run: PlottedRun) -> Metrics:
 def smooth(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
     """At most :data:`DRAWN` points of a smoothed curve.
 
-    Each is the mean of the middle half of the values around it, which a spike does not move.  The window, a 25th of all values,
-    grows from nothing at the start, where a loss falls fast; at the end it loses its right half.
+    Each is the mean of the middle half of the values around it, which a spike does not move.  The window, a 25th of all
+    values, grows from nothing at the start, where a loss falls fast; at the end it loses its right half.
     """
     good = np.isfinite(values)
     steps, values = steps[good], values[good]
@@ -189,7 +198,8 @@ class Scale:
 
 
 def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
-    """A range in which no few values squash the rest: a first loss that is huge, or a step that was measured as much too fast.
+    """A range in which no few values squash the rest: a first loss that is huge, or a step that was measured as much
+    too fast.
 
     The first value of each curve does not decide.  Logarithmic where the bulk itself spans more than a factor of ten.
     """
@@ -213,7 +223,9 @@ def scale(curves: Sequence[Floats], *, from_zero: bool = False) -> Scale:
 
 
 def draw(runs: Sequence[PlottedRun], out: Path, over: str = "steps") -> None:
-    """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps or the same seconds."""
+    """Draw ``runs`` into ``out``: loss, throughput and memory one below the other, over the same steps or the same
+    seconds.
+    """
     if over not in OVER:
         raise ConfigError(f"--over {over}: legal: {', '.join(OVER)}")
     save(lambda: make_figure(runs, over), out, "--out")
@@ -271,10 +283,13 @@ Curve = tuple[Floats, Floats, dict[str, Any]]
 
 
 def _panel(
-    axes: Axes, title: str, curves: Sequence[Curve], over: str, *, smoothed: bool = False, from_zero: bool = False, decimals: bool = False,
+    axes: Axes, title: str, curves: Sequence[Curve], over: str, *, smoothed: bool = False, from_zero: bool = False,
+    decimals: bool = False,
     points: Sequence[Curve] = (),
 ) -> None:  # fmt: skip
-    """One panel: curves, over their raw values where smoothed, and points (white-edged) of another measure of the same unit."""
+    """One panel: curves, over their raw values where smoothed, and points (white-edged) of another measure of the same
+    unit.
+    """
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
     axes.grid(color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -284,7 +299,16 @@ def _panel(
         _curve(axes, steps, values, look, smoothed and np.isfinite(values).sum() > FEW)
     for steps, values, look in points:
         axes.plot(steps, values, color=look["color"], linewidth=0.8, linestyle=":", zorder=4)
-        axes.plot(steps, values, color=look["color"], marker="o", markersize=6, markeredgecolor="white", linestyle="", zorder=5)
+        axes.plot(
+            steps,
+            values,
+            color=look["color"],
+            marker="o",
+            markersize=6,
+            markeredgecolor="white",
+            linestyle="",
+            zorder=5,
+        )
     if not any(np.isfinite(values).any() for _, values, _ in (*curves, *points)):
         axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color="#777777")
         axes.set_yticks([])
@@ -353,7 +377,8 @@ def _legend(figure: Figure, styled: Sequence[tuple[PlottedRun, str, dict[str, An
         handles.append(Line2D([], [], color="#777777", linewidth=0.7, alpha=0.6, label="not smoothed"))
     if any(run.evaluations for run, _, _ in styled):
         handles.append(
-            Line2D([], [], color="#777777", marker="o", markersize=6, markeredgecolor="white", linewidth=0.8, linestyle=":",
+            Line2D([], [], color="#777777", marker="o", markersize=6, markeredgecolor="white", linewidth=0.8,
+            linestyle=":",
                    label="validation loss")
         )  # fmt: skip
     widest = max(len(str(handle.get_label())) for handle in handles)

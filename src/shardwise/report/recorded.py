@@ -24,11 +24,11 @@ LEGAL = "legal: the folder of a run (train.run_dir) that has come to one of its 
 
 
 def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) -> Drawing:
-    """What the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have recorded; a second time too, what
-    was done again.
+    """What the ranks of the run in ``folder`` did in ``step``, by default the last that all of them have recorded; a
+    second time too, what was done again.
 
-    ``whole``: instructions of a kind, stage and microbatch that follow each other are one box.  Raises :class:`ConfigError` where there
-    is no such step.
+    ``whole``: instructions of a kind, stage and microbatch that follow each other are one box.  Raises
+    :class:`ConfigError` where there is no such step.
     """
     ranks = read_step(folder, step)
     hosts = {one.host: min(r.wall for r in ranks if r.host == one.host) for one in ranks}
@@ -40,14 +40,15 @@ def of_recorded(folder: Path, step: int | None = None, *, whole: bool = True) ->
         boxes = [box for one in ranks for box in _merged([b for b in boxes if b.rank == one.rank], SEEN * seconds)]
     notes = ("what communicates is drawn until it was waited for",) if any(box.lane != COMPUTE for box in boxes) else ()
     return Drawing(
-        f"{folder}: step {ranks[0].step} of {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, recorded", mark_critical(boxes, [one.pipeline for one in ranks]),
+        f"{folder}: step {ranks[0].step} of {len(ranks)} rank{'s' if len(ranks) > 1 else ''}, recorded",
+        mark_critical(boxes, [one.pipeline for one in ranks]),
         len(ranks), seconds, 1 - busy / (seconds * len(ranks)), tuple(one.memory for one in ranks), notes=notes,
     )  # fmt: skip
 
 
 def predicted(folder: Path, step: int | None = None) -> Drawing:
-    """The recorded step simulated: each rank's tasks in its order, each in the median time of its kind on its stage; what communicates
-    takes none.  So beside :func:`of_recorded` it shows what communication and uneven times cost.
+    """The recorded step simulated: each rank's tasks in its order, each in the median time of its kind on its stage;
+    what communicates takes none.  So beside :func:`of_recorded` it shows what communication and uneven times cost.
 
     Pipelines that are replicas of each other are simulated each for itself.
     """
@@ -61,13 +62,15 @@ def predicted(folder: Path, step: int | None = None) -> Drawing:
     seconds = max(box.stop for box in boxes)
     busy = sum(box.stop - box.start for box in boxes)
     return Drawing(
-        f"step {ranks[0].step}, simulated from the medians of its tasks", tuple(boxes), len(ranks), seconds, 1 - busy / (seconds * len(ranks)),
+        f"step {ranks[0].step}, simulated from the medians of its tasks", tuple(boxes), len(ranks), seconds,
+        1 - busy / (seconds * len(ranks)),
         notes=("without communication",),
     )  # fmt: skip
 
 
 def measured(folder: Path, step: int | None = None, microbatches: int | None = None) -> tuple[Timetable, Costs]:
-    """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its stages.
+    """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its
+    stages.
 
     ``microbatches``: of a window of several batches, of so many each, the first batch.
     """
@@ -93,8 +96,12 @@ def _costs(group: Sequence[RankStep]) -> tuple[Timetable, Costs]:
     for tasks in seconds:
         for task, length in tasks.items():
             like[task.kind, task.stage].append(length)
-    medians = {kind: [statistics.median(like[kind, s]) if (kind, s) in like else 0.0 for s in range(stages)] for kind in "FBIW"}
-    medians["I"] = [medians["I" if ("I", s) in like else "B"][s] for s in range(stages)]  # a stage without anything to put off
+    medians = {
+        kind: [statistics.median(like[kind, s]) if (kind, s) in like else 0.0 for s in range(stages)] for kind in "FBIW"
+    }
+    medians["I"] = [
+        medians["I" if ("I", s) in like else "B"][s] for s in range(stages)
+    ]  # a stage without anything to put off
     updates = [0.0] * stages
     for one, tasks in zip(group, seconds, strict=True):
         updates[next(iter(tasks)).stage] += sum(
@@ -138,7 +145,9 @@ def _read(path: Path) -> dict[int, RankStep]:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}; {LEGAL}") from None
-    values = [found for line in lines if (found := parsed_line(line)) is not None]  # the disk may be full, the run at it
+    values = [
+        found for line in lines if (found := parsed_line(line)) is not None
+    ]  # the disk may be full, the run at it
     try:
         steps = [RankStep.from_dict(one) for one in values]
     except (KeyError, TypeError, ValueError) as error:
@@ -149,8 +158,8 @@ def _read(path: Path) -> dict[int, RankStep]:
 
 
 def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
-    """A box for each instruction.  A lane runs in order, so what is posted there begins when the one before is done.  Messages between
-    two ranks are matched in order too, of those that come twice the last."""
+    """A box for each instruction.  A lane runs in order, so what is posted there begins when the one before is done.
+    Messages between two ranks are matched in order too, of those that come twice the last."""
     free: dict[str, float] = {}
     sent: Counter[tuple[int, int]] = Counter()
     for event in one.events:
@@ -162,12 +171,14 @@ def _boxes(one: RankStep, begin: float) -> Iterator[TimeBox]:
             flow = f"{ends[0]} to {ends[1]}: {sent[ends]}"
             sent[ends] += 1
         kind = kind_of(event.op)
-        yield TimeBox(one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text)
+        yield TimeBox(
+            one.rank, start, stop, kind, event.stage, event.microbatch, event.lane, flow=flow, name=event.text
+        )
 
 
 def _merged(boxes: Sequence[TimeBox], gap: float) -> Iterator[TimeBox]:
-    """One box for those that compute one after the other, with no more than ``gap`` in between, and are of one kind, stage and
-    microbatch."""
+    """One box for those that compute one after the other, with no more than ``gap`` in between, and are of one kind,
+    stage and microbatch."""
     last: TimeBox | None = None
     for box in boxes:
         if box.lane != COMPUTE:

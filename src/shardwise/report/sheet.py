@@ -1,4 +1,6 @@
-"""A sheet of boxes, lines and words in pixels, written as SVG with nothing else installed, as PNG or PDF with matplotlib."""
+"""A sheet of boxes, lines and words in pixels, written as SVG with nothing else installed, as PNG or PDF with
+matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -69,10 +71,15 @@ class Sheet:
         """As SVG text."""
         size = f'width="{self.width:.0f}" height="{self.height:.0f}" viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica,Arial,sans-serif">'
-        return "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *map(_svg, self.items), "</svg>"]) + "\n"
+        return (
+            "\n".join([head, '<rect width="100%" height="100%" fill="white"/>', *map(_svg, self.items), "</svg>"])
+            + "\n"
+        )
 
     def write(self, out: Path, option: str) -> None:
-        """Write the sheet into ``out``, which ``option`` named, in the format that its name says; ConfigError where that fails."""
+        """Write the sheet into ``out``, which ``option`` named, in the format that its name says; ConfigError where
+        that fails.
+        """
         check_format(out, option)
         if out.suffix.lower() != ".svg":
             save(self.figure, out, option)
@@ -97,15 +104,19 @@ class Sheet:
             if isinstance(found[0], Words):
                 for one in found:
                     assert isinstance(one, Words)
-                    ha: Literal["left", "center", "right"] = {"start": "left", "middle": "center", "end": "right"}[one.anchor]  # type: ignore[assignment]
+                    ha: Literal["left", "center", "right"] = {"start": "left", "middle": "center", "end": "right"}[
+                        one.anchor
+                    ]  # type: ignore[assignment]
                     axes.text(
-                        one.x, one.y, one.text, fontsize=one.size * point, color=one.colour, ha=ha, va="baseline", zorder=order,
+                        one.x, one.y, one.text, fontsize=one.size * point, color=one.colour, ha=ha, va="baseline",
+                        zorder=order,
                         fontweight="bold" if one.bold else "normal", parse_math=False,
                     )  # fmt: skip
             elif isinstance(found[0], Rectangle):
                 boxes = [b for b in found if isinstance(b, Rectangle)]
                 corners = [
-                    [(b.x, b.y), (b.x + b.width, b.y), (b.x + b.width, b.y + b.height), (b.x, b.y + b.height)] for b in boxes
+                    [(b.x, b.y), (b.x + b.width, b.y), (b.x + b.width, b.y + b.height), (b.x, b.y + b.height)]
+                    for b in boxes
                 ]
                 axes.add_collection(PolyCollection(
                     corners, facecolors=[b.fill for b in boxes], edgecolors=[b.outline or "none" for b in boxes],
@@ -142,7 +153,9 @@ def _svg(item: Rectangle | Line | Words) -> str:
         return f"<text {place}{look}>{escape(item.text)}</text>"
     look = f' stroke="{item.outline}" stroke-width="{item.thickness:g}"' if item.outline is not None else ""
     place = f'x="{item.x:.2f}" y="{item.y:.2f}" width="{item.width:.2f}" height="{item.height:.2f}" fill="{item.fill}"'
-    return f"<rect {place}{look}>{f'<title>{escape(item.tip)}</title>'}</rect>" if item.tip else f"<rect {place}{look}/>"
+    return (
+        f"<rect {place}{look}>{f'<title>{escape(item.tip)}</title>'}</rect>" if item.tip else f"<rect {place}{look}/>"
+    )
 
 
 def width_of(text: str, size: float) -> float:

@@ -7,19 +7,25 @@ from shardwise.estimate.simulate import Costs, Simulation
 from .timetable import Drawing, TimeBox
 
 
-def drawing(title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", memory_unit: str = "activations") -> Drawing:
+def drawing(
+    title: str, simulation: Simulation, costs: Costs, norm: str = "barrier", memory_unit: str = "activations"
+) -> Drawing:
     """What :func:`shardwise.estimate.simulate.simulate` found of ``costs`` and ``norm``, optimizer steps included.
 
-    The memory of a rank is that of its activations, in the unit that the costs have them in: bytes, or microbatches of a rank.
+    The memory of a rank is that of its activations, in the unit that the costs have them in: bytes, or microbatches of
+    a rank.
     """
     critical = set(simulation.critical)
     boxes = [
         TimeBox(rank, float(start), float(stop), *task, critical=(rank, place) in critical)
         for rank, tasks in enumerate(simulation.timetable)
-        for place, (task, start, stop) in enumerate(zip(tasks, simulation.start[rank], simulation.stop[rank], strict=True))
+        for place, (task, start, stop) in enumerate(
+            zip(tasks, simulation.start[rank], simulation.stop[rank], strict=True)
+        )
     ]
     return Drawing(
-        title, (*boxes, *_updates(simulation, costs, norm)), len(simulation.timetable), simulation.seconds, simulation.bubble_of_total,
+        title, (*boxes, *_updates(simulation, costs, norm)), len(simulation.timetable), simulation.seconds,
+        simulation.bubble_of_total,
         simulation.peak_bytes, memory_unit,
     )  # fmt: skip
 
@@ -38,4 +44,6 @@ def _updates(simulation: Simulation, costs: Costs, norm: str) -> list[TimeBox]:
     begin, end = max(ends), max(ends) + costs.norm
     norms = [TimeBox(rank, begin, end, "NORM", critical=rank == last) for rank in range(len(ends)) if costs.norm]
     longest = steps.index(max(steps))
-    return norms + [TimeBox(rank, end, end + step, "STEP", critical=rank == longest) for rank, step in enumerate(steps) if step]
+    return norms + [
+        TimeBox(rank, end, end + step, "STEP", critical=rank == longest) for rank, step in enumerate(steps) if step
+    ]

@@ -40,7 +40,9 @@ def grid(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, show_footer=totals is not None)
     for index, name in enumerate(columns):
         footer = str(totals[index]) if totals is not None else ""
-        table.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold", footer=footer)
+        table.add_column(
+            name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold", footer=footer
+        )
     for row in rows:
         table.add_row(*(Text(str(cell)) for cell in row))
     return _titled(title, table)

@@ -18,26 +18,36 @@ FLUSH_SECONDS = 10  # until what was added is in the file, also of a run that is
 class TensorBoard:
     """Writes event files into ``folder``.
 
-    A run that goes on from a checkpoint uses the same folder again: TensorBoard then forgets what the earlier process wrote of the
-    first step that is added, and of all after it.  Raises :class:`ConfigError` where TensorBoard is not installed.
+    A run that goes on from a checkpoint uses the same folder again: TensorBoard then forgets what the earlier process
+    wrote of the first step that is added, and of all after it.  Raises :class:`ConfigError` where TensorBoard is not
+    installed.
     """
 
     def __init__(self, folder: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError(f"train.tensorboard = true: {error}; legal: pip install shardwise[tensorboard], or false") from None
+            raise ConfigError(
+                f"train.tensorboard = true: {error}; legal: pip install shardwise[tensorboard], or false"
+            ) from None
         self._make = SummaryWriter
         self._folder = folder
         self._writer: SummaryWriter | None = None
         self._texts: list[tuple[int, str, str]] = []  # before the first metrics, which say from which step on to forget
 
     def add(self, metrics: Mapping[str, Any]) -> None:
-        """Write every number among ``metrics`` under its key, at the step ``metrics["step"]``; what is not finite is left out."""
+        """Write every number among ``metrics`` under its key, at the step ``metrics["step"]``; what is not finite is
+        left out.
+        """
         step = int(metrics["step"])
         writer = self._open(step)
         for name, value in metrics.items():
-            if name != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            if (
+                name != "step"
+                and isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
+            ):
                 writer.add_scalar(name, value, step)
 
     def text(self, step: int, name: str, text: str) -> None:
@@ -57,7 +67,9 @@ class TensorBoard:
     def _open(self, purge: int | None) -> SummaryWriter:
         if self._writer is None:
             earlier = any(self._folder.glob("events.out.tfevents.*"))
-            self._writer = self._make(str(self._folder), purge_step=purge if earlier else None, flush_secs=FLUSH_SECONDS)
+            self._writer = self._make(
+                str(self._folder), purge_step=purge if earlier else None, flush_secs=FLUSH_SECONDS
+            )
             for step, name, text in self._texts:
                 self._writer.add_text(name, text, step)
             self._texts.clear()

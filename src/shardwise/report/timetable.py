@@ -1,4 +1,6 @@
-"""The timetable of a step: what each rank does when, simulated or recorded.  Pure data; others draw it and write it as a trace."""
+"""The timetable of a step: what each rank does when, simulated or recorded.  Pure data; others draw it and write it as
+a trace.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ LANES = tuple(map(str, Lane))
 class TimeBox:
     """A rank's work on a microbatch of a stage, from ``start`` to ``stop`` seconds after the step's begin.
 
-    ``kind`` is F (forward), B (backward), its parts I (gradients of inputs) and W (of weights), or the word of an instruction.
-    ``stage`` and ``microbatch`` are -1 where there is none.  A SEND and a RECEIVE of one ``flow`` are the two ends of a message.
-    ``name`` is what the box is called where there is room; by default what the other fields say.
+    ``kind`` is F (forward), B (backward), its parts I (gradients of inputs) and W (of weights), or the word of an
+    instruction. ``stage`` and ``microbatch`` are -1 where there is none.  A SEND and a RECEIVE of one ``flow`` are the
+    two ends of a message. ``name`` is what the box is called where there is room; by default what the other fields say.
     """
 
     rank: int
@@ -48,7 +50,8 @@ class TimeBox:
 class Drawing:
     """The boxes of all ranks in a step of ``step`` seconds.  Those of a rank and lane do not overlap.
 
-    Boxes may lie behind ``step`` where steps follow each other at once, each rank as soon as it can.  ``bubble`` is the share of the ranks' time in the step in which they compute nothing.  ``memory`` is the most that each rank holds:
+    Boxes may lie behind ``step`` where steps follow each other at once, each rank as soon as it can.  ``bubble`` is the
+    share of the ranks' time in the step in which they compute nothing.  ``memory`` is the most that each rank holds:
     bytes, or the number of microbatches whose activations it keeps if ``memory_unit`` says so.
     """
 
@@ -67,7 +70,9 @@ class Drawing:
         for row in self.rows().values():
             for before, after in zip(row, row[1:], strict=False):
                 if after.start < before.stop - 1e-9 * self.step:
-                    raise ShardwiseError(f"rank {after.rank}, {after.lane}: {after.title} begins before {before.title} has ended")
+                    raise ShardwiseError(
+                        f"rank {after.rank}, {after.lane}: {after.title} begins before {before.title} has ended"
+                    )
         for box in self.boxes:
             if not 0 <= box.rank < self.ranks or not 0 <= box.start <= box.stop:
                 raise ShardwiseError(f"{box} does not lie in a step of {self.ranks} ranks")
@@ -110,7 +115,9 @@ class Drawing:
     @property
     def memory_title(self) -> str:
         """What :attr:`memory_words` are; empty where there are none."""
-        return "" if self.memory is None else "peak memory" if self.memory_unit == "bytes" else f"peak {self.memory_unit}"
+        return (
+            "" if self.memory is None else "peak memory" if self.memory_unit == "bytes" else f"peak {self.memory_unit}"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON, times in seconds."""
@@ -118,7 +125,8 @@ class Drawing:
             "title": self.title, "ranks": self.ranks, "step_seconds": self.step, "bubble": self.bubble,
             "memory": self.memory, "memory_unit": self.memory_unit, "notes": list(self.notes),
             "boxes": [
-                {"rank": b.rank, "lane": b.lane, "kind": b.kind, "stage": b.stage, "microbatch": b.microbatch, "start": b.start,
+                {"rank": b.rank, "lane": b.lane, "kind": b.kind, "stage": b.stage, "microbatch": b.microbatch,
+                "start": b.start,
                  "stop": b.stop, "critical": b.critical}
                 for b in self.boxes
             ],
@@ -131,15 +139,15 @@ def milliseconds(seconds: float) -> str:
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
 
 
-# ---- the critical path -----------------------------------------------------------------------------------------------------
+# ---- the critical path -----------------------------------------------------------------------------------------------
 
 
 def mark_critical(boxes: Iterable[TimeBox], pipelines: Sequence[int] | None = None) -> tuple[TimeBox, ...]:
     """The boxes with those marked that, from the last one to end back to the begin, each waited for the one before.
 
-    What a box waited for is the latest to end of: the box before it on its rank, and what its own microbatch needs of other
-    stages.  What belongs to no microbatch (a norm, a step) may have waited for any rank.  ``pipelines`` says of each rank which replica
-    of the model it belongs to, by default all to one.
+    What a box waited for is the latest to end of: the box before it on its rank, and what its own microbatch needs of
+    other stages.  What belongs to no microbatch (a norm, a step) may have waited for any rank.  ``pipelines`` says of
+    each rank which replica of the model it belongs to, by default all to one.
     """
     all_boxes = tuple(boxes)
     computed = sorted((b for b in all_boxes if b.lane == COMPUTE), key=lambda b: b.stop)
@@ -179,12 +187,13 @@ def _latest(computed: Sequence[TimeBox], box: TimeBox) -> TimeBox | None:
     return next((b for b in reversed(computed) if b.stop <= box.start and b.rank != box.rank), None)
 
 
-# ---- Perfetto ----------------------------------------------------------------------------------------------------------------
+# ---- Perfetto --------------------------------------------------------------------------------------------------------
 
 
 def perfetto(drawings: Sequence[Drawing]) -> dict[str, Any]:
-    """The drawings in the Trace Event Format that chrome://tracing and ui.perfetto.dev read: a process for each rank, a thread for each
-    lane, times in microseconds.  With several drawings each has processes of its own, which bear its title."""
+    """The drawings in the Trace Event Format that chrome://tracing and ui.perfetto.dev read: a process for each rank, a
+    thread for each lane, times in microseconds.  With several drawings each has processes of its own, which bear its
+    title."""
     events: list[dict[str, Any]] = []
     first = 0
     for drawing in drawings:
@@ -196,7 +205,8 @@ def perfetto(drawings: Sequence[Drawing]) -> dict[str, Any]:
                 events += _named("thread", first + rank, LANES.index(lane), lane, LANES.index(lane))
         for box in sorted(drawing.boxes, key=lambda b: b.start):
             events.append({
-                "name": box.title, "cat": box.kind, "ph": "X", **_place(box, first, box.start), "dur": (box.stop - box.start) * 1e6,
+                "name": box.title, "cat": box.kind, "ph": "X", **_place(box, first, box.start),
+                "dur": (box.stop - box.start) * 1e6,
                 "args": {"stage": box.stage, "microbatch": box.microbatch, "critical": box.critical},
             })  # fmt: skip
             if box.flow:

@@ -1,4 +1,6 @@
-"""A timetable in a terminal: a line for each rank, microbatches as numbers, kinds as colours or, where there are none, as letters."""
+"""A timetable in a terminal: a line for each rank, microbatches as numbers, kinds as colours or, where there are none,
+as letters.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,10 @@ GOLDEN = 0.618034  # the multiples of the golden ratio are spread evenly
 def chart(drawings: Sequence[Drawing], width: int, colours: bool) -> Text:
     """The steps from left to right on a common axis, one below the other, in lines of at most ``width`` columns.
 
-    A column shows what is computed in its middle; where boxes are narrower than columns, at places that change from column to column, so
-    that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number, without a letter for its kind (small for
-    the later stages of a rank) and the number after it, where there is room; blanks are idle.
+    A column shows what is computed in its middle; where boxes are narrower than columns, at places that change from
+    column to column, so that each kind gets its share of them.  With ``colours`` a box holds its microbatch's number,
+    without a letter for its kind (small for the later stages of a rank) and the number after it, where there is room;
+    blanks are idle.
     """
     left = max(len(_name(drawing.ranks - 1)) for drawing in drawings)
     right = max(len(words) for drawing in drawings for words in ("", *drawing.memory_words))

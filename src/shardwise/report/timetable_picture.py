@@ -1,4 +1,6 @@
-"""Timetables as a picture: a row for each rank, time from left to right, several drawings one above the other on one axis."""
+"""Timetables as a picture: a row for each rank, time from left to right, several drawings one above the other on one
+axis.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,10 @@ class _Scale:
 def picture(drawings: Sequence[Drawing]) -> Sheet:
     """The drawings one above the other, the axis of time below the last."""
     lengths = [
-        b.stop - b.start for d in drawings for b in d.boxes if b.lane == COMPUTE and b.stop > b.start and b.microbatch >= 0
+        b.stop - b.start
+        for d in drawings
+        for b in d.boxes
+        if b.lane == COMPUTE and b.stop > b.start and b.microbatch >= 0
     ]
     seconds = max(drawing.end for drawing in drawings)
     wanted = ROOMY * seconds / statistics.median(lengths) if lengths else 0
@@ -84,14 +89,18 @@ def fill(box: TimeBox, chunks: dict[int, int]) -> str:
     return lighter(look(box.kind).colour, shade * chunks.get(box.stage, 0))
 
 
-def _boxes(row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, height: float) -> Iterable[Rectangle]:
+def _boxes(
+    row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, height: float
+) -> Iterable[Rectangle]:
     """White lines part boxes that are wide enough; an outline lies inside of its box."""
     for box in row:
         x, width = scale.x(box.start), scale.x(box.stop) - scale.x(box.start)
         tip = f"{box.title}, rank {box.rank}: {milliseconds(box.start)} to {milliseconds(box.stop)}"
         if box.critical:
             line = min(1.6, width / 3)
-            yield Rectangle(x + line / 2, y + line / 2, width - line, height - line, fill(box, chunks), CRITICAL, line, tip)
+            yield Rectangle(
+                x + line / 2, y + line / 2, width - line, height - line, fill(box, chunks), CRITICAL, line, tip
+            )
         else:
             line = min(0.8, width / 8)
             yield Rectangle(x + line / 2, y, width - line, height, fill(box, chunks), tip=tip)

@@ -10,9 +10,9 @@ from shardwise.runtime.communicator import Call, Communicator, Completed, Handle
 class AloneCommunicator(Communicator):
     """The communicator of a rank that is by itself.  On a mesh of one rank there is nothing to communicate.
 
-    On a mesh of several what it sends is lost, what it receives is zeros, sums are its own, and what others would add to a gather is what
-    it has itself.  A program runs as ever, so that the times of what it computes can be taken without waiting for others; its results mean
-    nothing.
+    On a mesh of several what it sends is lost, what it receives is zeros, sums are its own, and what others would add
+    to a gather is what it has itself.  A program runs as ever, so that the times of what it computes can be taken
+    without waiting for others; its results mean nothing.
     """
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:

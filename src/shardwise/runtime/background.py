@@ -1,4 +1,6 @@
-"""A way for ranks to talk while they train: its own process group, for threads that must not disturb the step's collectives."""
+"""A way for ranks to talk while they train: its own process group, for threads that must not disturb the step's
+collectives.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class Background:
         self._group = dist.new_group(backend="gloo", timeout=patience)
 
     def gather(self, data: bytes, everywhere: bool = True) -> list[bytes]:
-        """The ``data`` of every rank, in rank order; without ``everywhere`` on rank 0 alone, and nothing on the others, which hold no more
-        than their own then."""
+        """The ``data`` of every rank, in rank order; without ``everywhere`` on rank 0 alone, and nothing on the others,
+        which hold no more than their own then."""
         if self._size == 1:
             return [data]
         sizes = torch.zeros(self._size, dtype=torch.int64)
@@ -63,7 +65,10 @@ class Background:
             dist.gather(mine, list(found.chunk(self._size)) if takes else None, group=self._group, group_dst=0)
         if not takes:
             return []
-        return [row[:size].numpy().tobytes() for row, size in zip(found.view(self._size, longest), sizes.tolist(), strict=True)]
+        return [
+            row[:size].numpy().tobytes()
+            for row, size in zip(found.view(self._size, longest), sizes.tolist(), strict=True)
+        ]
 
     def _all_gather(self, out: Tensor, x: Tensor) -> None:
         if isinstance(self._comm, ThreadCommunicator):

@@ -1,4 +1,4 @@
-"""One batch while it is computed: its rows, the weights of its microbatches, its loss and norm, and what they decide."""
+"""One batch while it is computed: its rows, the weights of its microbatches, loss and norm, and what they decide."""
 
 from __future__ import annotations
 
@@ -53,12 +53,14 @@ class HostResult(NamedTuple):
 
 @dataclass
 class StepResult:
-    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was skipped.
+    """Device tensors of a step: the loss of the whole batch, the gradient norm before clipping, and whether it was
+    skipped.
 
-    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.  ``stop`` is the
-    number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the loss was multiplied by, and
-    ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had updated by their own norms, and that was wrong; None if they had not.
-    ``halted``: no step is taken any more until the host has looked.
+    ``weight`` is what the loss is a mean over: the batch's targets if it is a mean cross-entropy, else its rows.
+    ``stop`` is the number of ranks that have been asked to stop, the same on all.  Under fp16 ``scale`` is what the
+    loss was multiplied by, and ``overflows`` the number of skipped steps in a row.  ``repeated``: the stages had
+    updated by their own norms, and that was wrong; None if they had not. ``halted``: no step is taken any more until
+    the host has looked.
     """
 
     loss: Tensor
@@ -77,7 +79,7 @@ class StepResult:
         self._numbers = Numbers.of([self.loss, self.grad_norm, self.skipped, self.weight, self.stop, halted, *scaled])
 
     def on_host(self) -> HostResult:
-        """The step's numbers, for which the host waits until this step has been done, but not the one issued after it."""
+        """The step's numbers, for which the host waits until this step is done, but not the one issued after it."""
         loss, norm, skipped, weight, stop, halted, *scaling = self._numbers.read()
         scale, overflows = (scaling[0], int(scaling[1])) if scaling else (None, None)
         return HostResult(loss, norm, bool(skipped), weight, int(stop), bool(halted), scale, overflows)
@@ -86,17 +88,22 @@ class StepResult:
 class BatchState:
     """A batch of ``given``, of one trace for each microbatch; microbatches are counted from its first.
 
-    ``scales`` are the loss scales by version of the weights, of which the batch uses ``version``; none: there is no scaling.
+    ``scales`` are the loss scales by version of the weights, of which the batch uses ``version``; none: there is no
+    scaling.
     """
 
-    def __init__(self, owner: RankContext, traces: Sequence[Trace], given: StepInput, scales: Sequence[Tensor] = ()) -> None:
+    def __init__(
+        self, owner: RankContext, traces: Sequence[Trace], given: StepInput, scales: Sequence[Tensor] = ()
+    ) -> None:
         comm = owner.comm
         self.owner, self.traces, self.given, self.memory = owner, traces, given, owner.memory
         self.microbatches = len(traces)
         self.parts = comm.mesh.axis_size(owner.axes)
         self.index = comm.mesh.index(comm.rank, owner.axes)
         there = Backend.of(comm.device)
-        self.fields = {k: cast_field(there.to_device(v, comm.device), traces[0].precision) for k, v in given.fields.items()}
+        self.fields = {
+            k: cast_field(there.to_device(v, comm.device), traces[0].precision) for k, v in given.fields.items()
+        }
         # A wish to stop travels with the loss: all ranks learn of it in the same step, at no cost.
         self.shared = torch.zeros(2, dtype=self.wide, device=comm.device)
         self.loss, stop = self.shared
@@ -105,7 +112,9 @@ class BatchState:
         self.counts: Tensor | None = None
         self.weights: Tensor | None = None
         self.norm = torch.zeros((), dtype=self.wide, device=comm.device)
-        self.norms: Tensor | None = None  # by rank and bucket; under ``per_parameter`` also whether each parameter was reached
+        self.norms: Tensor | None = (
+            None  # by rank and bucket; under ``per_parameter`` also whether each parameter was reached
+        )
         self.coefficient: Tensor | None = None
         self.clip: Tensor | None = None  # the factor of clipping alone
         self.skip = self.memory.halted
@@ -143,7 +152,7 @@ class BatchState:
         a, b = env.range()
         return self.fields[name].narrow(0, self.start[m], b - a)
 
-    # ---- the loss ------------------------------------------------------------------------------------------------------
+    # ---- the loss ----------------------------------------------------------------------------------------------------
 
     def weight(self, m: int) -> Tensor:
         """w_m: the microbatch's share of targets, or of rows, as a device tensor."""
@@ -176,10 +185,12 @@ class BatchState:
         with torch.no_grad():
             return targets.count(env, *values, *(self.rows_of(n, m, env) for n in targets.fields))
 
-    # ---- the update ----------------------------------------------------------------------------------------------------
+    # ---- the update --------------------------------------------------------------------------------------------------
 
     def take_norm(self, gradients: Gradients) -> None:
-        """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the same bits."""
+        """Each rank takes the norms of its own shards, whoever else has them: all kinds of data parallelism get the
+        same bits.
+        """
         owner, nothing = self.owner, torch.zeros((), dtype=self.wide, device=self.owner.comm.device)
         row = torch.stack([gradients.norm(b).to(self.wide) if b in owner.counted else nothing for b in owner.learning])
         if owner.per_parameter:
@@ -220,8 +231,8 @@ class BatchState:
         self.coefficient = None if self.scale is None else self.scale.reciprocal()
 
     def validate(self) -> bool:
-        """The norm over all stages decides; whether that leaves what :meth:`decide_alone` made them do as it is.  Read on the host, the same
-        on all ranks."""
+        """The norm over all stages decides; whether that leaves what :meth:`decide_alone` made them do as it is.  Read
+        on the host, the same on all ranks."""
         self.decide()
         wrong = self.skip if self.clip is None else torch.maximum(self.skip, (self.clip < 1).to(torch.float32))
         wrong = torch.minimum(wrong, 1 - self.halted)  # when all was at a halt nobody has taken a step
@@ -233,7 +244,9 @@ class BatchState:
         return [p for b in self.owner.learning for p in self.memory.buckets[b].bucket.parameters]
 
     def _skip_if(self, bad: Tensor) -> None:
-        """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is halted."""
+        """A norm that is not finite skips the step.  Under fp16 the scale may be to blame, and goes down; else all is
+        halted.
+        """
         memory, scaling = self.memory, self.memory.loss_scale
         self.skip = torch.maximum(memory.halted, bad)
         if scaling is not None:
@@ -254,7 +267,9 @@ class BatchState:
         return found
 
     def update(self, one: Instruction, together: tuple[int, ...]) -> None:
-        """The optimizer's step of a bucket, or of those that are updated ``together`` with it; of none, where another has seen to it."""
+        """The optimizer's step of a bucket, or of those that are updated ``together`` with it; of none, where another
+        has seen to it.
+        """
         bucket = self.memory.buckets[one.bucket]
         if len(together) > 1:
             self.memory.joined(together).step(self.given.lr, self.coefficient, self.skip)
@@ -270,7 +285,9 @@ class BatchState:
         for optimizer, name in bucket.updates:
             skip = self.skip if name is None else torch.maximum(self.skip, self.unreached[name])
             optimizer.step(
-                self.given.lr, None if coefficient is None else coefficient.to(bucket.taken.device), skip.to(bucket.taken.device)
+                self.given.lr,
+                None if coefficient is None else coefficient.to(bucket.taken.device),
+                skip.to(bucket.taken.device),
             )
 
     def result(self, alone: bool) -> StepResult:

@@ -1,8 +1,8 @@
 """How a rank that waits sleeps until another rank of its host has done something.
 
-A rank says in its control segment that it sleeps, looks once more, and then waits at a pipe of its own.  Who has published something for
-it looks at that word and writes to the pipe.  Between a store and a later load x86 promises no order, so a ring may be missed: a rank
-never sleeps for long.
+A rank says in its control segment that it sleeps, looks once more, and then waits at a pipe of its own.  Who has
+published something for it looks at that word and writes to the pipe.  Between a store and a later load x86 promises no
+order, so a ring may be missed: a rank never sleeps for long.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The memory of one rank: flat buffers for parameters, masters, gradients and optimizer state, and pools of slots for whole buckets."""
+"""The memory of one rank: flat buffers for parameters, masters, gradients and optimizer state, and pools of slots for
+whole buckets.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ from shardwise.units.trace import Bucket, Parameter
 
 
 class Update(NamedTuple):
-    """An optimizer over some of a bucket's elements; ``name`` if these are of one parameter that is skipped by itself."""
+    """An optimizer over some of a bucket's elements; ``name`` if they are of one that is skipped by itself."""
 
     optimizer: FlatOptimizer
     name: str | None = None
@@ -41,15 +43,17 @@ class Update(NamedTuple):
 
 @dataclass
 class BucketMemory:
-    """The buffers of a bucket, for what this rank has of its parameters over the axes that shard them: their local pieces.
+    """The buffers of a bucket, for what this rank has of its parameters over the axes that shard them: their local
+    pieces.
 
-    ``share`` says what this rank has of the bucket: the ``held`` range of it is all, or its own of the equal ``shard``s over ``dp``.
-    ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole in memory that all ranks of
-    the group have in common); ``master`` is the held range
-    of it, or its wide copy, which the optimizer updates.  Frozen buckets have neither gradient nor updates, and no wide copy.
+    ``share`` says what this rank has of the bucket: the ``held`` range of it is all, or its own of the equal ``shard``s
+    over ``dp``. ``param`` is what rests in the dtype that computes: the whole bucket or this rank's shard (or the whole
+    in memory that all ranks of the group have in common); ``master`` is the held range
+    of it, or its wide copy, which the optimizer updates.  Frozen buckets have neither gradient nor updates, and no wide
+    copy.
 
-    Gradients and optimizer state are made when first asked for: by then the module with the initial values may be gone, and its memory
-    is used again.  ``host``: they and the masters are on the host.
+    Gradients and optimizer state are made when first asked for: by then the module with the initial values may be gone,
+    and its memory is used again.  ``host``: they and the masters are on the host.
     """
 
     bucket: Bucket
@@ -63,7 +67,9 @@ class BucketMemory:
     host: bool
 
     @staticmethod
-    def allocate(bucket: Bucket, share: Share, comm: Communicator, choice: OptimizerChoice, host: bool = False) -> BucketMemory:
+    def allocate(
+        bucket: Bucket, share: Share, comm: Communicator, choice: OptimizerChoice, host: bool = False
+    ) -> BucketMemory:
         """Zeroed buffers for what this rank has of ``bucket``."""
         layout, held = share.layout, share.held
         shard = layout.shard(comm.mesh.axis_size(SHARDS), comm.mesh.index(comm.rank, SHARDS))
@@ -116,7 +122,9 @@ class BucketMemory:
     def updates(self) -> list[Update]:
         """The optimizers, with their state."""
         each = self.share.updates
-        return [Update(FlatOptimizer(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each]
+        return [
+            Update(FlatOptimizer(self.choice, [self._segment(span) for span in one.spans]), one.name) for one in each
+        ]
 
     def _segment(self, span: Span) -> Segment:
         first, last = span.start - self.held.start, span.stop - self.held.start
@@ -129,8 +137,8 @@ class BucketMemory:
         return {p.name: p for p in self.bucket.parameters}
 
     def boxes(self, flat: Tensor, origin: int, start: int, stop: int) -> Iterator[tuple[Parameter, Box, Tensor]]:
-        """Elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view of ``flat``, which begins
-        with element ``origin``."""
+        """Elements ``start`` to ``stop`` of the bucket as boxes of whole parameters, each with its values: a view of
+        ``flat``, which begins with element ``origin``."""
         return boxes(self.bucket, self.layout, self.comm.mesh, self.comm.rank, flat, origin, start, stop)
 
     @property
@@ -161,7 +169,9 @@ class BucketMemory:
 
     @torch.no_grad()
     def load(self, values: Values) -> None:
-        """Set the held range, masters first, so that nothing of their precision is lost; what others hold is gathered before its use."""
+        """Set the held range, masters first, so that nothing of their precision is lost; what others hold is gathered
+        before its use.
+        """
         held = self.held
         found: dict[str, list[tuple[Box, Tensor]]] = {}
         for parameter, box, goal in self.boxes(self.master, held.start, held.start, held.stop):
@@ -221,7 +231,9 @@ def boxes(
 
 
 def _rectangle(flat: Tensor, offset: int, shape: Sequence[int], box: Box) -> Tensor:
-    """The view of a ``box`` of a row-major tensor of ``shape`` whose first element is, or would be, number ``offset`` of ``flat``."""
+    """The view of a ``box`` of a row-major tensor of ``shape`` whose first element is, or would be, number ``offset``
+    of ``flat``.
+    """
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     first = offset + sum(start * stride for start, stride in zip(box.start, strides, strict=True))
     return flat.as_strided(box.shape, strides, flat.storage_offset() + first)
@@ -239,8 +251,8 @@ def _host(numel: int, dtype: torch.dtype, comm: Communicator) -> Tensor:
 class Pool:
     """Slots, each as large as the largest bucket that it has had to hold; a bucket lies at the start of its slot.
 
-    ``dtype`` is that of a bucket in its slot.  ``shared``: other ranks read them, so the communicator allocates them.  ``gathered``: what
-    rests whole needs none.
+    ``dtype`` is that of a bucket in its slot.  ``shared``: other ranks read them, so the communicator allocates them.
+    ``gathered``: what rests whole needs none.
     """
 
     comm: Communicator
@@ -276,7 +288,9 @@ class Pool:
 
 
 class RankMemory:
-    """What a rank keeps between steps: its buckets by index, pools, the parameters that rest whole by name (leaves), the model's buffers."""
+    """What a rank keeps between steps: its buckets by index, pools, the parameters that rest whole by name (leaves),
+    the model's buffers.
+    """
 
     def __init__(
         self,
@@ -288,7 +302,9 @@ class RankMemory:
     ) -> None:
         self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
-        self.kernels = Kernels.of(Backend.of(comm.device), COMPUTE_DTYPE.get(plan.precision))  # asked once: the host waits
+        self.kernels = Kernels.of(
+            Backend.of(comm.device), COMPUTE_DTYPE.get(plan.precision)
+        )  # asked once: the host waits
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype, gathered=True)
         self.stashes = Pool(comm, lambda memory: memory.bucket.dtype)
         summed = COMPUTE_DTYPE.get(plan.reduce)
@@ -319,12 +335,18 @@ class RankMemory:
     def joined(self, buckets: tuple[int, ...]) -> FlatOptimizer:
         """The optimizer of several buckets."""
         if buckets not in self._joined:
-            self._joined[buckets] = FlatOptimizer.joined([u.optimizer for b in buckets for u in self.buckets[b].updates])
+            self._joined[buckets] = FlatOptimizer.joined(
+                [u.optimizer for b in buckets for u in self.buckets[b].updates]
+            )
         return self._joined[buckets]
 
     def reserve(self, program: Program) -> None:
         """Have what a program takes: its pools and, before the first that trains, gradients and optimizer state."""
-        for pool, wanted in ((self.slots, program.slots), (self.unreduced, program.unreduced), (self.stashes, program.stashes)):
+        for pool, wanted in (
+            (self.slots, program.slots),
+            (self.unreduced, program.unreduced),
+            (self.stashes, program.stashes),
+        ):
             pool.reserve(wanted, self.buckets)
         if not self._learns and any(one.op is Op.STEP for one in program.instructions):
             self._learns = True

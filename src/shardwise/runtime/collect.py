@@ -1,4 +1,6 @@
-"""Whole parameters, put together from what the ranks have of a bucket, a chunk at a time: no device holds more of it than that."""
+"""Whole parameters, put together from what the ranks have of a bucket, a chunk at a time: no device holds more of it
+than that.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ LANE = "state"
 
 @dataclass(frozen=True)
 class Spread:
-    """How a bucket lies on the ranks at coordinate ``root`` of the pipeline axis that have it together; ``root`` None: on this rank's.
+    """How a bucket lies on the ranks at coordinate ``root`` of the pipeline axis that have it together; ``root`` None:
+    on this rank's.
 
     Every rank can say it, whether it has the bucket or not.
     """
@@ -40,8 +43,8 @@ class Spread:
     root: int | None = None
 
     def fill(self, held: Tensor | None, dtype: torch.dtype, goals: Mapping[str, Tensor], what: str) -> None:
-        """Put a tensor of all elements, of whose ``held`` range each rank gives its own, into ``goals``: whole parameters by name, on any
-        device, or none at all.
+        """Put a tensor of all elements, of whose ``held`` range each rank gives its own, into ``goals``: whole
+        parameters by name, on any device, or none at all.
 
         Those at ``root`` call it with what they hold, and the others of the pipeline without.
         """
@@ -56,7 +59,9 @@ class Spread:
             del values  # before the next is made
 
     def _owners(self) -> list[list[tuple[int, FlatBuffer, FlatShard]]]:
-        """The ranks over the bucket's axes, and of each those over ``dp`` that have parts of the same: (rank, layout, range)."""
+        """The ranks over the bucket's axes, and of each those over ``dp`` that have parts of the same: (rank, layout,
+        range).
+        """
         mesh = self.comm.mesh
         first = self.comm.rank if self.root is None else mesh.group(self.comm.rank, PIPELINE)[self.root]
         found, split = [], False
@@ -73,9 +78,12 @@ class Spread:
         return [[row[at]] for row in found]
 
     def _gathered(
-        self, held: Tensor | None, dtype: torch.dtype, owners: list[list[tuple[int, FlatBuffer, FlatShard]]], start: int, count: int, what: str
+        self, held: Tensor | None, dtype: torch.dtype, owners: list[list[tuple[int, FlatBuffer, FlatShard]]],
+        start: int, count: int, what: str
     ) -> Tensor:  # fmt: skip
-        """``count`` elements, from number ``start`` on, of the range of each owner; what is behind the end of a shorter one is undefined."""
+        """``count`` elements, from number ``start`` on, of the range of each owner; what is behind the end of a shorter
+        one is undefined.
+        """
         comm, shape = self.comm, (len(owners), len(owners[0]), count)
         pipeline = self.root is not None and comm.mesh.axis_size(PIPELINE) > 1
         if shape[:2] == (1, 1) and not pipeline:
@@ -97,15 +105,20 @@ class Spread:
 
 
 def whole(memory: BucketMemory, held: Tensor, what: str) -> dict[str, Tensor]:
-    """A tensor of the held range of all ranks that have a bucket together, by parameter; all call it, and each may change what it gets."""
-    goals = {p.name: torch.empty(p.shape, dtype=held.dtype, device=memory.comm.device) for p in memory.bucket.parameters}
+    """A tensor of the held range of all ranks that have a bucket together, by parameter; all call it, and each may
+    change what it gets.
+    """
+    goals = {
+        p.name: torch.empty(p.shape, dtype=held.dtype, device=memory.comm.device) for p in memory.bucket.parameters
+    }
     Spread(memory.bucket, memory.rule, memory.choice, memory.comm).fill(held, held.dtype, goals, what)
     return goals
 
 
 @torch.no_grad()
 def _place(
-    values: Tensor, start: int, owners: list[list[tuple[int, FlatBuffer, FlatShard]]], bucket: Bucket, comm: Communicator,
+    values: Tensor, start: int, owners: list[list[tuple[int, FlatBuffer, FlatShard]]], bucket: Bucket,
+    comm: Communicator,
     goals: Mapping[str, Tensor],
 ) -> None:  # fmt: skip
     """Copy what owners have from number ``start`` of their range on to where it belongs in the whole parameters."""

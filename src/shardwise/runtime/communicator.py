@@ -6,11 +6,12 @@ anything, and an input must not be written.
 
 Order: operations of one (axes, lane) run in the order in which they were posted, which must be the same on
 all members; different lanes are independent of each other.  Messages from one rank to another are matched
-in the order of posting, whatever their lane, in each of two CHANNELS.  A send is complete only once its receive has been posted: some
-backends buffer small messages, so a program that relies on it hangs on the others.
+in the order of posting, whatever their lane, in each of two CHANNELS.  A send is complete only once its receive has
+been posted: some backends buffer small messages, so a program that relies on it hangs on the others.
 
-The first use of a communicator (of one group and lane, or of messages one way) may block the host until all its members have come to
-theirs.  So :meth:`Communicator.prepare` starts them beforehand, all ranks together; ``shardwise/core/communicators.py`` says which.
+The first use of a communicator (of one group and lane, or of messages one way) may block the host until all its members
+have come to theirs.  So :meth:`Communicator.prepare` starts them beforehand, all ranks together;
+``shardwise/core/communicators.py`` says which.
 
 Backends derive from :class:`Communicator`, which checks the arguments and resolves the group, so that a
 backend sees only flat, contiguous tensors of the right sizes and groups of at least two ranks.
@@ -49,7 +50,9 @@ class CommunicationError(ShardwiseError):
     ``missing`` the ranks that had not arrived, as far as they are known.
     """
 
-    def __init__(self, reason: str, *, rank: int = -1, operation: str = "", what: str = "", missing: Iterable[int] = ()) -> None:
+    def __init__(
+        self, reason: str, *, rank: int = -1, operation: str = "", what: str = "", missing: Iterable[int] = ()
+    ) -> None:
         self.rank, self.operation, self.what, self.missing = rank, operation, what, tuple(missing)
         absent = f" (not arrived: rank {', '.join(map(str, self.missing))})" if self.missing else ""
         place = f"rank {rank}: {operation}: " if operation else ""
@@ -115,11 +118,12 @@ class Completed:
 
 
 class Communicator(ABC):
-    """One rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of the group over ``axes``.
+    """One rank's access to the others.  Tensors are contiguous and on ``device``; n is the size of the group over
+    ``axes``.
 
     Axes that the mesh lacks count as of size 1; with n = 1 a collective is a local copy or nothing.
-    ``lane`` names the queue, ``what`` the operation in messages.  This class checks arguments, resolves groups and answers the trivial
-    cases; backends implement the underscored methods.
+    ``lane`` names the queue, ``what`` the operation in messages.  This class checks arguments, resolves groups and
+    answers the trivial cases; backends implement the underscored methods.
     """
 
     shares_memory = False  # whether :meth:`common` gives memory to groups of more than one rank
@@ -141,7 +145,8 @@ class Communicator(ABC):
 
     @cached_property
     def host(self) -> Communicator:
-        """A communicator of CPU tensors between the same ranks, for numbers that hosts have: it costs the devices nothing.
+        """A communicator of CPU tensors between the same ranks, for numbers that hosts have: it costs the devices
+        nothing.
 
         Over the whole mesh on lane :data:`CONTROL` it needs no preparing; by the thread that trains alone.
         """
@@ -161,7 +166,9 @@ class Communicator(ABC):
             known = self._groups[axes] = Group(names, ranks, ranks.index(self.rank))
         return known
 
-    def all_reduce(self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None) -> Handle:
+    def all_reduce(
+        self, x: Tensor, axes: Axes, lane: str = "compute", what: str = "", out: Tensor | None = None
+    ) -> Handle:
         """Replace ``x`` by its sum over the group, or put that in ``out``.  Complex numbers are summed as pairs of real
         ones; fp16 and bf16 are rounded as the backend does."""
         call = Call("all_reduce", self.group(axes), lane, what)
@@ -178,7 +185,11 @@ class Communicator(ABC):
         """
         call = Call("all_gather", self.group(axes), lane, what)
         self._check(call, x, out, out.numel() == call.group.size * x.numel())
-        return self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._all_gather(call, _flat(out), _flat(x))
+        return (
+            self._copied(out, x)
+            if call.group.size == 1 or x.numel() == 0
+            else self._all_gather(call, _flat(out), _flat(x))
+        )
 
     def reduce_scatter(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
         """Sum ``x`` over the group and keep the part of this rank's index in ``out`` (x has n times as many
@@ -190,7 +201,9 @@ class Communicator(ABC):
         x, out = _real(x), _real(out)
         self._check(call, x, out, x.numel() == call.group.size * out.numel(), reducing=True)
         return (
-            self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._reduce_scatter(call, _flat(out), _flat(x))
+            self._copied(out, x)
+            if call.group.size == 1 or x.numel() == 0
+            else self._reduce_scatter(call, _flat(out), _flat(x))
         )
 
     def all_to_all(self, out: Tensor, x: Tensor, axes: Axes, lane: str = "compute", what: str = "") -> Handle:
@@ -198,7 +211,11 @@ class Communicator(ABC):
         part of ``out``."""
         call = Call("all_to_all", self.group(axes), lane, what)
         self._check(call, x, out, x.numel() == out.numel() and x.numel() % call.group.size == 0)
-        return self._copied(out, x) if call.group.size == 1 or x.numel() == 0 else self._all_to_all(call, _flat(out), _flat(x))
+        return (
+            self._copied(out, x)
+            if call.group.size == 1 or x.numel() == 0
+            else self._all_to_all(call, _flat(out), _flat(x))
+        )
 
     def broadcast(self, x: Tensor, axes: Axes, root: int = 0, lane: str = "compute", what: str = "") -> Handle:
         """Replace ``x`` by that of the member with index ``root`` in the group."""
@@ -216,7 +233,9 @@ class Communicator(ABC):
         self._check(call, x)
         return self._send(call, _flat(x), to_rank) if x.numel() else Completed()
 
-    def receive(self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]) -> Handle:
+    def receive(
+        self, x: Tensor, from_rank: int, lane: str = "receive", what: str = "", channel: str = CHANNELS[0]
+    ) -> Handle:
         """Fill ``x`` with what ``from_rank`` sends to this rank."""
         call = self._pair("receive", from_rank, lane, what, channel)
         self._check(call, x)
@@ -232,7 +251,8 @@ class Communicator(ABC):
     def prepare(self, wanted: Iterable[Members]) -> None:
         """Make and use once those of these communicators that are not there yet.
 
-        All ranks call it together with the same in the same order, also those that they are no members of; nothing may be under way.
+        All ranks call it together with the same in the same order, also those that they are no members of; nothing may
+        be under way.
         """
         new = [one for one in dict.fromkeys(wanted) if one not in self._prepared]
         if new:
@@ -261,10 +281,11 @@ class Communicator(ABC):
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def common(self, numel: int, dtype: torch.dtype, axes: Axes) -> Tensor | None:
-        """A zeroed flat buffer that is one piece of memory for the whole group, or None where ranks have no memory in common.
+        """A zeroed flat buffer that is one piece of memory for the whole group, or None where ranks have no memory in
+        common.
 
-        What one member writes the others see; an :meth:`all_gather` into it, of each member's own part, copies nothing and only waits
-        until all have posted it.  All members must call it with the same arguments in the same order.
+        What one member writes the others see; an :meth:`all_gather` into it, of each member's own part, copies nothing
+        and only waits until all have posted it.  All members must call it with the same arguments in the same order.
         """
         return None
 
@@ -274,8 +295,8 @@ class Communicator(ABC):
         return
 
     def abort(self) -> None:
-        """Leave after an error, which has to be told before anything waits: what is pending on a device may never end, and to leave its
-        groups would wait for that.  The process is about to end."""
+        """Leave after an error, which has to be told before anything waits: what is pending on a device may never end,
+        and to leave its groups would wait for that.  The process is about to end."""
         if not Backend.of(self.device).asynchronous:
             self.close()
 
@@ -283,11 +304,15 @@ class Communicator(ABC):
         if channel not in CHANNELS:
             raise ShardwiseError(f"{kind} {what}: there is no channel {channel!r}; legal: {', '.join(CHANNELS)}")
         if not 0 <= peer < self.mesh.size or peer == self.rank:
-            raise ShardwiseError(f"{kind} {what}: rank {self.rank} has no peer {peer} on a mesh of {self.mesh.size} ranks")
+            raise ShardwiseError(
+                f"{kind} {what}: rank {self.rank} has no peer {peer} on a mesh of {self.mesh.size} ranks"
+            )
         ranks = (self.rank, peer) if kind == "send" else (peer, self.rank)
         return Call(kind, Group((), ranks, ranks.index(self.rank)), lane, what, channel)
 
-    def _check(self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False) -> None:
+    def _check(
+        self, call: Call, x: Tensor, out: Tensor | None = None, sizes_fit: bool = True, reducing: bool = False
+    ) -> None:
         """Refuse before anything is posted: some backends poison the whole group on a bad argument."""
         for tensor in (x,) if out is None else (x, out):
             if not tensor.is_contiguous():
@@ -336,7 +361,7 @@ class Communicator(ABC):
 
 
 def host_sum(comm: Communicator, numbers: Tensor, what: str) -> Tensor:
-    """The sum over all ranks of ``numbers``, a tensor of the host's; no device takes part.  All ranks call it together."""
+    """The sum over all ranks of ``numbers``, a tensor of the host's; no device takes part.  All ranks call it."""
     comm.host.all_reduce(numbers, comm.mesh.names, lane=CONTROL, what=what).wait()
     return numbers
 

@@ -27,8 +27,9 @@ from shardwise.units.weight_products import Operand
 
 @dataclass
 class Computing(UnitBackward):
-    """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending gradients and put-off
-    products by unit and microbatch, and the ``updates`` of buffers, which are not written before the end.
+    """Runs the units of ``traces``, one for each microbatch.  Its values are live tensors, saved graphs, pending
+    gradients and put-off products by unit and microbatch, and the ``updates`` of buffers, which are not written before
+    the end.
 
     ``received`` are gradients from other ranks; ``position`` is that of the instruction in its program.
     """
@@ -124,8 +125,11 @@ class Computing(UnitBackward):
         live = {n: self.live[n, m] for n, g in zip(unit.inputs, unit.input_grads, strict=True) if g}
         self.run_backward(unit, partial(self.take, unit.index, m), live, self.seed, defer)
 
-    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        # Else autograd would run what is on a device in a thread of its own, which Python's hooks would hand the interpreter's lock to.
+    def solve(
+        self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
+        # Else autograd would run what is on a device in a thread of its own, which Python's hooks would hand the
+        # interpreter's lock to.
         with torch.autograd.set_multithreading_enabled(False):
             grads: Sequence[Tensor | None] = torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
         if self.owner.inspect is not None:

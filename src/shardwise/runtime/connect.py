@@ -1,4 +1,4 @@
-"""Which communicator a process gets: by the devices that train, and by what torchrun's environment says of its peers."""
+"""Which communicator a process gets: by the devices that train, and by what torchrun's variables say of its peers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ TEXT = 1024  # bytes of what a rank tells the others
 
 
 def ranks_of_a_host(comm: Communicator) -> int:
-    """The least number of ranks that torchrun started on one host, the same for all ranks, which call this together; without it all are on one."""
+    """The least number of ranks that torchrun started on one host, the same for all ranks, which call this together;
+    without it all are on one.
+    """
     told = torch.zeros(comm.mesh.size, dtype=torch.float64)
     told[comm.rank] = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     return int(host_sum(comm, told, "the ranks of a host").min())
@@ -37,7 +39,8 @@ def tell(comm: Communicator, text: str, what: str) -> list[str]:
 
 
 def check_apart(comm: Communicator) -> None:
-    """:class:`ConfigError`, on all ranks, where some have one card in common, as when a launcher lets all of them see the same.
+    """:class:`ConfigError`, on all ranks, where some have one card in common, as when a launcher lets all of them see
+    the same.
 
     Only NVIDIA's cards are told apart; of others the backend's library says so at their first communicator.
     """
@@ -47,8 +50,10 @@ def check_apart(comm: Communicator) -> None:
         ranks = [rank for rank, one in enumerate(cards) if one == card]
         if len(ranks) > 1:
             raise ConfigError(
-                f"devices: {len(cards)} ranks have {len({one or rank for rank, one in enumerate(cards)})} cards, for ranks "
-                f"{', '.join(map(str, ranks))} have the same, {card}; legal: one rank a card, so fewer ranks, more cards for each host or more "
+                f"devices: {len(cards)} ranks have {len({one or rank for rank, one in enumerate(cards)})} cards, for "
+                "ranks "
+                f"{', '.join(map(str, ranks))} have the same, {card}; legal: one rank a card, so fewer ranks, more "
+                "cards for each host or more "
                 f'hosts, or, in a script of your own, connect(backend="{HOSTS}"), by which ranks share a card'
             )
 
@@ -63,13 +68,13 @@ def connect(
 ) -> Communicator:
     """Join the ranks of ``mesh``; under torchrun (or with its variables set) one process is one rank.
 
-    ``backend`` is "auto", "shared" (memory that the ranks of one host share), "gloo", or what torch has between devices of that type,
-    such as "nccl".  ``auto`` is the latter between GPUs, shared memory between CPU ranks of one host, and gloo otherwise.  Between GPUs
-    "gloo" and "shared" copy through the host's memory; then several ranks may have one device.  A default process group of
-    ``torch.distributed`` that exists already is used, and stays.
+    ``backend`` is "auto", "shared" (memory that the ranks of one host share), "gloo", or what torch has between devices
+    of that type, such as "nccl".  ``auto`` is the latter between GPUs, shared memory between CPU ranks of one host, and
+    gloo otherwise.  Between GPUs "gloo" and "shared" copy through the host's memory; then several ranks may have one
+    device.  A default process group of ``torch.distributed`` that exists already is used, and stays.
 
-    :class:`ConfigError`, before any rank is waited for, where the number of processes is not that of the mesh, or this torch, or this host,
-    cannot communicate so.
+    :class:`ConfigError`, before any rank is waited for, where the number of processes is not that of the mesh, or this
+    torch, or this host, cannot communicate so.
     """
     device = device or Backend.here().device()
     met = dist.is_available() and dist.is_initialized()
@@ -118,11 +123,14 @@ def _chosen(mesh: Mesh, device: torch.device, backend: str, met: bool) -> str:
 
 
 def check_possible(own: Backend, backend: str, ranks: int, local: int) -> None:
-    """:class:`ConfigError` where this torch, or this host, cannot let ``ranks`` ranks, ``local`` of them here, communicate by ``backend``."""
+    """:class:`ConfigError` where this torch, or this host, cannot let ``ranks`` ranks, ``local`` of them here,
+    communicate by ``backend``.
+    """
     through = f'; connect(backend="{HOSTS}") would copy through the host\'s memory' if backend != HOSTS else ""
     if not dist.is_available() or not dist.is_backend_available(backend):
         raise ConfigError(
-            f'backend: torch {torch.__version__} is built without "{backend}", by which {ranks} ranks on devices of type {own.type} '
+            f'backend: torch {torch.__version__} is built without "{backend}", by which {ranks} ranks on devices of '
+            f"type {own.type} "
             f"communicate; install a build of torch that has it (those for Linux have), or use one rank{through}"
         )
     devices = own.count

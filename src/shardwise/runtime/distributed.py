@@ -1,4 +1,6 @@
-"""Communication through ``torch.distributed``: gloo between CPU ranks, NCCL (or what torch has for them) between others."""
+"""Communication through ``torch.distributed``: gloo between CPU ranks, NCCL (or what torch has for them) between
+others.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +49,12 @@ _all_to_all_into: Start = dist.all_to_all_single
 
 
 class DistributedCommunicator(Communicator):
-    """One process per rank.  Each communicator (a group and lane, or the messages from one rank to another in one channel) is a process
-    group of its own, so that they cannot block each other: NCCL does in order whatever is posted in one.
+    """One process per rank.  Each communicator (a group and lane, or the messages from one rank to another in one
+    channel) is a process group of its own, so that they cannot block each other: NCCL does in order whatever is posted
+    in one.
 
-    All of them are made by :meth:`prepare`; what was not prepared cannot be used.  Torch names a group by how many a process has asked
-    for, so each rank asks for all, as torch wants it, also for those that it is no member of.
+    All of them are made by :meth:`prepare`; what was not prepared cannot be used.  Torch names a group by how many a
+    process has asked for, so each rank asks for all, as torch wants it, also for those that it is no member of.
 
     With gloo the time-out of a collective also counts from its post; with NCCL waits happen on the device, and
     the time-out is that of torch's watchdog, which ends the process.
@@ -70,8 +73,8 @@ class DistributedCommunicator(Communicator):
     ) -> None:
         """Beside the default process group, which must exist and is left alone; all ranks together.
 
-        ``store`` serves to tell which ranks are missing when a wait fails; ``everyone`` is a process group of all ranks for CPU tensors, by
-        default a new one.
+        ``store`` serves to tell which ranks are missing when a wait fails; ``everyone`` is a process group of all ranks
+        for CPU tensors, by default a new one.
         """
         if dist.get_world_size() != mesh.size:
             raise ConfigError(f"mesh: {mesh.size} ranks on {mesh.shape}, but {dist.get_world_size()} processes.")
@@ -132,10 +135,12 @@ class DistributedCommunicator(Communicator):
         self._made = False
         self._process_groups.clear()
 
-    # ---- starting communicators ----------------------------------------------------------------------------------------
+    # ---- starting communicators --------------------------------------------------------------------------------------
 
     def _prepare(self, new: Sequence[Members]) -> None:
-        self.host.barrier(what="the start of communicators")  # patient: the time-outs of what follows are those of a step
+        self.host.barrier(
+            what="the start of communicators"
+        )  # patient: the time-outs of what follows are those of a step
         for one in new:
             self._make(one)
         for one in new:
@@ -146,7 +151,9 @@ class DistributedCommunicator(Communicator):
 
     def _make(self, one: Members) -> None:
         backend = Backend.of(self.device)
-        if one.pair and not backend.asynchronous:  # tags tell gloo's messages apart, and they do not wait for each other
+        if (
+            one.pair and not backend.asynchronous
+        ):  # tags tell gloo's messages apart, and they do not wait for each other
             self._process_groups[one] = self._everyone
             return
         with warnings.catch_warnings():
@@ -164,10 +171,16 @@ class DistributedCommunicator(Communicator):
         for numel in WARM if backend.asynchronous else WARM[:1]:
             if one.pair:
                 call = Call(
-                    "send" if self.rank == one.ranks[0] else "receive", self._of(one), one.lane, "a first message", one.lane
+                    "send" if self.rank == one.ranks[0] else "receive",
+                    self._of(one),
+                    one.lane,
+                    "a first message",
+                    one.lane,
                 )
                 x = torch.zeros(numel, device=self.device)
-                (self._send(call, x, one.ranks[1]) if call.kind == "send" else self._receive(call, x, one.ranks[0])).wait()
+                (
+                    self._send(call, x, one.ranks[1]) if call.kind == "send" else self._receive(call, x, one.ranks[0])
+                ).wait()
                 continue
             call = Call("all_reduce", self._of(one), one.lane, "a first sum")
             whole = torch.zeros(number * (numel // number or 1), device=self.device)
@@ -185,7 +198,7 @@ class DistributedCommunicator(Communicator):
         if self.on_wait is not None:
             self.on_wait(what)
 
-    # ---- operations ----------------------------------------------------------------------------------------------------
+    # ---- operations --------------------------------------------------------------------------------------------------
 
     def _all_reduce(self, call: Call, x: Tensor) -> Handle:
         return self._start(call, lambda group: dist.all_reduce(x, group=group, async_op=True))
@@ -338,7 +351,9 @@ class _WorkHandle:
 
 
 class _Order(NamedTuple):
-    """How a group's members stand in the process group, which torch orders by rank: the place of each member, and the member in each place."""
+    """How a group's members stand in the process group, which torch orders by rank: the place of each member, and the
+    member in each place.
+    """
 
     places: Tensor
     members: Tensor

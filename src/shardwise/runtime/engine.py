@@ -72,7 +72,9 @@ class Engine:
         check_optimizer(optimizer, torch.device("cpu") if plan.offloads_optimizer else comm.device)
         if plan.stages_alone and clip_norm is not None:
             why = "whose stages do not wait for the norm of all"
-            raise ConfigError.on("clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.schedule}", {why}', "none")
+            raise ConfigError.on(
+                "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.schedule}", {why}', "none"
+            )
         values.check()
         comm.prepare(compiled.first_communicators())
         self._prepared: set[tuple[int, ...]] = set()
@@ -82,10 +84,14 @@ class Engine:
         self.holders = {b.index: self.cut.holders(b) for b in trace.buckets}
         own = self.cut.own(trace.buckets, self.pipe)
         shares = {b.index: Share.of(b, plan, optimizer, comm.rank, per_parameter) for b in own}
-        buckets = {b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.offloads_optimizer) for b in own}
+        buckets = {
+            b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.offloads_optimizer) for b in own
+        }
         for memory in buckets.values():
             memory.load(values)
-        buffers = {n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()}
+        buffers = {
+            n: cast_buffer(b.detach().to(comm.device, copy=True), trace.precision) for n, b in module.named_buffers()
+        }
         self.names = aliases(module)
         placed = {p.name for b in trace.buckets for p in b.parameters}
         self.unused = {n: values[n].clone() for n, _ in module.named_parameters() if n not in placed}
@@ -96,7 +102,8 @@ class Engine:
         kind = PostValidatingInterpreter if plan.post_validates else Interpreter
         self.interpreter = kind(
             comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
-            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress, per_parameter=per_parameter,
+            tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
+            per_parameter=per_parameter,
             strict=strict, offload=plan.offloads_activations,
         )  # fmt: skip
 
@@ -105,7 +112,9 @@ class Engine:
         return self.holders[bucket][0] == self.pipe
 
     def counts(self, bucket: Bucket) -> bool:
-        """Whether this rank counts a bucket in the norm: of all that have the same of it, but for those over the batch axes, the first."""
+        """Whether this rank counts a bucket in the norm: of all that have the same of it, but for those over the batch
+        axes, the first.
+        """
         mesh = self.comm.mesh
         return self.leads(bucket.index) and mesh.index(self.comm.rank, mesh.beside((*OTHERS, *bucket.axes))) == 0
 
@@ -116,20 +125,22 @@ class Engine:
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None
     ) -> StepResult:
-        """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each microbatch in turn).
+        """One optimizer step on a batch of ``rows`` rows, of which ``fields`` are this rank's (its part of each
+        microbatch in turn).
 
-        All ranks call it together; those that shall stop say so.  ``ones`` are the masks that are all ones in ``fields``, where the caller
-        knows.  Returns device tensors; nothing is read on the host.
+        All ranks call it together; those that shall stop say so.  ``ones`` are the masks that are all ones in
+        ``fields``, where the caller knows.  Returns device tensors; nothing is read on the host.
         """
         traces = self.choose(fields, rows, ones=ones)
         program = self.program(self.compiled, traces)
         return self.interpreter.run(traces, program, self._input(rows, fields, rows, stop))
 
     def steps(self, batches: Iterator[tuple[Mapping[str, Tensor], int, bool]], number: int) -> Iterator[StepResult]:
-        """So many steps in one program: under an asynchronous schedule the pipeline is empty before the first and after the last.
+        """So many steps in one program: under an asynchronous schedule the pipeline is empty before the first and after
+        the last.
 
-        ``batches`` gives what :meth:`step` takes, always with as many rows; each is asked for when its step begins, and results come as
-        soon as all stages know them, in order.  They have to be taken to the end: other ranks wait.
+        ``batches`` gives what :meth:`step` takes, always with as many rows; each is asked for when its step begins, and
+        results come as soon as all stages know them, in order.  They have to be taken to the end: other ranks wait.
         """
         fields, rows, stop = next(batches)
         traces = self.choose(fields, rows, general=True)
@@ -141,7 +152,9 @@ class Engine:
         """The next step's batch, for a program that was made for so many rows."""
         self.check(fields, rows)
         if rows != expected:
-            raise ConfigError(f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window")
+            raise ConfigError(
+                f"batch: {rows} rows after batches of {expected}; legal: as many in every batch of a window"
+            )
         at = self.step_index
         self.step_index += 1
         return StepInput(fields, rows, at, self.optimizer.learning_rate(at), stop)
@@ -150,14 +163,18 @@ class Engine:
         """The loss of a batch in evaluation mode; nothing is trained.  All ranks call it together."""
         compiled = self.compiled.evaluation()
         traces = self.choose(fields, rows, compiled, ones=ones)
-        for parameter in {p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused}.values():
+        for parameter in {
+            p.name: p for t in traces for b in t.buckets for p in b.parameters if p.name in self.unused
+        }.values():
             value = local_part(self.unused[parameter.name], parameter, self.comm)
             self.memory.leaves[parameter.name] = value.to(self.comm.device, self._compute_dtype(parameter.name))
         program = self.program(compiled, traces)
         return self.interpreter.run(traces, program, StepInput(fields, rows, self.step_index, 0.0))
 
     def program(self, compiled: Compiled, traces: Sequence[Trace], batches: int = 1) -> Program:
-        """What this rank runs; all ranks call it together, before the program's first run to start the communicators that are not there."""
+        """What this rank runs; all ranks call it together, before the program's first run to start the communicators
+        that are not there.
+        """
         key = (id(compiled), batches, *map(id, traces))
         if key not in self._prepared:
             self.comm.prepare(compiled.communicators(traces, batches))
@@ -173,7 +190,9 @@ class Engine:
         ones: tuple[str, ...] | None = None,
         general: bool = False,
     ) -> list[Trace]:
-        """The trace of each microbatch of this batch; ``ones``: the masks that are all ones in ``fields``; ``general``: whatever they are."""
+        """The trace of each microbatch of this batch; ``ones``: the masks that are all ones in ``fields``; ``general``:
+        whatever they are.
+        """
         self.check(fields, rows)
         compiled = compiled or self.compiled
         ones = () if general or not compiled.masks else self.agreed_ones(fields, ones, compiled)
@@ -193,24 +212,31 @@ class Engine:
         if rows < 1:
             raise ConfigError(f"batch: {rows} rows; legal: at least 1")
 
-    def agreed_ones(self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled) -> tuple[str, ...]:
-        """The masks of this batch if they are all ones, else nothing; ``ones`` are those that are in ``fields``, if the caller knows.
+    def agreed_ones(
+        self, fields: Mapping[str, Tensor], ones: tuple[str, ...] | None, compiled: Compiled
+    ) -> tuple[str, ...]:
+        """The masks of this batch if they are all ones, else nothing; ``ones`` are those that are in ``fields``, if the
+        caller knows.
 
-        On a CPU the ranks agree in one small all-reduce.  On a device nobody may wait for that: ranks decide for their own rows, which are
-        the same on all ranks but those over the batch axes, and where other traces would exchange something else over these, masks are
-        never taken to be ones.
+        On a CPU the ranks agree in one small all-reduce.  On a device nobody may wait for that: ranks decide for their
+        own rows, which are the same on all ranks but those over the batch axes, and where other traces would exchange
+        something else over these, masks are never taken to be ones.
         """
         readable = all(Backend.of(fields[name].device).kind == "cpu" for name in compiled.masks)
         here = ones if ones is not None else all_ones(fields, compiled.masks) if readable else ()
         padded = len(here) < len(compiled.masks)
         if not Backend.of(self.comm.device).asynchronous:
-            return () if bool(host_sum(self.comm, torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
+            return (
+                () if bool(host_sum(self.comm, torch.tensor([float(padded)]), "padding in masks")) else compiled.masks
+            )
         return () if padded or not compiled.alike_over_batch else compiled.masks
 
     def culprit(self, fields: Mapping[str, Tensor], rows: int, step: int) -> tuple[str, str]:
-        """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it together.
+        """The unit that first produced a non-finite value in a skipped step, and what that was; all ranks call it
+        together.
 
-        Runs the step again on the same batch with a look at each unit's results; nothing changes, since the step is skipped again.
+        Runs the step again on the same batch with a look at each unit's results; nothing changes, since the step is
+        skipped again.
         """
         traces = self.choose(fields, rows)
         program = self.program(self.compiled, traces)
@@ -219,7 +245,9 @@ class Engine:
         first = [never]
 
         def place(one: Instruction) -> int:
-            """Among all of the step's, on whatever rank: forwards come first, backwards go through the units the other way."""
+            """Among all of the step's, on whatever rank: forwards come first, backwards go through the units the other
+            way.
+            """
             at, again = (one.unit, 0) if one.op is Op.FORWARD else (units - 1 - one.unit, len(traces))
             return (again + one.microbatch) * units + at
 
@@ -249,14 +277,17 @@ class Engine:
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
-        """The full single-device state under the module's own names, on the host: parameters in their master precision, and buffers.
+        """The full single-device state under the module's own names, on the host: parameters in their master precision,
+        and buffers.
 
         All ranks call it together; ``rank`` is the only one that gets it, by default every one does.
         """
         return self.whole.on_host(rank)
 
     def everywhere(self, mine: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the ranks of the pipeline have of a whole tensor for each parameter that learns; all ranks call it together."""
+        """What the ranks of the pipeline have of a whole tensor for each parameter that learns; all ranks call it
+        together.
+        """
         if self.cut.ranks == 1:
             return dict(mine)
         found = dict(mine)

@@ -1,7 +1,7 @@
 """Parameters while a step runs: those that rest whole, and those that are gathered into slots and freed again.
 
-Autograd keeps the weights that its derivative formulas need.  Of a gathered one it must not keep the memory, which soon holds another
-bucket: it keeps a reference, looked up when backward runs, after the second gather.
+Autograd keeps the weights that its derivative formulas need.  Of a gathered one it must not keep the memory, which soon
+holds another bucket: it keeps a reference, looked up when backward runs, after the second gather.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ LEAST_OFFLOAD = 1 << 16  # bytes: what is smaller is not worth a transfer
 
 
 class Reference(NamedTuple):
-    """A view of a gathered bucket; stride and offset are in elements of ``dtype``, which need not be the bucket's (complex numbers)."""
+    """A view of a gathered bucket; stride and offset are in elements of ``dtype``, which need not be the bucket's
+    (complex numbers).
+    """
 
     bucket: int
     dtype: torch.dtype
@@ -46,13 +48,18 @@ class Offloaded(NamedTuple):
 class Gathered:
     """The parameters of one rank while it runs ``instructions``.
 
-    ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.  ``offload``: what autograd keeps
-    goes to the host and comes back for backward.  Where buckets are updated while some unit needs them as they were (STASH), units that
-    compute see the ``version`` that is set.
+    ``strict``: what is freed is filled with NaN, so that whoever uses it all the same is found out.  ``offload``: what
+    autograd keeps goes to the host and comes back for backward.  Where buckets are updated while some unit needs them
+    as they were (STASH), units that compute see the ``version`` that is set.
     """
 
     def __init__(
-        self, memory: RankMemory, comm: Communicator, instructions: Sequence[Instruction], strict: bool, offload: bool = False
+        self,
+        memory: RankMemory,
+        comm: Communicator,
+        instructions: Sequence[Instruction],
+        strict: bool,
+        offload: bool = False,
     ) -> None:
         stashed = {one.bucket for one in instructions if one.op is Op.STASH}
         self._refers = offload or bool(stashed) or any(one.op is Op.GATHER for one in instructions)
@@ -64,7 +71,9 @@ class Gathered:
         self._slot: dict[int, int] = {}
         self._current: set[int] = set()  # whole buckets with this step's parameters
         self.version = 0
-        self._old: dict[tuple[int, int], tuple[Tensor, dict[str, Tensor]]] = {}  # buckets by version, flat and by parameter
+        self._old: dict[
+            tuple[int, int], tuple[Tensor, dict[str, Tensor]]
+        ] = {}  # buckets by version, flat and by parameter
         self._stash: dict[int, tuple[int, int]] = {}  # what lies in a slot of the stash
         self._home: dict[str, int] = {}  # the bucket of each parameter that is stashed
         for bucket in stashed:
@@ -120,17 +129,21 @@ class Gathered:
                 flat.fill_(float("nan"))
 
     def references(self) -> AbstractContextManager[Any]:
-        """A context in which autograd keeps references to gathered parameters, and copies on the host of what is offloaded.
+        """A context in which autograd keeps references to gathered parameters, and copies on the host of what is
+        offloaded.
 
         It does not ask what has been written since: a gather for backward writes the same once more.
         """
         if not self._refers:  # the hooks take time: 0.7 % of a forward
             return nullcontext()
-        # Detached: an output that its own node saves would hold that node, and a forward without a backward would never end.
+        # Detached: an output that its own node saves would hold that node, and a forward without a backward would never
+        # end.
         return saved_tensors_hooks(lambda value: self.keep(value.detach()), self._unpack)
 
     def keep(self, value: Any) -> Any:
-        """What is kept of ``value`` for a backward: a reference, if it is (a view of) a gathered parameter, or what is offloaded."""
+        """What is kept of ``value`` for a backward: a reference, if it is (a view of) a gathered parameter, or what is
+        offloaded.
+        """
         kept = self._refer(value)
         return self._offloaded(kept) if self._offload and isinstance(kept, Tensor) else kept
 
@@ -145,10 +158,13 @@ class Gathered:
             return value
         if value.is_conj() or value.is_neg():  # a view that reads other values than the memory has
             return value.resolve_conj().resolve_neg()
-        return Reference(bucket, value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.requires_grad)
+        return Reference(
+            bucket, value.dtype, value.shape, value.stride(), int(value.storage_offset()), value.requires_grad
+        )
 
     def own(self, value: Tensor, update: bool = False) -> Tensor:
-        """``value``, or a copy if it is (a view of) a gathered parameter: others may read it after the slot has been freed.
+        """``value``, or a copy if it is (a view of) a gathered parameter: others may read it after the slot has been
+        freed.
 
         An ``update`` of a buffer is read at the end of the step, when parameters and other buffers have changed too.
         """

@@ -15,9 +15,9 @@ from shardwise.runtime.communicator import Communicator, Handle
 class Gradients:
     """The gradient buffers of one rank during a step.
 
-    ``reached`` are the parameters that a backward of this step gave a gradient.  ``strict``: slots are filled with NaN when freed.
-    The parts of a backward may write different parameters of a bucket, with others between them, so what has been written is known
-    by parameter and slot, and only a reader of the whole makes the rest zero.
+    ``reached`` are the parameters that a backward of this step gave a gradient.  ``strict``: slots are filled with NaN
+    when freed. The parts of a backward may write different parameters of a bucket, with others between them, so what
+    has been written is known by parameter and slot, and only a reader of the whole makes the rest zero.
     """
 
     def __init__(self, memory: RankMemory, comm: Communicator, strict: bool) -> None:

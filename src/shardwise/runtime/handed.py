@@ -11,7 +11,8 @@ from shardwise.backend import Backend
 
 
 class Handed:
-    """``tensors`` of ``device`` that the current stream has been told to write, for threads that issue their work to other streams.
+    """``tensors`` of ``device`` that the current stream has been told to write, for threads that issue their work to
+    other streams.
 
     On a CPU, where what has been called is done, they are no more than tensors.
     """
@@ -22,10 +23,11 @@ class Handed:
         self._written = self._backend.event(device) if self._backend.asynchronous else None
 
     def read(self, index: int = 0) -> Tensor:
-        """One of them, for the current stream: what is issued there from now on comes after the writing, while the host goes on.
+        """One of them, for the current stream: what is issued there from now on comes after the writing, while the host
+        goes on.
 
-        Its memory belongs to the stream in which it was made.  Were it let go of while the current stream has yet to read it, that
-        stream would get it for something else; so the allocator is told.
+        Its memory belongs to the stream in which it was made.  Were it let go of while the current stream has yet to
+        read it, that stream would get it for something else; so the allocator is told.
         """
         tensor = self._tensors[index]
         if self._written is not None:

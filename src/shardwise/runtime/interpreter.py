@@ -52,7 +52,9 @@ class Interpreter(RankContext):
         return self._updated[id(program)][1]
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
-        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static numbers of rows."""
+        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static
+        numbers of rows.
+        """
         (result,) = self.results(traces, program, iter([given]))
         return result
 
@@ -98,9 +100,12 @@ class Run:
         """What executes each kind of instruction."""
         computing = self.computing
         return {
-            Op.FORWARD: computing.forward, Op.RECOMPUTE: computing.forward, Op.BACKWARD: computing.backward, Op.BACKWARD_INPUT: computing.backward,
-            Op.BACKWARD_WEIGHT: computing.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather, Op.ROUND: self.gradients.round,
-            Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide, Op.STASH: self.gathered.stash,
+            Op.FORWARD: computing.forward, Op.RECOMPUTE: computing.forward, Op.BACKWARD: computing.backward,
+            Op.BACKWARD_INPUT: computing.backward,
+            Op.BACKWARD_WEIGHT: computing.backward_weight, Op.COUNT: self.count, Op.GATHER: self.gather,
+            Op.ROUND: self.gradients.round,
+            Op.REDUCE: self.reduce, Op.ADD: self.add, Op.NORM: self.take_norm, Op.DECIDE: self.decide,
+            Op.STASH: self.gathered.stash,
             Op.STEP: self.update, Op.SEND: self.post, Op.RECEIVE: self.post, Op.REPORT: self.report,
         }  # fmt: skip
 
@@ -133,7 +138,7 @@ class Run:
         return iter(range(len(self.program.instructions)))
 
     def wait(self, at: int) -> None:
-        """Wait for an instruction and all before it in its queue: the latest of a queue stands for them in ``waits``."""
+        """Wait for an instruction and all before it in its queue: a queue's latest stands for them in ``waits``."""
         queue = self.program.instructions[at].queue
         for earlier in [p for p, (one, _) in self.handles.items() if p <= at and one.queue == queue]:
             one, handle = self.handles.pop(earlier)
@@ -159,7 +164,7 @@ class Run:
             elif buffer.kind == BufferKind.RECEIVED:
                 self.messages.free(buffer)
 
-    # ---- messages, reductions, the update ------------------------------------------------------------------------------
+    # ---- messages, reductions, the update ----------------------------------------------------------------------------
 
     def post(self, one: Instruction) -> None:
         """A message between stages."""
@@ -192,7 +197,10 @@ class Run:
 
     def sum_over(self, one: Instruction, x: Tensor, what: str) -> None:
         if one.axes:
-            self.handles[self.computing.position] = (one, self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what))
+            self.handles[self.computing.position] = (
+                one,
+                self.owner.comm.all_reduce(x, one.axes, lane=str(one.lane), what=what),
+            )
 
     def report(self, one: Instruction) -> None:
         """A batch is over, and :meth:`run` hands over its result.
@@ -230,7 +238,9 @@ class Run:
 
     @torch.no_grad()
     def commit_buffers(self) -> None:
-        """Buffers written by forward change only if the step was not skipped; those of several batches, unless all has come to a halt."""
+        """Buffers written by forward change only if the step was not skipped; those of several batches, unless all has
+        come to a halt.
+        """
         for name, value in self.computing.updates.items():
             buffer = self.memory.buffers[name]
             buffer.copy_(torch.where(self.skip != 0, self.old_buffer(name), value))

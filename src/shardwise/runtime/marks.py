@@ -1,4 +1,6 @@
-"""How far a device has come while the host runs ahead of it: events in its compute stream that are looked at without waiting for them."""
+"""How far a device has come while the host runs ahead of it: events in its compute stream that are looked at without
+waiting for them.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ class DeviceEvent(Protocol):
     """What is used of ``torch.Event``."""
 
     def record(self) -> None:
-        """Put it behind all that has been issued to the current stream of the thread's current device, which is the rank's."""
+        """Put it behind all that has been issued to the current stream of the thread's current device, which is the
+        rank's.
+        """
 
     def query(self) -> bool:
         """Whether the device has passed it; does not wait."""
@@ -38,16 +42,21 @@ class Mark:
 
 
 class Marks:
-    """Puts marks into a device's work, and calls ``passed`` with the latest that the device has passed, from a thread of its own.
+    """Puts marks into a device's work, and calls ``passed`` with the latest that the device has passed, from a thread
+    of its own.
 
-    ``make`` gives a new event that has just been recorded.  Events are used again, so that after some steps no more are made.
+    ``make`` gives a new event that has just been recorded.  Events are used again, so that after some steps no more are
+    made.
 
-    A CUDA graph can be captured meanwhile only in a mode that lets other threads query events ("thread_local"), and without marks in it.
+    A CUDA graph can be captured meanwhile only in a mode that lets other threads query events ("thread_local"), and
+    without marks in it.
     """
 
     def __init__(self, make: Callable[[], DeviceEvent], passed: Callable[[Mark], None], poll: float = POLL) -> None:
         self._make, self._passed, self._poll = make, passed, poll
-        self._under_way: deque[Mark] = deque()  # the host appends, the thread takes: each operation of a deque is atomic
+        self._under_way: deque[Mark] = (
+            deque()
+        )  # the host appends, the thread takes: each operation of a deque is atomic
         self._free: deque[DeviceEvent] = deque()
         self._number = 0
         self._ended = threading.Event()

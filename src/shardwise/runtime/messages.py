@@ -32,8 +32,9 @@ class _Several:
 
 @dataclass
 class Messages:
-    """Live tensors go from rank to rank as they are, and are live there; their gradients wait in ``received`` for the backward that
-    reads them; the gradient of a bucket that another rank has too goes there as a whole, or this rank's shard of it.
+    """Live tensors go from rank to rank as they are, and are live there; their gradients wait in ``received`` for the
+    backward that reads them; the gradient of a bucket that another rank has too goes there as a whole, or this rank's
+    shard of it.
 
     ``strict``: what is to be received is NaN until then.
     """
@@ -55,7 +56,9 @@ class Messages:
             values = {name: self.live[name, m] for name in one.tensors}
         else:
             grads = {name: self.pending.pop((name, m), None) for name in one.tensors}
-            values = {name: self._empty(one, name, env).zero_() if grad is None else grad for name, grad in grads.items()}
+            values = {
+                name: self._empty(one, name, env).zero_() if grad is None else grad for name, grad in grads.items()
+            }
         values = {name: in_memory(value.detach()) for name, value in values.items()}
         return self._post(one, values, self.comm.send)
 

@@ -1,7 +1,7 @@
 """Which network interface reaches the ranks on other hosts.
 
-gloo takes the one that this host's own name resolves to, which is the loopback on many hosts, and then connects to itself.  The
-route to where the ranks meet says better.
+gloo takes the one that this host's own name resolves to, which is the loopback on many hosts, and then connects to
+itself.  The route to where the ranks meet says better.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ DISCARD = 9  # a port; nothing is sent there
 
 
 def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) -> None:
-    """Tell gloo and NCCL by which interface to reach the ranks on other hosts; all ranks call it, before they make a group.
+    """Tell gloo and NCCL by which interface to reach the ranks on other hosts; all ranks call it, before they make a
+    group.
 
     What the user has set stays, and where all ranks are on one host nothing is done.  On the host whose address is
     ``MASTER_ADDR`` that name may be the loopback: its ranks look for a way to a rank elsewhere instead.
@@ -33,14 +34,17 @@ def choose_interfaces(met: Rendezvous, environment: MutableMapping[str, str]) ->
     wanted = [name for name in INTERFACE_FORMS if not environment.get(name)]
     if not wanted:
         return
-    peers = (met.store.get(f"source/{rank}").decode() for rank in range(met.size) if source is None and rank != met.rank)
+    peers = (
+        met.store.get(f"source/{rank}").decode() for rank in range(met.size) if source is None and rank != met.rank
+    )
     source = source or next(filter(None, (source_towards(peer) for peer in peers if peer)), None)
     if source is None:
         return  # by all that can be seen, the ranks share one host
     interface = _owner(source)
     if interface is None:
         raise ShardwiseError(
-            f"no network interface of this host has its own address {source}; set {' and '.join(wanted)} to the name of the one "
+            f"no network interface of this host has its own address {source}; set {' and '.join(wanted)} to the name "
+            "of the one "
             "by which the hosts reach each other."
         )
     for name in wanted:

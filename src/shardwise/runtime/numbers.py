@@ -15,9 +15,9 @@ from shardwise.backend import Backend
 class Numbers:
     """0-d tensors on their way to the host.
 
-    Reading a device's tensor makes the host wait for everything that has been issued by then, which is the step after this one.  So the
-    tensors are packed into one, copied to page-locked memory as soon as the step has been issued, and read when the event after that
-    copy has come.  On a CPU there is nothing to copy.
+    Reading a device's tensor makes the host wait for everything that has been issued by then, which is the step after
+    this one.  So the tensors are packed into one, copied to page-locked memory as soon as the step has been issued, and
+    read when the event after that copy has come.  On a CPU there is nothing to copy.
     """
 
     tensors: Sequence[Tensor]

@@ -105,7 +105,9 @@ class FlatOptimizer:
 
     @staticmethod
     def joined(parts: Sequence[FlatOptimizer]) -> FlatOptimizer:
-        """One that takes the steps of all ``parts``, with the state that they have: the same numbers in fewer kernels, where these are fused."""
+        """One that takes the steps of all ``parts``, with the state that they have: the same numbers in fewer kernels,
+        where these are fused.
+        """
         each = [one for part in parts for one in part.states()]
         return FlatOptimizer(parts[0].choice, [segment for segment, _ in each], [state for _, state in each])
 
@@ -150,7 +152,9 @@ class FlatOptimizer:
         """
         own = self.state_dict()
         if set(own) != set(state):
-            raise ShardwiseError(f"optimizer state {sorted(state)} does not fit {self.choice.name}: expected {sorted(own)}")
+            raise ShardwiseError(
+                f"optimizer state {sorted(state)} does not fit {self.choice.name}: expected {sorted(own)}"
+            )
         for key, tensors in own.items():
             shapes = [tuple(tensor.shape) for tensor in tensors]
             given = [tuple(tensor.shape) for tensor in state[key]]
@@ -186,7 +190,9 @@ class FlatOptimizer:
         on_cpu = param.device.type == "cpu" or (self.choice.name == "adagrad" and not self.fused)
         scalar_type = torch.get_default_dtype() if on_cpu else param.dtype
         wide = scalar_type == torch.float64 and not self.fused
-        scalar = torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device)
+        scalar = torch.zeros(
+            (), dtype=torch.float64 if wide else torch.float32, device="cpu" if on_cpu else param.device
+        )
         match self.choice.name:
             case "adamw" | "adam" | "radam" | "nadam":
                 names = ["exp_avg", "exp_avg_sq"]
@@ -209,7 +215,10 @@ class FlatOptimizer:
 
     def changed(self) -> list[Tensor]:
         """All that a step changes: parameters and state."""
-        return [*self._params, *(tensor for index in range(len(self._params)) for tensor in self._state(index).values())]
+        return [
+            *self._params,
+            *(tensor for index in range(len(self._params)) for tensor in self._state(index).values()),
+        ]
 
     def _mutable(self) -> list[Tensor]:
         """What a step changes on the device: all but Adagrad's ``step``, which can be on the CPU.
@@ -230,7 +239,8 @@ class FlatOptimizer:
 
     def _scale_gradients(self, factor: Tensor, skip: Tensor | None) -> None:
         if skip is not None:
-            # What a skipped step makes of the factor may be NaN, and no later step writes the padding of these gradients.
+            # What a skipped step makes of the factor may be NaN, and no later step writes the padding of these
+            # gradients.
             factor = torch.where(skip != 0, 0.0, factor)
         for segment in self.segments:
             segment.grad.mul_(factor)

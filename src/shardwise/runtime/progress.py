@@ -1,8 +1,9 @@
 """What a rank is doing, told to whoever watches: a small record in a file that both map into memory.
 
 Each rank owns one record and writes it before every instruction and around every blocking wait; a write is one
-``struct.pack_into``.  The byte after the record is the watcher's: not zero asks the rank to stop.  Behind it is a second record, of how
-far the rank's device has come, written by a thread of its own: on a GPU the host's place is not the device's.
+``struct.pack_into``.  The byte after the record is the watcher's: not zero asks the rank to stop.  Behind it is a
+second record, of how far the rank's device has come, written by a thread of its own: on a GPU the host's place is not
+the device's.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from shardwise.runtime.marks import Mark, Marks
 
 RUN_DIR = "SHARDWISE_RUN_DIR"  # environment variable: where the launcher of a user's script looks for records
-# The fields of Record, from ``writes`` to ``notice``, and once more the number of writes; the device's, and once more the number passed.
+# The fields of Record, from ``writes`` to ``notice``, and once more the number of writes; the device's, and once more
+# the number passed.
 RECORD = struct.Struct("<Qqi???dQQ48s96s200s240sQ")
 DEVICE = struct.Struct("<Qqi240sQ")
 SIZE = RECORD.size + 1 + DEVICE.size
@@ -38,14 +40,15 @@ TORN_WAIT = 0.5e-3  # seconds in between
 class Record:
     """The state of one rank.
 
-    ``waiting``: it is blocked in a communication, ``waiting_for``; ``patient``: it is in a phase that may take long (the start,
-    saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the epoch; ``step`` is -1
-    outside of steps.  ``role`` is what it has of a pipeline (``stage 1``).  ``notice`` is the last thing that it had to tell the user: here,
-    as a full disk takes no log.
+    ``waiting``: it is blocked in a communication, ``waiting_for``; ``patient``: it is in a phase that may take long
+    (the start, saving); ``done``: it has finished its work.  ``time`` is that of the last write, in seconds since the
+    epoch; ``step`` is -1 outside of steps.  ``role`` is what it has of a pipeline (``stage 1``).  ``notice`` is the
+    last thing that it had to tell the user: here, as a full disk takes no log.
 
-    Of a rank whose device works on while the host goes ahead: ``issued`` is the number of the last mark in the device's work, ``passed``
-    that of the last which the device has passed, at ``device_at`` (step, position), where it began ``device_doing``.  Until it has passed
-    ``until``, which ends what it did for the first time, it may take long too, and the rank is ``patient``.
+    Of a rank whose device works on while the host goes ahead: ``issued`` is the number of the last mark in the device's
+    work, ``passed`` that of the last which the device has passed, at ``device_at`` (step, position), where it began
+    ``device_doing``.  Until it has passed ``until``, which ends what it did for the first time, it may take long too,
+    and the rank is ``patient``.
     """
 
     rank: int
@@ -83,7 +86,9 @@ class Record:
 
     @property
     def whereabouts(self) -> str:
-        """``BACKWARD u3 m1 of step 17``; ``device at FORWARD u3 m0 of step 17, host at the end of step 18`` where they differ."""
+        """``BACKWARD u3 m1 of step 17``; ``device at FORWARD u3 m0 of step 17, host at the end of step 18`` where they
+        differ.
+        """
         if not self.behind:
             return self.place
         device = _place(self.device_doing, self.device_at[0]) if self.passed else "its start"
@@ -105,7 +110,9 @@ class Progress:
             file.write(bytes(SIZE))  # not truncate: a write into a hole of a full disk would kill the process
             file.flush()
             self._memory = mmap.mmap(file.fileno(), SIZE)
-        self._texts: dict[int, tuple[Instruction, bytes, bytes]] = {}  # by identity: hashing an instruction takes longer
+        self._texts: dict[
+            int, tuple[Instruction, bytes, bytes]
+        ] = {}  # by identity: hashing an instruction takes longer
         self._marks: Marks | None = None
         self._issued = self._until = 0
         self._sizes: set[int] = set()
@@ -134,8 +141,8 @@ class Progress:
     def follow(self, device: torch.device) -> None:
         """From now on say also how far ``device`` has come, if it works on while the host goes ahead.
 
-        What it does for the first time, an instruction or a batch of another size, may take long: kernels are compiled and chosen, memory
-        is taken.
+        What it does for the first time, an instruction or a batch of another size, may take long: kernels are compiled
+        and chosen, memory is taken.
         """
         from shardwise.backend import Backend  # imports torch
         from shardwise.runtime.marks import Marks
@@ -204,12 +211,16 @@ class Progress:
     def _write(self) -> None:
         self._writes += 1
         RECORD.pack_into(
-            self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient, self._done,
-            time.time(), self._issued, self._until, self._role, self._doing, self._waiting_for, self._notice, self._writes,
+            self._memory, 0, self._writes, self._step, self._position, self._waiting_for != b"", self._patient,
+            self._done,
+            time.time(), self._issued, self._until, self._role, self._doing, self._waiting_for, self._notice,
+            self._writes,
         )  # fmt: skip
 
     def _new(self, position: int, one: Instruction) -> tuple[Instruction, bytes, bytes]:
-        """An instruction that has not been run before, in words; on a device also with what it waits for, which happens there."""
+        """An instruction that has not been run before, in words; on a device also with what it waits for, which happens
+        there.
+        """
         text = str(replace(one, waits=()))
         device = text
         if self._marks is not None:
@@ -262,10 +273,13 @@ def read_record(run_dir: Path, rank: int) -> Record | None:
             return None
         *numbers, role, doing, waiting_for, notice, writes = RECORD.unpack(found[: RECORD.size])
         passed, step, position, device, again = DEVICE.unpack(found[RECORD.size + 1 :])
-        if writes and writes == numbers[0] and passed == again:  # a write begins with zeros and ends with the last field
+        if (
+            writes and writes == numbers[0] and passed == again
+        ):  # a write begins with zeros and ends with the last field
             texts = (_text(one) for one in (role, doing, waiting_for, notice))
             host = Record(rank, *numbers, *texts)
-            # What the device passes is progress as well, and while it does something for the first time it may take long.
+            # What the device passes is progress as well, and while it does something for the first time it may take
+            # long.
             return replace(
                 host, writes=writes + passed, patient=host.patient or passed < host.until,
                 passed=passed, device_at=(step, position), device_doing=_text(device),

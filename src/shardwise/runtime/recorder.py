@@ -1,4 +1,6 @@
-"""When each instruction of a step began and ended on a rank: recorded for the steps that are asked for, at no cost to the others."""
+"""When each instruction of a step began and ended on a rank: recorded for the steps that are asked for, at no cost to
+the others.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,9 @@ def trace_name(rank: int) -> str:
 class Event(NamedTuple):
     """An instruction from ``start`` to ``stop``, in seconds since the recording began on its rank.
 
-    What is only posted, such as a collective, stops where it has been waited for.  What is run again has an event for each time.
-    ``peer`` is the rank at the other side of a message, else -1; ``text`` the instruction in words.  ``lasting``: it was not run again
-    later.
+    What is only posted, such as a collective, stops where it has been waited for.  What is run again has an event for
+    each time. ``peer`` is the rank at the other side of a message, else -1; ``text`` the instruction in words.
+    ``lasting``: it was not run again later.
     """
 
     op: Op
@@ -46,9 +48,9 @@ class Event(NamedTuple):
 class RankStep:
     """A step of one rank, ``seconds`` long.
 
-    ``wall`` is when its recording began by its host's clock, in seconds since the epoch: it puts the ranks of a host on one axis.
-    Ranks of several hosts began after a barrier.  ``pipeline`` is the first rank of those that have the stages of one model together.
-    ``memory`` is the most that the rank has held so far, in bytes.
+    ``wall`` is when its recording began by its host's clock, in seconds since the epoch: it puts the ranks of a host on
+    one axis. Ranks of several hosts began after a barrier.  ``pipeline`` is the first rank of those that have the
+    stages of one model together. ``memory`` is the most that the rank has held so far, in bytes.
     """
 
     step: int
@@ -74,7 +76,8 @@ class RankStep:
 class Recorder:
     """Records the step that is taken inside of ``with``; all ranks of the interpreter's mesh record it together.
 
-    On a GPU times are those of the compute stream, read after the step.  ``stage`` says which stage of the model an instruction is of.
+    On a GPU times are those of the compute stream, read after the step.  ``stage`` says which stage of the model an
+    instruction is of.
     """
 
     def __init__(self, interpreter: Interpreter, stage: Callable[[Instruction], int] | None = None) -> None:
@@ -91,7 +94,9 @@ class Recorder:
         self._interpreter.recorder = self
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._interpreter.recorder = None
         self._ended = self._stamp()
 
@@ -116,7 +121,15 @@ class Recorder:
         events = tuple(self._event(*stamps, place in lasting) for place, stamps in enumerate(self._stamps))
         pipeline = comm.mesh.group(comm.rank, PIPELINE)[0]
         return RankStep(
-            step, comm.rank, comm.mesh.size, pipeline, socket.gethostname(), self._wall, self._since(self._ended), memory, events
+            step,
+            comm.rank,
+            comm.mesh.size,
+            pipeline,
+            socket.gethostname(),
+            self._wall,
+            self._since(self._ended),
+            memory,
+            events,
         )
 
     def _event(self, one: Instruction, start: Any, stop: Any, lasting: bool) -> Event:
@@ -135,4 +148,6 @@ class Recorder:
 
     def _since(self, stamp: Any) -> float:
         """Seconds from the begin to a stamp."""
-        return float(self._begun.elapsed_time(stamp)) / 1e3 if self._backend.asynchronous else (stamp - self._begun) / 1e9
+        return (
+            float(self._begun.elapsed_time(stamp)) / 1e3 if self._backend.asynchronous else (stamp - self._begun) / 1e9
+        )

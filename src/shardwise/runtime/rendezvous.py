@@ -27,14 +27,16 @@ def rendezvous(purpose: str, timeout: float) -> Rendezvous:
     """Meet the other processes started by torchrun, or by hand with the same variables (``RANK WORLD_SIZE
     MASTER_ADDR MASTER_PORT``).
 
-    Keys are private to ``purpose``, to this attempt and to this meeting: those from before a restart, or from when ranks met the last
-    time, are not seen.  Every read from the store takes at most ``timeout`` seconds.  Raises :class:`ConfigError` where a variable is
-    missing or not a number.
+    Keys are private to ``purpose``, to this attempt and to this meeting: those from before a restart, or from when
+    ranks met the last time, are not seen.  Every read from the store takes at most ``timeout`` seconds.  Raises
+    :class:`ConfigError` where a variable is missing or not a number.
     """
     values = {name: os.environ.get(name, "") for name in VARIABLES}
     for name, value in values.items():
         if not value or (name != "MASTER_ADDR" and not value.isdigit()):
-            raise ConfigError(f"environment variable {name}: {value!r} is not legal; start with torchrun, which sets it.")
+            raise ConfigError(
+                f"environment variable {name}: {value!r} is not legal; start with torchrun, which sets it."
+            )
     rank, size = int(values["RANK"]), int(values["WORLD_SIZE"])
     # torchrun's agent hosts the store itself and says so; otherwise it lives in rank 0.
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -15,8 +15,8 @@ from shardwise.core.scale import ScaleChoice
 class LossScale:
     """The loss scale of a run, by the rule of :class:`ScaleChoice`.
 
-    Three 0-d tensors on ``device``, the same ones for life: ``scale`` (fp32), ``good`` (int32, steps since the scale last changed) and
-    ``overflows`` (int32, skipped steps in a row).
+    Three 0-d tensors on ``device``, the same ones for life: ``scale`` (fp32), ``good`` (int32, steps since the scale
+    last changed) and ``overflows`` (int32, skipped steps in a row).
     """
 
     def __init__(self, choice: ScaleChoice, device: torch.device) -> None:
@@ -29,8 +29,8 @@ class LossScale:
     def update(self, bad: Tensor) -> None:
         """Take note of a step; ``bad`` (0-d, any dtype) is not 0 where its gradients were not finite.
 
-        The scales are bit for bit those of :class:`torch.amp.GradScaler`: products are rounded once, from fp64 where the device has it, and
-        growth beyond what fp32 can hold is left out.
+        The scales are bit for bit those of :class:`torch.amp.GradScaler`: products are rounded once, from fp64 where
+        the device has it, and growth beyond what fp32 can hold is left out.
         """
         bad = bad != 0
         good = self.good + 1

@@ -62,7 +62,9 @@ class Arena:
         suffice."""
         if not self._segments or self._used + nbytes > self._segments[-1].nbytes:
             if nbytes > BLOCK and nbytes > (free := available_memory()):
-                raise ShardwiseError(f"shared memory: {nbytes >> 20} MiB wanted, {free >> 20} MiB of memory are available")
+                raise ShardwiseError(
+                    f"shared memory: {nbytes >> 20} MiB wanted, {free >> 20} MiB of memory are available"
+                )
             self._segments.append(Segment(max(BLOCK, nbytes)))
             self._used = 0
         start = self._used

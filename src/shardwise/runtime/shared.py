@@ -41,7 +41,10 @@ from shardwise.runtime.segments import Segment, available_memory, map_segment, u
 START_TIMEOUT = 300.0  # seconds for all processes to come up
 CHUNK = 256 << 10  # bytes summed and written back while they are in the cache
 LINE = 64  # bytes: two ranks never write to the same cache line
-SPINS, FEW_SPINS = 300, 10  # looks at the counters before a waiting rank goes to sleep; where another rank needs its core
+SPINS, FEW_SPINS = (
+    300,
+    10,
+)  # looks at the counters before a waiting rank goes to sleep; where another rank needs its core
 NAP = 0.01  # seconds that it sleeps at most before it looks at the counters, the clock and the peers
 
 
@@ -87,7 +90,9 @@ class SharedMemoryCommunicator(Communicator):
         self.barrier(what="the start")
 
     @classmethod
-    def from_environment(cls, mesh: Mesh, timeout: float = 300.0, on_wait: OnWait | None = None) -> SharedMemoryCommunicator:
+    def from_environment(
+        cls, mesh: Mesh, timeout: float = 300.0, on_wait: OnWait | None = None
+    ) -> SharedMemoryCommunicator:
         """Meet the other processes that torchrun's environment variables name."""
         return cls(mesh, rendezvous("shared", max(timeout, START_TIMEOUT)), timeout, on_wait)
 

@@ -18,7 +18,8 @@ from shardwise.runtime.communicator import Call, Communicator, Handle, OnWait
 class StagedCommunicator(Communicator):
     """Tensors of ``device`` through ``inner``, a communicator of CPU tensors.
 
-    To post an operation waits on the host until what it sends is computed and copied; its handle's ``wait()`` blocks the host too.
+    To post an operation waits on the host until what it sends is computed and copied; its handle's ``wait()`` blocks
+    the host too.
     """
 
     def __init__(self, inner: Communicator, device: torch.device) -> None:

@@ -5,8 +5,8 @@ The backend is strict where real ones are lenient, so that a missing wait shows:
 and must be unchanged at ``wait()``; members that disagree on an operation, and ranks that end while others
 still need them, are errors.
 
-On a device with streams all ranks share it and each has a stream of its own: no host waits for it.  What was written too early is
-then looked at when the rank has ended.
+On a device with streams all ranks share it and each has a stream of its own: no host waits for it.  What was written
+too early is then looked at when the rank has ended.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def run_ranks(
     order.
 
     ``delay_seed`` delays posts and waits at random; ``rendezvous`` lets a send complete only once its
-    receive is posted; ``first_use_blocks`` lets the first use of a communicator that was not prepared block its rank until all members
-    have come to theirs, as NCCL's does.  The first exception stops the other ranks at their next communication and is raised
-    here with a note naming its rank.
+    receive is posted; ``first_use_blocks`` lets the first use of a communicator that was not prepared block its rank
+    until all members have come to theirs, as NCCL's does.  The first exception stops the other ranks at their next
+    communication and is raised here with a note naming its rank.
     """
     world = _World(mesh.size, timeout, first_use_blocks)
     results: dict[int, T] = {}
@@ -83,7 +83,9 @@ def run_ranks(
 
     backend.synchronize(device)  # what the ranks are given is there, whatever stream it was made in
     threads_before = torch.get_num_threads()
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)]
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(mesh.size)
+    ]
     try:
         for thread in threads:
             thread.start()
@@ -203,7 +205,7 @@ class ThreadCommunicator(Communicator):
             self.check_intact()
 
     def check_intact(self) -> None:
-        """:class:`CommunicationError` where a tensor of an operation that has been waited for was written before that."""
+        """:class:`CommunicationError` if an operation's tensor was written before the operation was waited for."""
         while self._unseen:
             intact, call = self._unseen.pop(0)
             if not bool(intact):
@@ -283,7 +285,9 @@ class _World:
         self._failure: tuple[int, BaseException] | None = None
         self._failed_at = 0.0
 
-    def enter(self, key: tuple[Channel, int], call: Call, rank: int, x: Handed, agreed: str, combine: Combine) -> _Meeting:
+    def enter(
+        self, key: tuple[Channel, int], call: Call, rank: int, x: Handed, agreed: str, combine: Combine
+    ) -> _Meeting:
         """Bring ``x`` to the operation; the last to come computes the outputs for all."""
         ranks = call.group.ranks
         with self._lock:
@@ -319,7 +323,9 @@ class _World:
             come = self._started.setdefault(call.members, set())
             come.add(rank)
             self._come.notify_all()
-            self._come.wait_for(lambda: come == ranks or self._failure is not None or self._ended & (ranks - come), self.timeout)
+            self._come.wait_for(
+                lambda: come == ranks or self._failure is not None or self._ended & (ranks - come), self.timeout
+            )
             self._stop_if_failed(call, rank)
             if come != ranks:
                 missing, reason = sorted(ranks - come), f"stuck in the start of its communicator ({call.members})"
@@ -379,7 +385,9 @@ class _World:
 
     def _stop_if_failed(self, call: Call, rank: int) -> None:
         if self._failure is not None:
-            raise CommunicationError(f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what)
+            raise CommunicationError(
+                f"rank {self._failure[0]} has failed", rank=rank, operation=str(call), what=call.what
+            )
 
 
 def _message(inputs: list[Tensor]) -> list[Tensor]:

@@ -1,5 +1,5 @@
-"""STEPs that directly follow each other are taken together: a bucket has two groups of parameters, and each costs a kernel for its counter of
-steps, one for the update, and one that takes the counter back where the step is skipped."""
+"""STEPs that directly follow each other are taken together: a bucket has two groups of parameters, and each costs a
+kernel for its counter of steps, one for the update, and one that takes the counter back where the step is skipped."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shardwise.runtime.buffers import BucketMemory
 
 
 def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int, tuple[int, ...]]:
-    """The buckets that are updated at each STEP of a program, by its position: at the first of a row those of all, at the others none.
+    """The buckets that are updated at each STEP of a program, by its position: at the first of a row those of all, at
+    the others none.
 
     ``like`` says what buckets must have in common to be updated together; one of which it is None is updated alone.
     """
@@ -23,7 +24,13 @@ def steps(program: Program, like: Callable[[int], Hashable | None]) -> dict[int,
             continue
         head = program.instructions[first] if first >= 0 else None
         kind = like(one.bucket)
-        if head is not None and kind is not None and kind == like(head.bucket) and head.version == one.version and not one.waits:
+        if (
+            head is not None
+            and kind is not None
+            and kind == like(head.bucket)
+            and head.version == one.version
+            and not one.waits
+        ):
             found[first].append(one.bucket)
             found[position] = []
         else:

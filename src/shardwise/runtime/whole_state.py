@@ -1,4 +1,6 @@
-"""The single-device state of a rank's engine, one whole tensor at a time: no device ever holds more of it than one chunk."""
+"""The single-device state of a rank's engine, one whole tensor at a time: no device ever holds more of it than one
+chunk.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class Described(NamedTuple):
 class WholeState:
     """What the ranks have together of ``module``, whose parameters lie in ``buckets``.
 
-    ``holders`` are, by bucket, the coordinates on the pipeline axis that have it, and ``updating`` that which keeps a buffer up to date, by
-    name; buffers that are not in there are the same everywhere.  ``unused`` are parameters that no unit reads, on the host.
+    ``holders`` are, by bucket, the coordinates on the pipeline axis that have it, and ``updating`` that which keeps a
+    buffer up to date, by name; buffers that are not in there are the same everywhere.  ``unused`` are parameters that
+    no unit reads, on the host.
     """
 
     comm: Communicator
@@ -53,10 +56,12 @@ class WholeState:
         return found
 
     def collect(self, rank: int | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, in its master precision, and every buffer, whole and on the host, under the first of its names.
+        """Every parameter, in its master precision, and every buffer, whole and on the host, under the first of its
+        names.
 
-        All ranks go through it together and to its end; ``rank`` is the only one that is given something, by default every one is.  What is
-        given may be changed or kept; the host holds a bucket beside that, and a device ``collect.CHUNK`` bytes of one, or one buffer.
+        All ranks go through it together and to its end; ``rank`` is the only one that is given something, by default
+        every one is.  What is given may be changed or kept; the host holds a bucket beside that, and a device
+        ``collect.CHUNK`` bytes of one, or one buffer.
         """
         keeps = rank in (None, self.comm.rank)
         if keeps:

@@ -1,4 +1,6 @@
-"""What is chosen: tensor parallelism as the plan asks for it, the strategy of each op on a group of axes, and what a solver decided, as data."""
+"""What is chosen: tensor parallelism as the plan asks for it, the strategy of each op on a group of axes, and what a
+solver decided, as data.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ Name = tuple[str, str]
 
 @dataclass(frozen=True)
 class Decisions:
-    """What a solver decided for one capture of a model, for use by another: that of another precision, in which a plan is proven.
+    """What a solver decided for one capture of a model, for use by another: that of another precision, in which a plan
+    is proven.
 
-    ``ops``: by name the strategies, by axis, of all ops that have it, in the order of the graph; ``parameters``: the states of each, by axis, by the name of
-    its placeholder.  ``rows`` is what places call the number of rows.
+    ``ops``: by name the strategies, by axis, of all ops that have it, in the order of the graph; ``parameters``: the
+    states of each, by axis, by the name of its placeholder.  ``rows`` is what places call the number of rows.
     """
 
     ops: Mapping[Name, tuple[Mapping[str, Strategy], ...]]
@@ -43,10 +46,12 @@ class Decisions:
 
 @dataclass(frozen=True)
 class TensorParallelSpec:
-    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its axes and ``pins``.
+    """Tensor parallelism over ``axes``, each with its number of ranks, by ``recipe``, or by another ``plan`` on its
+    axes and ``pins``.
 
-    ``layouts`` are those of parameters, where they have been chosen before (None: whole), and ``summed`` the axes over which their
-    gradients are partial sums.  Plan "auto" is that which is fastest on ``machine``, or what was ``decided`` for another capture.
+    ``layouts`` are those of parameters, where they have been chosen before (None: whole), and ``summed`` the axes over
+    which their gradients are partial sums.  Plan "auto" is that which is fastest on ``machine``, or what was
+    ``decided`` for another capture.
     """
 
     axes: Mapping[str, int] = field(default_factory=dict)
@@ -61,8 +66,8 @@ class TensorParallelSpec:
 
 @dataclass
 class Assignment:
-    """Of one group: the states of each node's results, and the strategy of each op that has a form; ``held``: what the result of an op
-    is moved to where it is made, because a user says so."""
+    """Of one group: the states of each node's results, and the strategy of each op that has a form; ``held``: what the
+    result of an op is moved to where it is made, because a user says so."""
 
     states: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""Which strategy each op has on a group of axes: a walk over the captured graph, from states of operands to states of results.
+"""Which strategy each op has on a group of axes: a walk over the captured graph, from states of operands to states of
+results.
 
 Over the batch axes nothing is to choose: fields come in sharded, and what is sharded stays so as long as ops take it.
 """
@@ -52,7 +53,9 @@ class BatchWalk:
         return self.found.states[node][0]
 
     def choose(self, form: OpSharding) -> Strategy:
-        """The sharding of the largest operand that the op takes; else it is applied to a partial sum; else to whole operands."""
+        """The sharding of the largest operand that the op takes; else it is applied to a partial sum; else to whole
+        operands.
+        """
         states = [self.state(o) for o, _ in form.operands]
         sizes = [math.prod(self.context.shape(o)) for o, _ in form.operands]
         for i in sorted(range(len(states)), key=lambda i: -sizes[i]):
@@ -74,8 +77,9 @@ class BatchWalk:
 
 
 def postpone(context: ShardingContext, axis: str, rows: Assignment, found: Assignment) -> None:
-    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them alone: their gradients
-    are summed over ranks once a step, as over the axes of the batch, and not for each microbatch where they are used."""
+    """Whole parameters that ops want as R or in pieces on ``axis`` are R by birth, and so is what follows from them
+    alone: their gradients are summed over ranks once a step, as over the axes of the batch, and not for each microbatch
+    where they are used."""
     nodes, wanted = list(context.normal.graph.nodes), set[fx.Node]()
     alone = {n for n, states in rows.states.items() if context.carrying.get(n) and set(states) == {"R"}}
     for node, strategy in found.strategies.items():

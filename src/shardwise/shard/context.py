@@ -1,7 +1,8 @@
-"""What is known of a captured graph that is to be sharded: its ops as the rules describe them, its sizes, and the layouts that values have in given states.
+"""What is known of a captured graph that is to be sharded: its ops as the rules describe them, its sizes, and the
+layouts that values have in given states.
 
-Walks and solvers choose from this, and the emitter makes the local graph by it.  Sizes are expressions in the number of rows where the
-batch dim is symbolic.  Nothing here changes after it is made, except what is noted for the user.
+Walks and solvers choose from this, and the emitter makes the local graph by it.  Sizes are expressions in the number of
+rows where the batch dim is symbolic.  Nothing here changes after it is made, except what is noted for the user.
 """
 
 from __future__ import annotations
@@ -33,17 +34,23 @@ Rule = Callable[["ShardingContext", fx.Node], OpSharding | None]
 class ShardingContext:
     """The captured graph ``normal``, to be sharded over the axes of the batch and over those of ``tensor``.
 
-    ``rules`` finds the rule of an op.  ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` are
-    what :func:`loss.summands` finds.  ``notes`` are what a user should know of the choices made here, and ``decided`` tells which pin or op made each
-    parameter's layout, by name and axis.
+    ``rules`` finds the rule of an op.  ``counted`` is the cross-entropy whose count of targets the step knows
+    beforehand; ``summands`` are what :func:`loss.summands` finds.  ``notes`` are what a user should know of the choices
+    made here, and ``decided`` tells which pin or op made each parameter's layout, by name and axis.
     """
 
     def __init__(
-        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *, counted: fx.Node | None = None,
+        self, normal: Normal, rules: Callable[[fx.Node], Rule | None], tensor: TensorParallelSpec, *,
+        counted: fx.Node | None = None,
         summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.normal, self.captured, self.rules, self.tensor = normal, normal.captured, rules, tensor
-        self.counted, self.summands, self.dropout, self.device = counted, summands, dropout, device or torch.device("cpu")
+        self.counted, self.summands, self.dropout, self.device = (
+            counted,
+            summands,
+            dropout,
+            device or torch.device("cpu"),
+        )
         self.carrying = with_gradient(normal)
         self.symbol: Any = None  # the number of rows; None where the batch dim is static
         self.example = 0  # the number of rows in the shapes of the captured graph
@@ -57,7 +64,8 @@ class ShardingContext:
     def over(self, axes: Mapping[str, int]) -> ShardingContext:
         """The same graph, with other axes of tensor parallelism."""
         return ShardingContext(
-            self.normal, self.rules, replace(self.tensor, axes=axes), counted=self.counted, summands=self.summands, dropout=self.dropout,
+            self.normal, self.rules, replace(self.tensor, axes=axes), counted=self.counted, summands=self.summands,
+            dropout=self.dropout,
             device=self.device,
         )  # fmt: skip
 
@@ -112,11 +120,15 @@ class ShardingContext:
         return size >= math.prod(self.tensor.axes.values()) or self.stands_for_pieces(size)
 
     def stands_for_pieces(self, size: Any) -> bool:
-        """Whether a factor of this size stands for equal pieces, within which other axes have theirs: it has as many elements as ranks."""
+        """Whether a factor of this size stands for equal pieces, within which other axes have theirs: it has as many
+        elements as ranks.
+        """
         return all(n in (1, size) for n in self.tensor.axes.values())
 
     def layout_of(self, shape: Sequence[int], states: Mapping[str, Placement]) -> Layout:
-        """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within the other."""
+        """The layout of a tensor of whole ``shape`` in these states: groups that shard the same factor do so one within
+        the other.
+        """
         dims: list[list[Factor]] = [[Factor(s)] for s in shape]
         for d, size in enumerate(shape):
             found = [(g, s) for g, s in states.items() if isinstance(s, Shard) and s.dim == d]
@@ -134,7 +146,9 @@ class ShardingContext:
         return place._replace(pre=int(place.pre.subs(self.symbol, self.example)))
 
     def agree(self, form: OpSharding, operands: Sequence[Mapping[str, Placement]]) -> bool:
-        """Whether the pieces of an op's ``operands`` go together on every rank; the states of each are by group of axes, and fit."""
+        """Whether the pieces of an op's ``operands`` go together on every rank; the states of each are by group of
+        axes, and fit.
+        """
         if form.agree is None:
             return True
         shapes = [self.shape(operand) for operand, _ in form.operands]
@@ -160,7 +174,9 @@ class ShardingContext:
             return False
         return True
 
-    def same_cut(self, shape: Sequence[int], states: Mapping[str, Placement], after: Mapping[str, Placement], dim: int) -> bool:
+    def same_cut(
+        self, shape: Sequence[int], states: Mapping[str, Placement], after: Mapping[str, Placement], dim: int
+    ) -> bool:
         """Whether ranks have of a dim, whose size does not depend on rows, in some states what they have in others."""
         if not self.fits(shape, after):
             return False

@@ -1,7 +1,7 @@
 """The local graph of one rank, from what has been chosen for each op of the captured graph.
 
-Operands are moved to the states that an op's strategies want, sizes become local, and results get their layouts.  All values keep the meta
-data of the whole batch's graph.
+Operands are moved to the states that an op's strategies want, sizes become local, and results get their layouts.  All
+values keep the meta data of the whole batch's graph.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _FACTORY_OPTIONS = ("pin_memory", "layout")
 class Emitter(LocalGraph):
     """Makes the local graph by ``assignments``, one for each group of axes.
 
-    Its output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every rank computes whole, by (op, module
-    path); ``layouts`` those of the parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are
-    partial sums.
+    Its output is ``(loss as partial sum, *updates)``.  ``replicated`` are the ops without a rule that every rank
+    computes whole, by (op, module path); ``layouts`` those of the parameters that tensor parallelism shards, by name,
+    and ``summed`` the axes over which their gradients are partial sums.
     """
 
     def __init__(self, context: ShardingContext, assignments: Mapping[str, Assignment]) -> None:
@@ -89,7 +89,9 @@ class Emitter(LocalGraph):
             source, index = self.value[node.args[0]], node.args[1]
             new = self.graph.call_function(operator.getitem, (source, index))
             states = source.meta["states"][index]
-            grad = source.meta["grad"] and differentiable(node.meta["val"]) and index not in source.meta.get("alike", ())
+            grad = (
+                source.meta["grad"] and differentiable(node.meta["val"]) and index not in source.meta.get("alike", ())
+            )
             self.annotate(new, source.meta["layout"][index], states, grad, node)
             self.learn_sizes(new, node.meta["val"])
             return new
@@ -109,14 +111,18 @@ class Emitter(LocalGraph):
         goals = [{g: s.operands[i] for g, s in strategies.items()} for i in range(len(form.operands))]
         values = [self.convert(self.value[o], goal) for (o, _), goal in zip(form.operands, goals, strict=True)]
         states = [{g: s.results[i] for g, s in strategies.items()} for i in range(len(form.results))]
-        layouts = [self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)]
+        layouts = [
+            self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)
+        ]
         solved = Emission(values, layouts, strategies)
         new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
         several = isinstance(node.meta["val"], tuple | list)
         new.meta["states"] = states if several else states[0]
         new.meta["alike"] = form.alike
         if form.exchanges is not None:
-            new.meta["exchanges"] = Exchanging(form.exchanges, strategies, [(v.meta["val"], v.meta["layout"]) for v in values])
+            new.meta["exchanges"] = Exchanging(
+                form.exchanges, strategies, [(v.meta["val"], v.meta["layout"]) for v in values]
+            )
         return new
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
@@ -141,7 +147,9 @@ class Emitter(LocalGraph):
         if getattr(schema(node.target), "is_mutable", False) or "ordinal" in node.meta:
             raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
         if name in _BY_STRIDE:
-            raise Uncapturable(f"{node.target} depends on how a tensor lies in memory, which is different on several ranks")
+            raise Uncapturable(
+                f"{node.target} depends on how a tensor lies in memory, which is different on several ranks"
+            )
         operands = [a for a in node.all_input_nodes if is_tensor(a)]
         if (self.context.tensor.axes or node in self.of_batch) and self.large(node, operands):
             self.replicated.setdefault((str(node.target), module_path(node)), []).append(node)
@@ -198,7 +206,11 @@ class Emitter(LocalGraph):
     def emit(self, node: fx.Node, args: Any, kwargs: Any, layout: Any, target: Any = None) -> fx.Node:
         """Add an op; factories get this rank's device."""
         target = target or node.target
-        kwargs = {k: (self.context.device if k == "device" else v) for k, v in dict(kwargs).items() if k not in _FACTORY_OPTIONS}
+        kwargs = {
+            k: (self.context.device if k == "device" else v)
+            for k, v in dict(kwargs).items()
+            if k not in _FACTORY_OPTIONS
+        }
         if _is_factory(target):
             kwargs["device"] = self.context.device
         new = self.graph.call_function(target, tuple(args), kwargs)

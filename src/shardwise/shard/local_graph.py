@@ -1,4 +1,6 @@
-"""The graph that one rank computes, as it is made: its nodes with their layouts, and local sizes, each a number or a node."""
+"""The graph that one rank computes, as it is made: its nodes with their layouts, and local sizes, each a number or a
+node.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from shardwise.shard.sizes import LocalSizes, local_shape, of_rows
 
 @dataclass(frozen=True)
 class Exchanging:
-    """What a node of a local graph communicates by itself: the ``exchanges`` of its op, by its strategies and the local ``operands``, each
-    a value of the captured graph and its layout."""
+    """What a node of a local graph communicates by itself: the ``exchanges`` of its op, by its strategies and the local
+    ``operands``, each a value of the captured graph and its layout."""
 
     exchanges: Exchanges
     strategies: Mapping[str, Strategy] = field(default_factory=dict)
@@ -43,8 +45,9 @@ class Exchanging:
 class LocalGraph:
     """The local graph of what ``context`` describes.  Its placeholders are ``env`` and those of the captured graph.
 
-    The meta data of a node: ``layout`` and ``states`` (by group of axes) of its value, ``grad`` (whether it has a gradient), ``val`` of the whole
-    batch's graph, ``path`` of its module.  ``value`` are the nodes by captured node, and ``current`` is the captured node that is emitted.
+    The meta data of a node: ``layout`` and ``states`` (by group of axes) of its value, ``grad`` (whether it has a
+    gradient), ``val`` of the whole batch's graph, ``path`` of its module.  ``value`` are the nodes by captured node,
+    and ``current`` is the captured node that is emitted.
     """
 
     def __init__(self, context: ShardingContext) -> None:
@@ -80,7 +83,9 @@ class LocalGraph:
     # ---- local sizes ---------------------------------------------------------------------------------------------
 
     def factor_size(self, whole: Any, factor: Factor, factors: Sequence[Factor]) -> Any:
-        """The size of one of the ``factors`` of a dim of ``whole`` size: in one that depends on the number of rows one of them is that."""
+        """The size of one of the ``factors`` of a dim of ``whole`` size: in one that depends on the number of rows one
+        of them is that.
+        """
         symbolic = ROWS in factor.axes or (factor is of_rows(factors) and not isinstance(expression(whole), int))
         return self.sizes.rows if symbolic else factor.size
 
@@ -113,7 +118,9 @@ class LocalGraph:
         return out
 
     def cut(self, value: fx.Node, states: Mapping[str, Placement], groups: Sequence[str]) -> tuple[Any, ...]:
-        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post, parts), with the local sizes of what is around it."""
+        """What moves say of a sharded factor: (axes, outer axes, dim, pre, size, post, parts), with the local sizes of
+        what is around it.
+        """
         place = states[groups[0]]
         assert isinstance(place, Shard)
         layout = self.context.layout_of(value.meta["layout"].shape, states)
@@ -125,4 +132,12 @@ class LocalGraph:
             for side in (factors[:at], factors[at + 1 :])
         )
         outer = tuple(a for a in factors[at].axes if a not in groups)
-        return tuple(groups), outer, place.dim, pre, self.factor_size(whole, factors[at], factors), post, factors[at].parts
+        return (
+            tuple(groups),
+            outer,
+            place.dim,
+            pre,
+            self.factor_size(whole, factors[at], factors),
+            post,
+            factors[at].parts,
+        )

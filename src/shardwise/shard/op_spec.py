@@ -1,9 +1,10 @@
 """How an op of a captured graph treats shards of its operands: pure descriptions, which rules make and others read.
 
-On a group of mesh axes a value is in one *state*: sharded at a :class:`Shard` (V), a partial sum ("P"), replicated with a replicated
-gradient ("I"), or replicated with a partial gradient ("R").  Most ops are described by labels for the dims of operands and results, as
-in an einsum: a sharded label makes results that have it sharded and results that lack it partial sums.  Whatever the group, one
-sentence gives all gradient reductions: *an op whose result is sharded or partial needs its replicated operands as R*.
+On a group of mesh axes a value is in one *state*: sharded at a :class:`Shard` (V), a partial sum ("P"), replicated with
+a replicated gradient ("I"), or replicated with a partial gradient ("R").  Most ops are described by labels for the dims
+of operands and results, as in an einsum: a sharded label makes results that have it sharded and results that lack it
+partial sums.  Whatever the group, one sentence gives all gradient reductions: *an op whose result is sharded or partial
+needs its replicated operands as R*.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from torch import fx
 
 
 class Shard(NamedTuple):
-    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a concatenation, each of its ``parts``.
+    """Dim ``dim`` of a tensor is pre × size × post, and the factor in the middle is sharded, or, if it is a
+    concatenation, each of its ``parts``.
 
     ``pre`` is an expression of the number of rows where a dim has these before the factor: rows × heads.
     """
@@ -49,7 +51,9 @@ class Strategy(NamedTuple):
 
 
 class Emission(NamedTuple):
-    """What an op is emitted with: the values of its operands, the layouts of its results, and its strategy on each group."""
+    """What an op is emitted with: the values of its operands, the layouts of its results, and its strategy on each
+    group.
+    """
 
     values: list[fx.Node]
     layouts: list[Any]
@@ -76,7 +80,9 @@ class Exchange(NamedTuple):
 
 
 class LocalOp(NamedTuple):
-    """An op on one rank: its strategy on each group of axes, the local shapes of its operands, and how many ranks there are over axes."""
+    """An op on one rank: its strategy on each group of axes, the local shapes of its operands, and how many ranks there
+    are over axes.
+    """
 
     strategies: Mapping[str, Strategy]
     shapes: Sequence[tuple[int, ...]]
@@ -93,15 +99,18 @@ def sharding(strategies: Mapping[str, Strategy], dim: int) -> tuple[str, ...]:
 
 @dataclass
 class OpSharding:
-    """A captured op ``node`` with labels for its tensor ``operands``, in the order of its arguments, and for its ``results``.
+    """A captured op ``node`` with labels for its tensor ``operands``, in the order of its arguments, and for its
+    ``results``.
 
-    ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them together.  ``added``
-    are operands that are added to a product: beside a partial sum they count once.  ``moves`` says for what labels cannot say what
-    shards of an operand lead to, or None where the op does not take them; ``spread`` is another way, with more operands whole, where
-    groups of axes would not go together so: ``agree`` tells from the layouts of the operands, and from the sizes of the axes.  ``fresh`` is where the result may be made sharded, although no operand is.
-    ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those behind rows.
-    ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).  ``emit`` adds the local op, where it is not just the
-    same one.  ``exchanges`` says what an op communicates by itself.
+    ``linear`` names the operands in which the op is linear, by position, or is "add" where it is in all of them
+    together.  ``added`` are operands that are added to a product: beside a partial sum they count once.  ``moves`` says
+    for what labels cannot say what shards of an operand lead to, or None where the op does not take them; ``spread`` is
+    another way, with more operands whole, where groups of axes would not go together so: ``agree`` tells from the
+    layouts of the operands, and from the sizes of the axes.  ``fresh`` is where the result may be made sharded,
+    although no operand is. ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those
+    behind rows. ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).
+    ``emit`` adds the local op, where it is not just the same one.  ``exchanges`` says what an op communicates by
+    itself.
     """
 
     node: fx.Node
@@ -119,7 +128,7 @@ class OpSharding:
     factors: bool = False
 
     def ways(self, position: int, place: Shard) -> Iterator[Strategy]:
-        """The strategies that take operand ``position`` sharded at ``place``, the one with fewer operands whole first."""
+        """The strategies that take operand ``position`` sharded at ``place``, that with fewest whole operands first."""
         for way in (self.shards, self.spread):
             strategy = None if way is None else way(position, place)
             if strategy is not None:
@@ -146,7 +155,9 @@ class OpSharding:
 
         results = tuple("I" if i in self.alike else at(labels, "P") for i, labels in enumerate(self.results))
         partial = "P" in results
-        operands = tuple(at(labels, "P" if partial and i in self.added else "R") for i, (_, labels) in enumerate(self.operands))
+        operands = tuple(
+            at(labels, "P" if partial and i in self.added else "R") for i, (_, labels) in enumerate(self.operands)
+        )
         return Strategy(operands, results)
 
     def sums(self, label: Label) -> bool:

@@ -13,8 +13,8 @@
  R      I: ``own``, nothing                   of one rank
 =====  ====================================  ====================
 
-All others are two of these.  Groups that make the same move make it together.  :func:`path` says which moves are due; the emitter makes
-them, and the solver prices them.
+All others are two of these.  Groups that make the same move make it together.  :func:`path` says which moves are due;
+the emitter makes them, and the solver prices them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.shard.op_spec import Placement, Shard
 
 
 def communicated(node: fx.Node) -> tuple[str, str]:
-    """The collective of a move's value and that of its gradient; "" where there is none, or where the node is no move."""
+    """The collective of a move's value and that of its gradient; "" where there is none or the node is no move."""
     with_dual = node.target in (collectives.all_reduce, collectives.gather) and len(node.args) > 3
     return collectives.COLLECTIVES.get((node.target, str(node.args[3]) if with_dual else "I"), ("", ""))
 
@@ -40,15 +40,17 @@ def communicated(node: fx.Node) -> tuple[str, str]:
 CUTTING = ("gather", "shard", "shard_leaf", "scatter")
 """The moves of pieces; others are of whole values."""
 ORDER = ("shard_leaf", "shard", "scatter", "own", "all_reduce", "replicate", "gather", "partial")
-"""Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed behind a gather."""
+"""Slices first, and gathers last: what is gathered after slices is smaller, and so is the gradient that is summed
+behind a gather.
+"""
 
 Placements = tuple[Placement, ...]
 """Of a value, on each group of axes."""
 
 
 class Step(NamedTuple):
-    """One move, of a value in ``states``: the name of a function of ``ops.collectives``, the groups that make it (by number), and what
-    the value is on these after it."""
+    """One move, of a value in ``states``: the name of a function of ``ops.collectives``, the groups that make it (by
+    number), and what the value is on these after it."""
 
     states: Placements
     name: str

@@ -1,11 +1,11 @@
 """From the graph of the whole batch to the local graph of one rank.
 
-Rules (package ``rules``) describe how each op treats shards, :func:`choose` takes a strategy for each op on each group of mesh axes, and the
-emitter makes the local graph by them.
+Rules (package ``rules``) describe how each op treats shards, :func:`choose` takes a strategy for each op on each group
+of mesh axes, and the emitter makes the local graph by them.
 
-The axes of the batch are one group, ``ROWS``: fields start sharded on dim 0, and parameters, and what is made of them alone, are R by
-birth, for what accumulates in the gradient buffers is reduced at the end of the step.  Every axis of tensor parallelism is a group of
-its own, on which parameters are what ``tensor`` makes them.
+The axes of the batch are one group, ``ROWS``: fields start sharded on dim 0, and parameters, and what is made of them
+alone, are R by birth, for what accumulates in the gradient buffers is reduced at the end of the step.  Every axis of
+tensor parallelism is a group of its own, on which parameters are what ``tensor`` makes them.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from shardwise.shard.solver.solve import predicted, solve
 
 @dataclass
 class Sharded:
-    """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum, *updates)``.
+    """A local graph.  Its placeholders are ``env`` and those of the normal graph; its output is ``(loss as partial sum,
+    *updates)``.
 
-    ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and ``repeats`` (rows) is what those that
-    cost something do.  ``layouts`` are those of
-    parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are partial sums; ``decided`` says
-    which pin or op made them so, by name and axis, and ``notes`` what did not get its way, or may be not the best.  ``tensor`` are the axes,
-    or sub-axes, with their sizes.  ``predicted()`` are the seconds of a microbatch, by which a solver chooses, and ``decisions`` what one has
-    chosen.
+    ``replicated`` are the ops without a rule that every rank computes whole, by (op, module path), and ``repeats``
+    (rows) is what those that cost something do.  ``layouts`` are those of
+    parameters that tensor parallelism shards, by name, and ``summed`` the axes over which their gradients are partial
+    sums; ``decided`` says which pin or op made them so, by name and axis, and ``notes`` what did not get its way, or
+    may be not the best.  ``tensor`` are the axes, or sub-axes, with their sizes.  ``predicted()`` are the seconds of a
+    microbatch, by which a solver chooses, and ``decisions`` what one has chosen.
     """
 
     graph: fx.Graph
@@ -62,14 +63,17 @@ class Sharded:
 
 def shard(
     normal: Normal, rules: Callable[[fx.Node], Rule | None], *, counted: fx.Node | None = None,
-    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None, tensor: TensorParallelSpec | None = None,
+    summands: Collection[fx.Node] = (), dropout: str = "exact", device: torch.device | None = None,
+    tensor: TensorParallelSpec | None = None,
 ) -> Sharded:  # fmt: skip
     """Shard ``normal`` over the batch axes, and over those of ``tensor`` as that says.
 
-    ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as :func:`loss.summands` finds them.
+    ``counted`` is the cross-entropy whose count of targets the step knows beforehand; ``summands`` as
+    :func:`loss.summands` finds them.
     """
     context = ShardingContext(
-        normal, rules, tensor or TensorParallelSpec(), counted=counted, summands=summands, dropout=dropout, device=device
+        normal, rules, tensor or TensorParallelSpec(), counted=counted, summands=summands, dropout=dropout,
+        device=device
     )  # fmt: skip
     context, assignments, decisions = choose(context)
     emitter = Emitter(context, assignments)
@@ -82,7 +86,9 @@ def shard(
 
 
 class Choice(NamedTuple):
-    """The assignment of each group of axes; the context, in which a recipe may have divided an axis into two; and what a solver decided."""
+    """The assignment of each group of axes; the context, in which a recipe may have divided an axis into two; and what
+    a solver decided.
+    """
 
     context: ShardingContext
     assignments: Mapping[str, Assignment]

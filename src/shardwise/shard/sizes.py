@@ -1,4 +1,6 @@
-"""Sizes of the whole batch: what a symbolic size of the captured graph is in terms of the number of rows, and the node that computes it."""
+"""Sizes of the whole batch: what a symbolic size of the captured graph is in terms of the number of rows, and the node
+that computes it.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ class Unfit(Uncapturable):
 
 
 _ARITHMETIC: dict[str, Callable[..., Any]] = {
-    "Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "FloorDiv": operator.floordiv, "CleanDiv": operator.floordiv,
+    "Add": operator.add, "Mul": operator.mul, "Pow": operator.pow, "FloorDiv": operator.floordiv,
+    "CleanDiv": operator.floordiv,
     "Mod": operator.mod, "PythonMod": operator.mod, "Max": max, "Min": min,
 }  # fmt: skip
 
@@ -102,8 +105,9 @@ class LocalSizes:
 def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str, int]) -> list[Factor]:
     """The factors of a dim in which each of ``places``, (group, place), shards one.
 
-    Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each but ``ROWS``,
-    which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the next group has its own.
+    Groups that shard the same factor do so one within the other, in the order of ``parts``, the number of ranks of each
+    but ``ROWS``, which comes first.  A factor with as many elements as ranks stands for equal pieces: within each the
+    next group has its own.
     """
     found: list[Factor] = []
     done = 1  # of the dim, from the left
@@ -115,14 +119,21 @@ def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str,
         if rest:
             raise Unfit(f"a dim of {size} is no {pre} times so many times {own[axes[0]]}")
         if len(concatenated) > 1:
-            raise Uncapturable(f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of different parts")
+            raise Uncapturable(
+                f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of different parts"
+            )
         if len(axes) > 1 and any(parts.get(axes[0]) in concatenation for concatenation in concatenated):
             raise Unfit(
-                f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of parts, of which one by itself stands for equal pieces"
+                f"a dim of {size} is sharded over {', '.join(axes)} as a concatenation of parts, of which one by "
+                "itself stands for equal pieces"
             )
         if len(set(own.values())) > 1 or (len(axes) > 1 and collectives.ROWS not in axes and extent == parts[axes[0]]):
             extent = math.prod(parts[g] for g in axes if g != collectives.ROWS)
-            if collectives.ROWS in axes or any(size // (pre * own[g]) != parts[g] for g in axes) or size % (pre * extent):
+            if (
+                collectives.ROWS in axes
+                or any(size // (pre * own[g]) != parts[g] for g in axes)
+                or size % (pre * extent)
+            ):
                 raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} in ways that do not fit together")
         if pre % done:
             raise Unfit(f"a dim of {size} is sharded over {', '.join(axes)} across another sharding")
@@ -133,7 +144,8 @@ def factored(size: int, places: Sequence[tuple[str, Shard]], parts: Mapping[str,
 
 
 def regrouped(source: Sequence[Any], place: Shard, goal: Sequence[Any], rows: Any) -> Shard | None:
-    """Where rows at ``place`` of row-major ``source`` sizes are after a view as ``goal`` sizes, if they stay in one dim.
+    """Where rows at ``place`` of row-major ``source`` sizes are after a view as ``goal`` sizes, if they stay in one
+    dim.
 
     Sizes are :func:`expression`; ``rows`` is the symbol, or the number of rows.
     """
@@ -159,10 +171,16 @@ def ratio(a: Any, b: Any) -> int | None:
 
 
 def _multiple(a: Any, b: Any) -> Any:
-    """a / b, of expressions, if it is a positive integer, or so many times the number of rows, for every number of rows."""
+    """a / b, of expressions, if it is a positive integer, or so many times the number of rows, for every number of
+    rows.
+    """
     found = _quotient(a, b)
     if found is None and not (isinstance(a, int) and isinstance(b, int)) and (whole := a / b).is_polynomial():
-        return whole if whole.is_Symbol or (whole.is_Mul and whole.args[0].is_Integer and whole.args[1].is_Symbol) else None
+        return (
+            whole
+            if whole.is_Symbol or (whole.is_Mul and whole.args[0].is_Integer and whole.args[1].is_Symbol)
+            else None
+        )
     return found
 
 

@@ -1,4 +1,6 @@
-"""The checkpoints of a run: a Trainer and its loader saved while training goes on, and taken up again on any number of ranks."""
+"""The checkpoints of a run: a Trainer and its loader saved while training goes on, and taken up again on any number of
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ class Checkpoints:
         self._background = Background(trainer.comm)
         self._check_shared()
         self._writer = CheckpointWriter(
-            self.folder, trainer.comm.rank, trainer.comm.mesh.size, self._background.gather, staging_bytes=staging_bytes,
+            self.folder, trainer.comm.rank, trainer.comm.mesh.size, self._background.gather,
+            staging_bytes=staging_bytes,
             keep_last=keep_last, keep_every=keep_every, warn=warn,
         )  # fmt: skip
 
@@ -81,7 +84,9 @@ class Checkpoints:
             raise ConfigError.on(str(self.folder), wrong, legal)
 
     def prepare(self) -> int:
-        """Take the memory that saving needs now, so that the first save does not; returns its bytes: no save takes more."""
+        """Take the memory that saving needs now, so that the first save does not; returns its bytes: no save takes
+        more.
+        """
         return self._writer.prepare(state.owned(self.trainer.engine))
 
     def save(self, loader: Loader | None = None) -> None:
@@ -108,8 +113,8 @@ class Checkpoints:
     def restore(self, loader: Loader | None = None, path: Path | None = None) -> int | None:
         """Go on from the newest checkpoint of the folder (or from ``path``): its step, or None where there is none.
 
-        Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError, naming the file,
-        where a checkpoint is damaged or of another model, optimizer, seed or data.
+        Checkpoints of later steps stay, and are newer for the next ``restore`` without a path.  Raises ConfigError,
+        naming the file, where a checkpoint is damaged or of another model, optimizer, seed or data.
         """
         path = latest(self.folder) if path is None else path
         if path is None:

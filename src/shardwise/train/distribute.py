@@ -1,6 +1,8 @@
-"""A user's own training loop, left as it is: a model, a loss and an optimizer that stand for the steps of a :class:`Trainer`.
+"""A user's own training loop, left as it is: a model, a loss and an optimizer that stand for the steps of a
+:class:`Trainer`.
 
-Forward, backward and update of a step are one program.  It runs in ``optimizer.step()``; what comes before says on which batch.
+Forward, backward and update of a step are one program.  It runs in ``optimizer.step()``; what comes before says on
+which batch.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ from shardwise.data.loader import AXES, Batch, rank_rows
 from shardwise.runtime.communicator import host_sum
 from shardwise.train.trainer import Trainer
 
-HOW = ("foreach", "capturable", "differentiable", "fused")  # settings of torch's optimizers that do not change what they compute
+HOW = (
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+)  # settings of torch's optimizers that do not change what they compute
 
 
 def distribute(
@@ -37,15 +44,17 @@ def distribute(
         optimizer.step()
         optimizer.zero_grad()
 
-    Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow, :meth:`Trainer.loader` reads
-    only those).  So the ranks' loaders must agree: seed them alike; every batch is compared.  Leave batches on the host, from where they
-    are copied while the device computes: comparing those that are on a GPU waits for all that it has to do.  ``loss`` has a value after
-    ``optimizer.step()``.  The model is captured at the first batch.
+    Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow,
+    :meth:`Trainer.loader` reads only those).  So the ranks' loaders must agree: seed them alike; every batch is
+    compared.  Leave batches on the host, from where they are copied while the device computes: comparing those that are
+    on a GPU waits for all that it has to do.  ``loss`` has a value after ``optimizer.step()``.  The model is captured
+    at the first batch.
 
     Args:
-        model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see :class:`Trainer`).
-        optimizer: one of torch's, over all parameters of the model; its numbers are read now, the learning rate at every step, so that
-            torch's schedules over it work.
+        model: any module that is called with the fields of a batch and returns the loss (or give ``loss``, see
+        :class:`Trainer`).
+        optimizer: one of torch's, over all parameters of the model; its numbers are read now, the learning rate at
+            every step, so that torch's schedules over it work.
         plan: how the step is divided; by default data parallel over all ranks.
         options: further arguments of :class:`Trainer`: ``clip_norm``, ``seed``, ``loss``.
     """
@@ -67,14 +76,17 @@ class Loss:
             raise ShardwiseError("loss.backward(): this loss is that of an evaluation or of a step that is done")
         if self._steps.due is not None:
             raise ShardwiseError(
-                "loss.backward(): called twice before optimizer.step(); legal: one batch a step, and Plan(microbatches=...) to divide it"
+                "loss.backward(): called twice before optimizer.step(); legal: one batch a step, and "
+                "Plan(microbatches=...) to divide it"
             )
         self._steps.due = (self, self._batch)
 
     def detach(self) -> Tensor:
         """The value, on this rank's device; it is that of the whole batch on every rank."""
         if self._value is None:
-            raise ShardwiseError("the value of this loss is known after optimizer.step(): forward, backward and update run there")
+            raise ShardwiseError(
+                "the value of this loss is known after optimizer.step(): forward, backward and update run there"
+            )
         return self._value
 
     def item(self) -> float:
@@ -127,7 +139,9 @@ class DistributedModel:
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse(
-            "model", name, "a call, train, eval, state_dict and trainer; gradients are clipped by distribute(..., clip_norm=...)"
+            "model",
+            name,
+            "a call, train, eval, state_dict and trainer; gradients are clipped by distribute(..., clip_norm=...)",
         )
 
 
@@ -149,7 +163,8 @@ class Optimizer:
             changed = [key for key in now if now[key] != self._numbers[key] and key != "lr"]
             if changed:
                 raise ShardwiseError(
-                    f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of torch's"
+                    f"optimizer: {', '.join(changed)} changed after distribute(); legal: lr alone, by a schedule of "
+                    "torch's"
                 )
             engine.optimizer = replace(engine.optimizer, lr=float(now["lr"]))
         loss._value = self._steps.trainer.step(batch).loss
@@ -225,7 +240,9 @@ def _flat(bound: inspect.BoundArguments) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         if kinds[name] is inspect.Parameter.VAR_POSITIONAL:
-            raise ConfigError(f"model(...): forward(*{name}) has no names for the fields of a batch; legal: named arguments")
+            raise ConfigError(
+                f"model(...): forward(*{name}) has no names for the fields of a batch; legal: named arguments"
+            )
         found |= value if kinds[name] is inspect.Parameter.VAR_KEYWORD else {name: value}
     return found
 
@@ -238,11 +255,15 @@ def _check(batch: Mapping[str, Any]) -> None:
             raise ConfigError(f'batch: field "{name}" is {what}; legal: tensors with rows in their first dim')
     sizes = {name: value.shape[0] for name, value in batch.items()}
     if len(set(sizes.values())) != 1:
-        raise ConfigError(f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field")
+        raise ConfigError(
+            f"batch: fields have different numbers of rows: {sizes}; legal: one number, of at least one field"
+        )
 
 
 def _compare(trainer: Trainer, batch: Mapping[str, Tensor]) -> None:
-    """:class:`ConfigError` on all ranks unless they have read the same batch: its bytes, summed up in one word, are compared."""
+    """:class:`ConfigError` on all ranks unless they have read the same batch: its bytes, summed up in one word, are
+    compared.
+    """
     if trainer.plan.mesh.size == 1:
         return
     word = 0

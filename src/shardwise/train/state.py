@@ -25,7 +25,9 @@ LINE = 16  # elements: shares begin where a cache line does
 
 
 def owned(engine: Engine) -> list[Piece]:
-    """What this rank saves: of what it holds an equal share with all that hold the same, so that each element belongs to exactly one."""
+    """What this rank saves: of what it holds an equal share with all that hold the same, so that each element belongs
+    to exactly one.
+    """
     mesh, rank = engine.comm.mesh, engine.comm.rank
     found: list[Piece] = []
     for index, memory in engine.memory.buckets.items():
@@ -34,7 +36,9 @@ def owned(engine: Engine) -> list[Piece]:
         others = {PIPELINE, *memory.bucket.axes} | (set() if memory.held.numel == memory.layout.numel else {SHARDS})
         axes = mesh.beside(others)
         lines = -(-memory.held.numel // LINE)
-        start, stop = (memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes)))
+        start, stop = (
+            memory.held.start + LINE * cut for cut in shard_range(lines, mesh.axis_size(axes), mesh.index(rank, axes))
+        )
         found += _bucket(memory, start, min(stop, memory.held.stop))
     return found + [piece for i, piece in enumerate(_replicated(engine)) if _saver(engine, piece.name, i) == rank]
 
@@ -49,11 +53,14 @@ def _saver(engine: Engine, name: str, number: int) -> int:
 def held(engine: Engine) -> list[Piece]:
     """All that this rank holds, in memory that a checkpoint can fill."""
     buckets = engine.memory.buckets.values()
-    return [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)] + list(_replicated(engine))
+    return [p for m in buckets for p in _bucket(m, m.held.start, m.held.stop, counters=True)] + list(
+        _replicated(engine)
+    )
 
 
 def restore(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Fill the engine from a checkpoint of any number of ranks; floating-point tensors of another precision are rounded.
+    """Fill the engine from a checkpoint of any number of ranks; floating-point tensors of another precision are
+    rounded.
 
     Raises ConfigError, before anything changes, where the checkpoint is of another model or optimizer.
     """

@@ -32,20 +32,26 @@ class NonFiniteError(ShardwiseError):
 
     def __init__(self, step: int, unit: str, what: str, alone: bool = False) -> None:
         self.step, self.unit, self.what = step, unit, what
-        weights = "other stages have gone on: go back to a checkpoint" if alone else "the weights are as before this step"
+        weights = (
+            "other stages have gone on: go back to a checkpoint" if alone else "the weights are as before this step"
+        )
         super().__init__(f"step {step}: {what} not finite, first in unit {unit}; {weights}")
 
 
 class LossScaleError(ShardwiseError):
-    """The gradients of step after step overflow in fp16, at whatever scale of the loss; weights and optimizer state are as before."""
+    """The gradients of step after step overflow in fp16, at whatever scale of the loss; weights and optimizer state are
+    as before.
+    """
 
     cause = "overflow"
 
     def __init__(self, step: int, steps: int, scale: float, unit: str, what: str) -> None:
         self.step, self.steps, self.scale, self.unit, self.what = step, steps, scale, unit, what
         super().__init__(
-            f"step {step}: gradients have overflowed in fp16 for {steps} steps in a row, the loss scale is down to {scale:g}; first not "
-            f"finite is {what} in unit {unit}; the weights are as before these steps. It is not the scale: lower the learning rate, "
+            f"step {step}: gradients have overflowed in fp16 for {steps} steps in a row, the loss scale is down to "
+            f"{scale:g}; first not "
+            f"finite is {what} in unit {unit}; the weights are as before these steps. It is not the scale: lower the "
+            "learning rate, "
             'look at the data and at this unit, or use precision = "bf16", which has the range of fp32'
         )
 
@@ -54,21 +60,22 @@ class Trainer:
     """One rank of a training run.
 
     Args:
-        module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.  It is read once,
-            for structure and initial values, and not changed; with ``initial`` it may be on the meta device.  Ranks that are threads of
-            one process share one :class:`shardwise.lower.compiled.Compiled` instead, made beforehand: capture is not thread-safe.
+        module: any module; called with a batch's fields by keyword, it returns the loss or an output with ``.loss``.
+            It is read once, for structure and initial values, and not changed; with ``initial`` it may be on the meta
+            device.  Ranks that are threads of one process share one :class:`shardwise.lower.compiled.Compiled` instead,
+            made beforehand: capture is not thread-safe.
         optimizer: which optimizer, its numbers and its schedule.
         plan: how the step is divided; its mesh has as many ranks as there are processes.
         example: a batch of at least one row, as a dict of tensors with rows in their first dim.
-        initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor), seed)``: then no
-            rank holds the whole model beside what it trains.  By default those that ``module`` has.
+        initial: the values to start from by name, read one at a time, such as ``Values.of_recorded(record(constructor),
+            seed)``: then no rank holds the whole model beside what it trains.  By default those that ``module`` has.
         loss: ``loss(output, fields)``, for modules that do not return their loss.
         clip_norm: the gradient norm to clip to.
         seed: key of dropout and other random ops, and of the loader's order.
         loss_scale: what the loss is multiplied by under fp16; by default dynamic.
         comm: this rank's communicator; by default the one that torchrun's environment asks for.
-        progress: called with (position, instruction) before each instruction; by default a rank that `shardwise launch` started
-            tells its launcher, which names it if it hangs.
+        progress: called with (position, instruction) before each instruction; by default a rank that `shardwise launch`
+            started tells its launcher, which names it if it hangs.
 
     Raises :class:`shardwise.core.errors.ConfigError` before anything runs where model, batch and plan do not fit.
     """
@@ -101,35 +108,46 @@ class Trainer:
         shared = isinstance(module, Compiled)
         self.compiled = module if isinstance(module, Compiled) else self._compiled(module, example, loss, initial)
         self.engine = Engine(
-            self.compiled, self.comm, optimizer, clip_norm=clip_norm, seed=seed, progress=progress, loss_scale=loss_scale
+            self.compiled,
+            self.comm,
+            optimizer,
+            clip_norm=clip_norm,
+            seed=seed,
+            progress=progress,
+            loss_scale=loss_scale,
         )
         if not shared:
             self.compiled.release()
         self._unseen: tuple[int, Batch, StepResult] | None = None
         self._asked_to_stop = False
         self.stopping = False
-        self.before_close: list[Callable[[], object]] = []  # for what needs the other ranks to end, such as checkpoints under way
+        self.before_close: list[
+            Callable[[], object]
+        ] = []  # for what needs the other ranks to end, such as checkpoints under way
 
     def _compiled(
-        self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None, initial: Mapping[str, Tensor] | None
+        self, module: nn.Module, example: Mapping[str, Tensor], loss: LossFunction | None,
+        initial: Mapping[str, Tensor] | None
     ) -> Compiled:  # fmt: skip
         per_host = ranks_of_a_host(self.comm) if solves(self.plan) else None
         return Compiled(module, self.plan, example, loss, self.comm.device, initial=initial, per_host=per_host)
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know of how the model was captured: static dims, ops computed on every rank, fall-backs."""
+        """What a user should know of how the model was captured: static dims, ops on every rank, fall-backs."""
         general = self.compiled.general
         notes = [*self.compiled.values.notes, *general.notes, *general.everywhere(self.compiled.microbatch_rows)]
         asynchronous = Backend.of(self.comm.device).asynchronous
         if asynchronous and not self.compiled.alike_over_batch:
             notes.append(
-                f"{', '.join(self.compiled.masks)}: batches without padding are computed as if they had some, since ranks that differed in "
+                f"{', '.join(self.compiled.masks)}: batches without padding are computed as if they had some, since "
+                "ranks that differed in "
                 "that would not exchange the same (BatchNorm over the whole batch, negatives from it)"
             )
         if asynchronous and (found := general.host_reads()):
             notes.append(
-                f"{', '.join(found)}: the host waits for the device in each, to read sizes; bf16 has a kernel that needs none"
+                f"{', '.join(found)}: the host waits for the device in each, to read sizes; bf16 has a kernel that "
+                "needs none"
             )
         return notes
 
@@ -138,9 +156,11 @@ class Trainer:
         return next(iter(self.compiled.example.values())).shape[0]
 
     def loader(self, dataset: Any, batch_size: int | None = None, *, seed: int | None = None) -> Loader:
-        """Endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors); ranks of one tp or pp group get the same.
+        """Endless batches of this rank's rows of ``dataset`` (map-style, dicts of tensors); ranks of one tp or pp group
+        get the same.
 
-        ``batch_size`` is that of the whole step, over all ranks and microbatches; by default the example's number of rows.
+        ``batch_size`` is that of the whole step, over all ranks and microbatches; by default the example's number of
+        rows.
         """
         size = self._rows if batch_size is None else batch_size
         seed = self.seed if seed is None else seed
@@ -148,7 +168,9 @@ class Trainer:
         return Loader(dataset, self.plan.mesh, self.comm.rank, size, self.plan.microbatches, seed, pin=pin, masks=masks)
 
     def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
-        """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more than so many."""
+        """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more
+        than so many.
+        """
         size = self._rows if batch_size is None else batch_size
         pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks
         return one_pass(
@@ -158,8 +180,9 @@ class Trainer:
     def step(self, batch: Batch) -> StepResult:
         """Forward, backward and one optimizer step; all ranks call it with their part of the same batch.
 
-        Returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is not finite changes
-        nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where the host does not wait.
+        Returns device tensors: the loss of the whole batch and the gradient norm before clipping.  A step that is not
+        finite changes nothing; :class:`NonFiniteError` is raised at once on CPU, and one step later on a GPU, where the
+        host does not wait.
         """
         at = self.engine.step_index
         if self._record is not None:
@@ -179,9 +202,10 @@ class Trainer:
     def steps(self, batches: Iterator[Batch], number: int) -> Iterator[StepResult]:
         """So many steps on the next of ``batches``, which all have as many rows; the results in order.
 
-        Under an asynchronous schedule, and where updates are validated later, the steps of a window overlap: its pipeline is empty only before the first and after the last, and
-        so results come later than their batches are asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at
-        the window's end, and a wish to stop counts there.  Other schedules take one step after the other.
+        Under an asynchronous schedule, and where updates are validated later, the steps of a window overlap: its
+        pipeline is empty only before the first and after the last, and so results come later than their batches are
+        asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at the window's end, and a
+        wish to stop counts there.  Other schedules take one step after the other.
         """
         size = self.plan.window if self.plan.overlaps else 1
         for start in range(0, number, size):
@@ -220,7 +244,8 @@ class Trainer:
             self._look(*failed)
 
     def request_stop(self) -> None:
-        """Ask all ranks to stop: after this step or the next but one ``stopping`` becomes true on all of them, in the same step.
+        """Ask all ranks to stop: after this step or the next but one ``stopping`` becomes true on all of them, in the
+        same step.
 
         Does nothing but set a flag: a signal handler may call it.
         """
@@ -257,7 +282,8 @@ class Trainer:
     def state_dict(self, rank: int | None = None) -> dict[str, Tensor]:
         """The full single-device state, under the module's own names, on the host; all ranks call it together.
 
-        ``rank`` is the only one that gets it, by default every one does.  A device holds no more of it at a time than one bucket.
+        ``rank`` is the only one that gets it, by default every one does.  A device holds no more of it at a time than
+        one bucket.
         """
         return self.engine.state_dict(rank)
 

@@ -1,7 +1,8 @@
-"""The weight of a microbatch: w_m is its share of the batch's targets if the loss is a mean cross-entropy, else its share of rows.
+"""The weight of a microbatch: w_m is its share of the batch's targets if the loss is a mean cross-entropy, else its
+share of rows.
 
-With these weights the sum of w_m L_m over microbatches is the loss of the whole batch, however its masks are spread.  The count of
-targets comes from slicing the captured graph back from the loss's targets: a handful of ops on ``labels``.
+With these weights the sum of w_m L_m over microbatches is the loss of the whole batch, however its masks are spread.
+The count of targets comes from slicing the captured graph back from the loss's targets: a handful of ops on ``labels``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _IDENTITIES = {
 class Targets:
     """``count(env, *values) -> valid targets`` of this rank's part of a microbatch, an int64 scalar.
 
-    ``values`` are of parameters and buffers, constants and fields, in this order.  All ranks call it together: it may gather.
+    ``values`` are of parameters and buffers, constants and fields, in this order.  All ranks call it together: it may
+    gather.
     """
 
     count: Callable[..., Tensor]
@@ -83,12 +85,14 @@ def unweighted(node: fx.Node | None) -> bool:
 def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     """The function that counts the valid targets of ``loss``: what of the local graph its targets need.
 
-    Targets that every rank has in full are counted by the first.  Raises :class:`Uncapturable` where the count would depend on what a
-    microbatch before it wrote to a buffer.
+    Targets that every rank has in full are counted by the first.  Raises :class:`Uncapturable` where the count would
+    depend on what a microbatch before it wrote to a buffer.
     """
     node = next(n for n in sharded.graph.nodes if n.meta.get("origin") is loss and n.op == "call_function")
     own = node.target is cross_entropy.cross_entropy
-    target, ignore = (node.args[2], node.kwargs["ignore_index"]) if own else (node.args[1], given(node, "ignore_index", -100))
+    target, ignore = (
+        (node.args[2], node.kwargs["ignore_index"]) if own else (node.args[1], given(node, "ignore_index", -100))
+    )
     seen = _ancestors(target)
     captured = sharded.normal.captured
     places = [n for n in sharded.graph.nodes if n in seen and n.op == "placeholder" and n.name != "env"]

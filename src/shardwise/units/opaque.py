@@ -1,4 +1,6 @@
-"""A model that cannot be captured, as one unit: its own forward, with random functions keyed and BatchNorm synchronised as they are called."""
+"""A model that cannot be captured, as one unit: its own forward, with random functions keyed and BatchNorm synchronised
+as they are called.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ from shardwise.ops import collectives, norms
 from shardwise.units.trace import Unit
 
 
-def opaque_unit(module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool) -> Unit:
+def opaque_unit(
+    module: nn.Module, fields: tuple[str, ...], loss: LossFunction | None, precision: str, training: bool
+) -> Unit:
     """The unit ``(env, *parameters, *buffers, *fields) -> (loss as partial sum, *new buffers)``.
 
-    The loss counts as the mean over rows: each rank's is weighted by its share of them.  Runs on a copy of the module whose tensors are
-    on the meta device and are replaced at each call; every thread has its own.
+    The loss counts as the mean over rows: each rank's is weighted by its share of them.  Runs on a copy of the module
+    whose tensors are on the meta device and are replaced at each call; every thread has its own.
     """
     parameters = tuple(n for n, _ in module.named_parameters())
     buffers = tuple(n for n, _ in module.named_buffers())
@@ -52,8 +56,10 @@ def opaque_unit(module: nn.Module, fields: tuple[str, ...], loss: LossFunction |
     )
 
 
-def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device) -> Tensor:
-    """The loss of an example batch on ``device``: what plain PyTorch refuses is refused here, before anything starts."""
+def first_loss(
+    unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], precision: str, device: torch.device
+) -> Tensor:
+    """The loss of an example batch on ``device``: what PyTorch refuses is refused here, before anything starts."""
     parameters = dict(module.named_parameters())
     leaves = [
         p.detach().to(device, shadow_dtype(module, n, p, precision)).requires_grad_(p.requires_grad)
@@ -63,14 +69,19 @@ def first_loss(unit: Unit, module: nn.Module, batch: Mapping[str, Tensor], preci
     rows = next(iter(batch.values())).shape[0]
     try:
         loss, *_ = unit.function(
-            collectives.Env(rows=rows), *leaves, *buffers, *(cast_field(v.to(device), precision) for v in batch.values())
+            collectives.Env(rows=rows),
+            *leaves,
+            *buffers,
+            *(cast_field(v.to(device), precision) for v in batch.values()),
         )
     except ShardwiseError:
         raise
     except Exception as error:  # of any kind: it is the user's code that runs
         missing = precision == "fp16" and device.type == "cpu" and lacks_kernel(error)
         legal = f'; legal with precision = "fp16": {KERNEL_ADVICE}' if missing else ""
-        raise ConfigError(f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}") from error
+        raise ConfigError(
+            f"model: its forward fails on a first batch of {rows} rows: {describe(error)}{legal}"
+        ) from error
     return loss
 
 
@@ -85,7 +96,12 @@ def _skeleton(module: nn.Module) -> nn.Module:
 
 class _OpaqueCall:
     def __init__(
-        self, wrapped: WithLoss, parameters: tuple[str, ...], buffers: tuple[str, ...], fields: tuple[str, ...], layers: list[Any]
+        self,
+        wrapped: WithLoss,
+        parameters: tuple[str, ...],
+        buffers: tuple[str, ...],
+        fields: tuple[str, ...],
+        layers: list[Any],
     ) -> None:
         self.layers = layers
         self.wrapped, self.parameters, self.buffers, self.fields = wrapped, parameters, buffers, fields
@@ -108,7 +124,9 @@ class _OpaqueCall:
         share = collectives.local_rows(env) / max(env.rows, 1)
         return (loss * share, *(values[f"module.{n}"] for n in self.buffers))
 
-    def run(self, env: collectives.Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom) -> Tensor:
+    def run(
+        self, env: collectives.Env, values: dict[str, Tensor], fields: dict[str, Tensor], random: KeyedRandom
+    ) -> Tensor:
         wrapped = getattr(self.own, "module", None)
         if wrapped is None:
             wrapped = self.own.module = copy.deepcopy(self.wrapped)
@@ -124,9 +142,13 @@ class _OpaqueCall:
                 draws = []
                 rows = max(next(iter(fields.values())).shape[0], 2)  # BatchNorm refuses a single row
                 for count in (rows, rows + 1):
-                    more = {k: torch.cat([v, v[:1].expand(count - v.shape[0], *v.shape[1:])]) for k, v in fields.items()}
+                    more = {
+                        k: torch.cat([v, v[:1].expand(count - v.shape[0], *v.shape[1:])]) for k, v in fields.items()
+                    }
                     random = KeyedRandom(0)
-                    copies = {k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()}
+                    copies = {
+                        k: v.clone() if k.removeprefix("module.") in self.buffers else v for k, v in values.items()
+                    }
                     with torch.no_grad():
                         self.run(collectives.Env(rows=count), copies, more, random)
                     draws.append(random.draws)
@@ -146,17 +168,22 @@ class _SyncBatchNorms:
         return self.batch_norm(proceed, *args, **kwargs)
 
     def batch_norm(
-        self, proceed: Proceed, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+        self, proceed: Proceed, input: Tensor, running_mean: Tensor | None, running_var: Tensor | None,
+        weight: Tensor | None = None,
         bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
     ) -> Tensor:  # fmt: skip
         if not training:
-            result: Tensor = proceed(F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {})
+            result: Tensor = proceed(
+                F.batch_norm, (input, running_mean, running_var, weight, bias, training, momentum, eps), {}
+            )
             return result
         channels = input.shape[1]
         mean = running_mean if running_mean is not None else input.new_zeros(channels)
         var = running_var if running_var is not None else input.new_ones(channels)
         stand_in = not collectives.local_rows(self.env)
-        y, new_mean, new_var = norms.sync_batch_norm(self.env, input, weight, bias, mean, var, momentum, eps, stand_in=stand_in)
+        y, new_mean, new_var = norms.sync_batch_norm(
+            self.env, input, weight, bias, mean, var, momentum, eps, stand_in=stand_in
+        )
         if running_mean is not None and running_var is not None:
             running_mean.copy_(new_mean)
             running_var.copy_(new_var)

@@ -1,16 +1,18 @@
-"""Selective recomputation: products and attention are kept, everything else of a unit is computed again just before its backward.
+"""Selective recomputation: products and attention are kept, everything else of a unit is computed again just before its
+backward.
 
-Matrix products, convolutions and attention are most of the arithmetic and a small part of what autograd keeps (Korthikanti et al.
-2022).  The training graph of a unit calls each of them through :func:`recalled`.  FORWARD runs the op alone, as a small autograd graph
-on a :class:`Tape`; RECOMPUTE takes the result from there, and backward runs the small graph: whatever kernel was chosen, its numbers are
-those of no recomputation, bit for bit.
+Matrix products, convolutions and attention are most of the arithmetic and a small part of what autograd keeps
+(Korthikanti et al. 2022).  The training graph of a unit calls each of them through :func:`recalled`.  FORWARD runs the
+op alone, as a small autograd graph on a :class:`Tape`; RECOMPUTE takes the result from there, and backward runs the
+small graph: whatever kernel was chosen, its numbers are those of no recomputation, bit for bit.
 
-A small graph holds none of its inputs.  Where autograd saves (a view of) one, it gets a reference, found again among the inputs of
-RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.  An op whose
-statistics are larger than its result (attention with dropout saves its probabilities) is computed again like any other.
+A small graph holds none of its inputs.  Where autograd saves (a view of) one, it gets a reference, found again among
+the inputs of RECOMPUTE, so parameters may lie elsewhere by then.  What else it saves, its output and statistics, stays.
+An op whose statistics are larger than its result (attention with dropout saves its probabilities) is computed again
+like any other.
 
-All else is computed twice, as under full recomputation.  Of collectives those whose results no backward reads are left out of
-RECOMPUTE (:func:`unread`), such as the sum behind the last product of a block; the rest is made again.
+All else is computed twice, as under full recomputation.  Of collectives those whose results no backward reads are left
+out of RECOMPUTE (:func:`unread`), such as the sum behind the last product of a block; the rest is made again.
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ OWN: dict[str, Callable[..., Tensor]] = {
 """Our own functions that are kept, under the names that stand for them in a graph."""
 
 _BLIND = """
-    add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone alias detach
-    select slice narrow split chunk unbind cat to _to_copy"""
+    add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone
+    alias detach select slice narrow split chunk unbind cat to _to_copy"""
 MOVES = {move.__name__: move for move in collectives.FORWARD}
 """The moves that communicate forward, under the names that stand for them in a graph."""
 
@@ -67,10 +69,11 @@ def _op(target: Any) -> Any:
 
 
 def recallable(graph: fx.Graph, own: int) -> fx.Graph:
-    """A copy of a unit's training graph that calls what is to be kept through :func:`recalled`, and moves through :func:`unread` where
-    nobody reads what they make.
+    """A copy of a unit's training graph that calls what is to be kept through :func:`recalled`, and moves through
+    :func:`unread` where nobody reads what they make.
 
-    The first ``own`` outputs are those of the unit, which RECOMPUTE makes only for their graphs: nobody reads their values then.
+    The first ``own`` outputs are those of the unit, which RECOMPUTE makes only for their graphs: nobody reads their
+    values then.
     """
     names = {function: name for name, function in (*OWN.items(), *MOVES.items())}
     read = _read(graph, own)
@@ -95,7 +98,9 @@ def recallable(graph: fx.Graph, own: int) -> fx.Graph:
 
 
 def note_unread(graph: fx.Graph, exposed: fx.Graph, own: int) -> None:
-    """Mark the moves of a unit's graph that its recomputation leaves out; ``exposed`` is its training graph, with the same moves."""
+    """Mark the moves of a unit's graph that its recomputation leaves out; ``exposed`` is its training graph, with the
+    same moves.
+    """
     read = _read(exposed, own)
     moves = ((n for n in g.nodes if n.target in MOVES.values()) for g in (graph, exposed))
     for mine, theirs in zip(*moves, strict=True):
@@ -120,7 +125,8 @@ def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
 def recalled(env: Env, number: int, read: bool, op: Any, *args: Any, **kwargs: Any) -> Tensor:
     """``op(*args, **kwargs)``, kept on ``env.tape``, or taken from it; without a tape it is just that.
 
-    ``number`` is the op's in its unit; ``read`` says whether anything but its shape is needed of the result once it is taken.
+    ``number`` is the op's in its unit; ``read`` says whether anything but its shape is needed of the result once it is
+    taken.
     """
     function = OWN[op] if isinstance(op, str) else op
     if env.tape is None:
@@ -130,7 +136,8 @@ def recalled(env: Env, number: int, read: bool, op: Any, *args: Any, **kwargs: A
 
 
 def unread(env: Env, move: str, *args: Any) -> Tensor:
-    """A move of whose result only the shape is needed where it is made again: nothing is communicated there, and its values are NaN.
+    """A move of whose result only the shape is needed where it is made again: nothing is communicated there, and its
+    values are NaN.
 
     Its gradient is moved as ever.
     """
@@ -199,7 +206,8 @@ class _Kept:
         for i, form in self.views.items():
             if (inputs[i].shape, inputs[i].stride()) != form:
                 raise ShardwiseError(
-                    f"recomputation gave {tuple(inputs[i].shape)}, strides {inputs[i].stride()}; it was {tuple(form[0])}, {form[1]}"
+                    f"recomputation gave {tuple(inputs[i].shape)}, strides {inputs[i].stride()}; it was "
+                    f"{tuple(form[0])}, {form[1]}"
                 )
         if self.end is None:
             return self.take().requires_grad_(self.learns)
@@ -238,7 +246,9 @@ class _Replay(torch.autograd.Function):
 
 
 def _keep(read: bool, op: Callable[..., Tensor], args: Any, kwargs: Any) -> tuple[Tensor, _Kept | None]:
-    """Run ``op`` as a graph of its own; returns the result, cut off, and what is kept: None if that is too much, or an input."""
+    """Run ``op`` as a graph of its own; returns the result, cut off, and what is kept: None if that is too much, or an
+    input.
+    """
     given = tensors_in((args, kwargs))
     learning = [i for i, t in enumerate(given) if t.requires_grad]
     alone = [t.detach() for t in given]
@@ -276,7 +286,9 @@ class _View:
 
 @dataclass
 class _Saver:
-    """What autograd saves of an op: references to ``sources``, its inputs, and what it holds itself, in bytes by storage."""
+    """What autograd saves of an op: references to ``sources``, its inputs, and what it holds itself, in bytes by
+    storage.
+    """
 
     sources: list[Tensor]
     viewed: set[int] = field(default_factory=set)
@@ -304,7 +316,9 @@ class _Saver:
 
 
 def _view(index: int, source: Tensor, tensor: Tensor) -> _View | None:
-    """``tensor`` as a view of ``source``, whose memory it shares; None if it is none: parameters, too, share the memory of a bucket."""
+    """``tensor`` as a view of ``source``, whose memory it shares; None if it is none: parameters, too, share the memory
+    of a bucket.
+    """
     same = (tensor.dtype, tensor.is_conj(), tensor.is_neg()) == (source.dtype, source.is_conj(), source.is_neg())
     offset = tensor.storage_offset() - source.storage_offset()
     if same and offset >= 0 and offset + _extent(tensor) <= _extent(source):

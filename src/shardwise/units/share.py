@@ -1,4 +1,4 @@
-"""What a rank has of a bucket: how its parameters lie there, which range of them it updates, and by which optimizers."""
+"""What a rank has of a bucket: how its parameters lie there, which range it updates, and by which optimizers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """The spans that one optimizer updates; ``name`` if these are of one parameter, which has an optimizer of its own."""
+    """The spans that one optimizer updates; ``name`` if they are of one parameter that has an optimizer of its own."""
 
     spans: tuple[Span, ...]
     name: str | None = None
@@ -34,8 +34,8 @@ class Updated(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a bucket: its rule as :func:`placement` gives it, the range ``held`` of masters and state, and what each of
-    its optimizers updates of that; a bucket that does not learn has none."""
+    """What a rank has of a bucket: its rule as :func:`placement` gives it, the range ``held`` of masters and state, and
+    what each of its optimizers updates of that; a bucket that does not learn has none."""
 
     layout: FlatBuffer
     rule: ParameterRule
@@ -44,7 +44,9 @@ class Share:
 
     @staticmethod
     def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
-        """Of ``rank``; ``per_parameter``: each parameter has an optimizer, so that those without a gradient in a step can be skipped."""
+        """Of ``rank``; ``per_parameter``: each parameter has an optimizer, so that those without a gradient in a step
+        can be skipped.
+        """
         parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)
         held = held_range(rule, layout, parts, index, bucket.learns)
@@ -53,7 +55,9 @@ class Share:
             ranges = entry_ranges(layout, held.start, held.stop)
             updates = tuple(Updated((Span(a, b, choice.decays(e.name, e.shape)),), e.name) for e, a, b in ranges)
         elif bucket.learns:
-            updates = (Updated(tuple(Span(start, stop, group == DECAY) for group, start, stop in held.segments(layout))),)
+            updates = (
+                Updated(tuple(Span(start, stop, group == DECAY) for group, start, stop in held.segments(layout))),
+            )
         return Share(layout, rule, held, updates)
 
 

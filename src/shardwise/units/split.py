@@ -1,8 +1,9 @@
 """Cutting a local graph at the model's repeated blocks into units, each a function of tensors alone.
 
-Block i of a model is unit i; what comes before the first block, after the last, and in between goes to its neighbours.  Values that
-follow from batch fields and constants alone (masks, positions, rotary tables) and are read by several units form unit "inputs", which
-has no parameters: a pipeline runs it on every stage instead of sending its results.  Blocks with the same code share one function.
+Block i of a model is unit i; what comes before the first block, after the last, and in between goes to its neighbours.
+Values that follow from batch fields and constants alone (masks, positions, rotary tables) and are read by several units
+form unit "inputs", which has no parameters: a pipeline runs it on every stage instead of sending its results.  Blocks
+with the same code share one function.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def _through(node: fx.Node, edges: Callable[[fx.Node], Iterable[fx.Node]]) -> li
 def _read_first(graph: fx.Graph, sharded: Sharded, unit: dict[fx.Node, int]) -> list[fx.Node]:
     """Buffers that forward writes and whose value before that matters to the loss, or to several units.
 
-    They become outputs of unit "inputs", which is never run again: a later unit, and a unit that is recomputed, read what the buffer
-    held when the microbatch began.  (BatchNorm's running statistics only matter to themselves.)
+    They become outputs of unit "inputs", which is never run again: a later unit, and a unit that is recomputed, read
+    what the buffer held when the microbatch began.  (BatchNorm's running statistics only matter to themselves.)
     """
     captured, written = sharded.normal.captured, set(sharded.normal.updates)
     matters = _reaching_loss(graph)
@@ -121,7 +122,9 @@ def block_of(path: str) -> str:
 
 
 def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict[int, str]]:
-    """The unit of every call, as a sortable key: -1 for "inputs", 0 before the first block, 2i for block i, the last after it."""
+    """The unit of every call, as a sortable key: -1 for "inputs", 0 before the first block, 2i for block i, the last
+    after it.
+    """
     free = _free(graph, sharded)
     calls = [n for n in graph.nodes if n.op == "call_function" and n.target not in _INTEGER_OPS and "layout" in n.meta]
     owned = _blocks_with_parameters(graph)
@@ -159,7 +162,9 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
     return unit, names
 
 
-def _early(calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured) -> dict[fx.Node, bool]:
+def _early(
+    calls: Iterable[fx.Node], free: set[fx.Node], blocks: Container[str], captured: Captured
+) -> dict[fx.Node, bool]:
     """Calls outside the blocks that follow from parameters and fields alone, and whether they follow from fields too.
 
     They belong to the first unit that reads them; what embeds fields for the first block comes before it.
@@ -181,7 +186,9 @@ def _blocks_with_parameters(graph: fx.Graph) -> set[str]:
     """Block paths in which a parameter is used; others (a lone activation) belong to the unit before them."""
     found = set()
     for node in graph.nodes:
-        if node.op == "call_function" and any(i.op == "placeholder" and i.meta.get("grad") for i in node.all_input_nodes):
+        if node.op == "call_function" and any(
+            i.op == "placeholder" and i.meta.get("grad") for i in node.all_input_nodes
+        ):
             found.add(block_of(node.meta.get("path", "")))
     return found - {""}
 
@@ -276,7 +283,9 @@ class _Builder:
         inside = set(mine)
         return list(dict.fromkeys(n for one in mine for n in _sources(one) if n not in inside and n.name != "env"))
 
-    def _graph(self, mine: list[fx.Node], kinds: dict[str, list[fx.Node]], outputs: list[fx.Node]) -> tuple[fx.Graph, int]:
+    def _graph(
+        self, mine: list[fx.Node], kinds: dict[str, list[fx.Node]], outputs: list[fx.Node]
+    ) -> tuple[fx.Graph, int]:
         """The unit's graph, its names independent of where in the model it stands."""
         graph = fx.Graph()
         copies: dict[fx.Node, Any] = {}
@@ -292,7 +301,9 @@ class _Builder:
             if node.name == "env" and node.op == "placeholder":
                 return env
             if node not in copies:  # a size
-                copies[node] = graph.call_function(node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value))
+                copies[node] = graph.call_function(
+                    node.target, fx.map_arg(node.args, value), fx.map_arg(node.kwargs, value)
+                )
             return copies[node]
 
         for node in mine:

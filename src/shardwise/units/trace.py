@@ -1,4 +1,6 @@
-"""What the rest of shardwise knows of a model, as data: its units, parameters and buckets, and how its loss weighs microbatches."""
+"""What the rest of shardwise knows of a model, as data: its units, parameters and buckets, and how its loss weighs
+microbatches.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,16 @@ from shardwise.units.microbatch_weights import Targets
 DECAY = "decay"
 """The group of parameters with weight decay in a flat buffer."""
 HOST_READS = frozenset({"transformers::grouped_mm_fallback"})
-"""Ops that read values on the host: this one multiplies experts one by one, where there is no kernel for all of them."""
+"""Ops that read values on the host: this one multiplies experts one by one, where there is no kernel for all of them.
+"""
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A parameter as it takes part in computing: tied ones once, under the first of their names.
 
-    ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of it.  Over those
-    of ``summed`` its gradient leaves backward as a partial sum, as it does over the axes of the batch.
+    ``shape`` is that of the whole; ``layout`` says what of it each rank has over the tensor-parallel axes, None: all of
+    it.  Over those of ``summed`` its gradient leaves backward as a partial sum, as it does over the axes of the batch.
     :class:`ShardwiseError` for a layout of another shape, or over other axes.
     """
 
@@ -51,7 +54,8 @@ class Parameter:
     def __post_init__(self) -> None:
         if self.layout is not None and (self.layout.shape != self.shape or set(self.axes) & set(OTHERS)):
             raise ShardwiseError(
-                f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its shape, "
+                f"parameter {self.name} of shape {self.shape} cannot lie as {self.layout}; legal: a layout of its "
+                "shape, "
                 f"sharded over none of {', '.join(OTHERS)}"
             )
 
@@ -79,8 +83,9 @@ class Parameter:
 class Bucket:
     """Parameters that share a flat buffer: those of one unit and dtype, or those that the same several units share.
 
-    Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart, and those that are
-    sharded over other ``axes``, or whose gradients are ``summed`` over others: a bucket's elements belong to as many ranks each.
+    Frozen ones have buckets of their own, which do not learn; so have those that ``trace`` was told to keep apart, and
+    those that are sharded over other ``axes``, or whose gradients are ``summed`` over others: a bucket's elements
+    belong to as many ranks each.
     """
 
     index: int
@@ -107,7 +112,8 @@ class Bucket:
         return GRADIENT_DTYPE.get(self.dtype, self.dtype)
 
     def layout(self, choice: OptimizerChoice, mesh: Mesh, rank: int) -> FlatBuffer:
-        """Where what ``rank`` has of the parameters lies in a flat buffer, those with weight decay first; equal ranges over ``dp``.
+        """Where what ``rank`` has of the parameters lies in a flat buffer, those with weight decay first; equal ranges
+        over ``dp``.
 
         It is the same for ranks that differ in other axes than the bucket's.
         """
@@ -118,8 +124,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Beside:
-    """Bytes that a rank keeps beside its buckets: of a row of the batch, of the model's buffers, and, on the host, of the parameters
-    that no unit reads."""
+    """Bytes that a rank keeps beside its buckets: of a row of the batch, of the model's buffers, and, on the host, of
+    the parameters that no unit reads."""
 
     row: int = 0
     buffers: int = 0
@@ -127,7 +133,9 @@ class Beside:
 
 
 class Repeated(NamedTuple):
-    """An op without a rule of the module at ``path``, which every rank computes whole, so many ``times`` in a microbatch: what that takes a rank."""
+    """An op without a rule of the module at ``path``, which every rank computes whole, so many ``times`` in a
+    microbatch: what that takes a rank.
+    """
 
     op: str
     path: str
@@ -140,8 +148,8 @@ class Repeated(NamedTuple):
 class Unit:
     """One piece of the model: ``function(env, *parameters, *buffers, *fields, *inputs) -> outputs``, a tuple.
 
-    ``inputs`` and ``outputs`` name live tensors of the step; ``updates`` are the buffers whose new values are the last outputs.
-    ``input_grads`` and ``output_grads`` say which of them have gradients.
+    ``inputs`` and ``outputs`` name live tensors of the step; ``updates`` are the buffers whose new values are the last
+    outputs. ``input_grads`` and ``output_grads`` say which of them have gradients.
     """
 
     index: int
@@ -168,7 +176,9 @@ class Unit:
         str, ...
     ] = ()  # the weight of each product: its gradient is multiplied outside autograd (`units/weight_products.py`)
     inside: tuple[str, ...] = ()  # the trainable parameters of which autograd has a gradient, or a part of it
-    held: tuple[str, ...] = ()  # the live tensors, its own or others', whose memory may be that of an input of a product
+    held: tuple[
+        str, ...
+    ] = ()  # the live tensors, its own or others', whose memory may be that of an input of a product
 
     def local(self, name: str, env: Env) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape of a live tensor on one rank for one microbatch, and its dtype."""
@@ -190,12 +200,12 @@ class Unit:
 class Trace:
     """What the rest of shardwise knows of a model.
 
-    ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.  ``opaque`` is None, or
-    why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and take no step.  ``tensor`` are the axes of
-    tensor parallelism that its graphs are for, each with its number of ranks; ``decided`` says of parameters, by axis, which pin or op made them
-    lie as they do, where users pin some.  ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes, and ``decisions`` what one
-    has chosen.
-    ``replicated`` are the ops without a rule, as (op, module path).
+    ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.
+    ``opaque`` is None, or why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and
+    take no step.  ``tensor`` are the axes of tensor parallelism that its graphs are for, each with its number of ranks;
+    ``decided`` says of parameters, by axis, which pin or op made them lie as they do, where users pin some.
+    ``predicted()`` are the seconds of a microbatch, by which a solver of tensor plans goes, and ``decisions`` what one
+    has chosen. ``replicated`` are the ops without a rule, as (op, module path).
     """
 
     units: list[Unit]

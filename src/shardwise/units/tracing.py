@@ -25,11 +25,14 @@ from shardwise.units.split import split
 from shardwise.units.trace import Beside, Bucket, Parameter, Trace, Unit
 
 CaptureKey = tuple[str, bool, tuple[str, ...], int | None]
-"""Precision, training, the fields that are all ones, static rows: what the graph of a module, loss and batch depends on."""
+"""Precision, training, the fields that are all ones, static rows: what the graph of a module, loss and batch depends
+on.
+"""
 Captures = dict[CaptureKey, Normal]
 
 NOTHING_LEARNS = (
-    "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's output, and "
+    "model: no trainable parameter has a gradient, for the loss depends on none; legal: a loss made of the model's "
+    "output, and "
     "parameters with requires_grad"
 )
 
@@ -89,7 +92,8 @@ def trace(
         raise ConfigError(NOTHING_LEARNS)
     buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
     return Trace(
-        units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows, None,
+        units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows,
+        None,
         [*captured.notes, *sharded.notes], tuple(sharded.replicated), ones, _beside(module, batch, buckets, precision),
         sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats, sharded.decisions,
     )  # fmt: skip
@@ -101,7 +105,9 @@ def _normal(
     """The graph that is sharded, which is the same under all plans; nobody changes it."""
     if key not in captures:
         precision, training, ones, rows = key
-        normal = functionalise(capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows))
+        normal = functionalise(
+            capture(module, batch, loss=loss, precision=precision, training=training, ones=ones, rows=rows)
+        )
         normalise(normal)
         captures[key] = normal
     return captures[key]
@@ -133,7 +139,9 @@ def _learning(units: list[Unit], captured: Captured) -> set[str]:
                 stack.extend(i for i in node.all_input_nodes if i.op == "placeholder" or i.meta.get("grad"))
         places = [n for n in unit.graph.nodes if n.op == "placeholder"][1:]
         found |= {
-            name for name, place in zip(unit.parameters, places, strict=False) if place in seen and captured.trainable[name]
+            name
+            for name, place in zip(unit.parameters, places, strict=False)
+            if place in seen and captured.trainable[name]
         }
     return found
 
@@ -142,7 +150,9 @@ def _buckets(
     units: list[Unit], module: nn.Module, precision: str, learning: set[str], group: Callable[[str], Hashable] | None,
     layouts: Mapping[str, Layout] = MappingProxyType({}), summed: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
 ) -> list[Bucket]:  # fmt: skip
-    """``layouts``: of the parameters that are sharded, by name; ``summed``: the axes over which their gradients are partial sums."""
+    """``layouts``: of the parameters that are sharded, by name; ``summed``: the axes over which their gradients are
+    partial sums.
+    """
     own = dict(module.named_parameters(remove_duplicate=False))
     users: dict[str, tuple[int, ...]] = {}
     for unit in units:
@@ -157,7 +167,14 @@ def _buckets(
                 raise ConfigError.on("model", wrong, legal)
             dtype = shadow_dtype(module, name, own[name], precision)
             one = Parameter(name, tuple(own[name].shape), dtype, users[name], layouts.get(name), summed.get(name, ()))
-            key = (users[name], dtype, name in learning, one.axes, one.summed, group(name) if group is not None else None)
+            key = (
+                users[name],
+                dtype,
+                name in learning,
+                one.axes,
+                one.summed,
+                group(name) if group is not None else None,
+            )
             groups.setdefault(key, []).append(one)
     # Those of one unit in the order of the module, so that all processes agree.
     ordered = sorted(groups, key=lambda k: (k[0][0], len(k[0]), k[0], str(k[1]), not k[2], k[3:5]))
@@ -165,7 +182,8 @@ def _buckets(
 
 
 def _opaque(
-    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool, reason: str,
+    module: nn.Module, batch: Mapping[str, Tensor], loss: LossFunction | None, precision: str, training: bool,
+    reason: str,
     group: Callable[[str], Hashable] | None, device: torch.device,
 ) -> Trace:  # fmt: skip
     unit = opaque_unit(module, tuple(batch), loss, precision, training)
@@ -176,12 +194,14 @@ def _opaque(
     learning = {n for n, good in trainable.items() if good}
     notes = [
         f"not captured, trains as one unit: {reason}",
-        "lost with it: overlap of reductions with backward, per-unit recomputation, and any mixing of rows other than BatchNorm's "
+        "lost with it: overlap of reductions with backward, per-unit recomputation, and any mixing of rows other than "
+        "BatchNorm's "
         "(a loss that is not a mean of rows, negatives of the same batch) is computed on each rank's own rows",
         "branches that depend on values are decided by each rank's own rows",
     ]
     buckets = _buckets([unit], module, precision, learning, group)
     return Trace(
-        [unit], buckets, tuple(n for n in trainable if n not in learning), tuple(batch), None, precision, None, reason, notes,
+        [unit], buckets, tuple(n for n in trainable if n not in learning), tuple(batch), None, precision, None, reason,
+        notes,
         beside=_beside(module, batch, buckets, precision),
     )  # fmt: skip

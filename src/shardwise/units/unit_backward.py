@@ -14,7 +14,7 @@ from shardwise.units.weight_products import Multiplier, Operand, watch
 
 
 class Saved(NamedTuple):
-    """What a forward leaves for its backward: outputs with gradients, operands of products, and the parameters' leaves."""
+    """What a forward leaves for its backward: outputs with gradients, operands of products, the parameters' leaves."""
 
     outputs: list[Tensor]
     operands: list[Operand]  # on a rank with references to gathered parameters
@@ -28,8 +28,8 @@ class Saved(NamedTuple):
 class UnitBackward(Multiplier):
     """Runs backwards; a subclass says where gradients come from, and where those of parameters go.
 
-    ``pending`` are the gradients of live tensors by microbatch, which wait for the units that made them; ``microbatch`` is that of the
-    backward under way.
+    ``pending`` are the gradients of live tensors by microbatch, which wait for the units that made them; ``microbatch``
+    is that of the backward under way.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,9 @@ class UnitBackward(Multiplier):
         self.microbatch = 0
 
     @abstractmethod
-    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def solve(
+        self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
         """The gradients of ``wanted``, as ``torch.autograd.grad`` gives them."""
 
     @abstractmethod
@@ -51,17 +53,22 @@ class UnitBackward(Multiplier):
         self.pending[name, self.microbatch] = gradient if before is None else before + gradient
 
     def run_backward(
-        self, unit: Unit, take: Callable[[], Saved], live: Mapping[str, Tensor], seed: Callable[[str, Tensor], Tensor | None],
+        self, unit: Unit, take: Callable[[], Saved], live: Mapping[str, Tensor],
+        seed: Callable[[str, Tensor], Tensor | None],
         defer: Callable[[Factors], None] | None = None,
     ) -> None:  # fmt: skip
-        """BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the products, BACKWARD_INPUT.
+        """BACKWARD from the gradients of outputs that ``seed`` gives; with ``defer``, which gets the products,
+        BACKWARD_INPUT.
 
-        ``live`` are the inputs that have a gradient.  What ``take`` gives is held by nobody else, so that each part ends when it is used.
+        ``live`` are the inputs that have a gradient.  What ``take`` gives is held by nobody else, so that each part
+        ends when it is used.
         """
         add, behind = (self.multiply, self.behind) if defer is None else (defer, defer)
         outputs, operands, leaves = take()
         names = [n for n, g in zip(unit.outputs, unit.output_grads, strict=True) if g]
-        seeds = [(value, own) for name, value in zip(names, outputs, strict=True) if (own := seed(name, value)) is not None]
+        seeds = [
+            (value, own) for name, value in zip(names, outputs, strict=True) if (own := seed(name, value)) is not None
+        ]
         parameters = {n: leaf for n, leaf in zip(unit.parameters, leaves, strict=True) if leaf.requires_grad}
         later = watch(unit.products, operands, add, behind)
         wanted = [*parameters.values(), *live.values(), *(p.y for _, p in later)]

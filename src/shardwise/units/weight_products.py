@@ -1,10 +1,11 @@
 """Weight gradients of products taken out of backward: their operands become outputs of the unit.
 
-A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of experts, an embedding
-(a product with rows of the identity).  The
-gradient of its weight needs only the input X and the output's gradient dY.  A unit that trains computes its products with
-detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one of its results,
-and whoever runs the unit multiplies the two when and where it likes: straight into the gradient buffer, without a copy, or later.
+A *product* is an op that is linear in a parameter: a linear, a matrix product, a convolution, a grouped product of
+experts, an embedding (a product with rows of the identity).  The
+gradient of its weight needs only the input X and the output's gradient dY.  A unit that trains computes its products
+with detached weights and returns, for each, X and the *edge* of Y in the autograd graph: backward then gives dY as one
+of its results, and whoever runs the unit multiplies the two when and where it likes: straight into the gradient buffer,
+without a copy, or later.
 
 Which ops are products is the table ``PRODUCTS``; every other gradient (of biases, norms, of slices of parameters)
 is left to autograd.  The weight of a product may be a parameter with its dims permuted.
@@ -31,8 +32,9 @@ aten = torch.ops.aten
 
 
 class Operand(NamedTuple):
-    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, whether this rank's product counts
-    (of those that all ranks compute alike one does), and whether the gradient of X goes straight to a collective."""
+    """What a unit returns of a product: all of its factors but dY, which arrives at ``y``, whether this rank's product
+    counts (of those that all ranks compute alike one does), and whether the gradient of X goes straight to a
+    collective."""
 
     kind: str
     x: Tensor
@@ -46,15 +48,15 @@ class Operand(NamedTuple):
         return Factors(weight, dy, self.kind, self.x, self.dims, self.rest)
 
 
-# ---- in the graph of a unit --------------------------------------------------------------------------------------------
+# ---- in the graph of a unit ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Product:
     """A node that is a product: where its weight is among the arguments, and which parameter that is.
 
-    ``alike``: the axes over which all ranks compute it alike.  ``meets``: the gradient of X goes straight to a collective.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias
-    and ``rest``.
+    ``alike``: the axes over which all ranks compute it alike.  ``meets``: the gradient of X goes straight to a
+    collective.  ``forward`` computes it in place of the op, if given, as a function of X, weight, bias and ``rest``.
     """
 
     kind: str
@@ -89,7 +91,9 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
 
 
 def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, Product]) -> tuple[int, ...]:
-    """The trainable parameters that something else reads than the weights of products: autograd has a gradient for them."""
+    """The trainable parameters that something else reads than the weights of products: autograd has a gradient for
+    them.
+    """
 
     def elsewhere(node: fx.Node) -> bool:
         for user in node.users:
@@ -127,7 +131,9 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
-    """A copy of a unit's graph whose last outputs are the fields of an :class:`Operand` for each of the products ``found``."""
+    """A copy of a unit's graph whose last outputs are the fields of an :class:`Operand` for each of the products
+    ``found``.
+    """
     new = fx.Graph()
     copies: dict[fx.Node, Any] = {}
     operands: list[Any] = []
@@ -147,8 +153,14 @@ def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
                 copy.args = (copies[one.x], weight, bias, *fx.map_arg(one.rest, lambda a: copies[a]))
             copies[node] = new.call_function(begun, (copy,))
             y = new.call_function(edge, (copies[node],))
-            counts = new.call_function(collectives.is_first, (copies[next(iter(graph.nodes))], one.alike)) if one.alike else True
-            operands.append((one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts, one.meets))
+            counts = (
+                new.call_function(collectives.is_first, (copies[next(iter(graph.nodes))], one.alike))
+                if one.alike
+                else True
+            )
+            operands.append(
+                (one.kind, copies[one.x], one.dims, fx.map_arg(one.rest, lambda a: copies[a]), y, counts, one.meets)
+            )
     return new
 
 
@@ -178,13 +190,13 @@ def edge(y: Tensor) -> GradientEdge:
     return get_gradient_edge(y)
 
 
-# ---- which ops -----------------------------------------------------------------------------------------------------------
+# ---- which ops -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """The positions of X and of the weight among an op's arguments, and the form of a call: its kind and ``rest``, or None if it
-    is no product."""
+    """The positions of X and of the weight among an op's arguments, and the form of a call: its kind and ``rest``, or
+    None if it is no product."""
 
     x: int
     weight: int
@@ -208,7 +220,9 @@ def _right(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str] | None:
         return None
     if _rank(weight) == 3:
         first = x.meta["val"].shape[0]
-        return ("batched",) if _rank(x) == 3 and isinstance(first, int) and first == weight.meta["val"].shape[0] else None
+        return (
+            ("batched",) if _rank(x) == 3 and isinstance(first, int) and first == weight.meta["val"].shape[0] else None
+        )
     return ("right",) if _rank(weight) == 2 else None
 
 
@@ -237,7 +251,15 @@ def _filters(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, *tuple[An
     else:
         pad = each("padding", 0)
     transposed = bool(given(node, "transposed", op_name(node).startswith("conv_transpose")))
-    return "convolution", each("stride", 1), pad, dilation, transposed, each("output_padding", 0), given(node, "groups", 1)
+    return (
+        "convolution",
+        each("stride", 1),
+        pad,
+        dilation,
+        transposed,
+        each("output_padding", 0),
+        given(node, "groups", 1),
+    )
 
 
 def _rows(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, int] | None:
@@ -278,7 +300,9 @@ def _permutation(node: Any) -> tuple[int, ...] | None:
 
 
 def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
-    """What lies under views that only permute dims, how they do it together, and over which axes all ranks use it alike."""
+    """What lies under views that only permute dims, how they do it together, and over which axes all ranks use it
+    alike.
+    """
     dims, alike = None, ()
     while isinstance(node, fx.Node):
         if node.target is collectives.own:
@@ -291,12 +315,12 @@ def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
     return node, dims, alike
 
 
-# ---- in backward, and after it -------------------------------------------------------------------------------------------
+# ---- in backward, and after it ---------------------------------------------------------------------------------------
 
 
 class Multiplier(ABC):
-    """Multiplies products as a backward finds them, but one at a time behind the collective that the gradient of its X goes to: that is
-    posted, the product multiplied, the collective waited for.
+    """Multiplies products as a backward finds them, but one at a time behind the collective that the gradient of its X
+    goes to: that is posted, the product multiplied, the collective waited for.
     """
 
     def __init__(self) -> None:
@@ -320,9 +344,11 @@ class Multiplier(ABC):
 def watch(
     names: Sequence[str], operands: Sequence[Operand], add: Callable[[Factors], None], behind: Callable[[Factors], None]
 ) -> list[tuple[str, Operand]]:
-    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` where a collective follows.
+    """Have ``add`` called as soon as backward has a product's dY, while it is in the cache, or ``behind`` where a
+    collective follows.
 
-    ``names`` are the products' weights.  Returns the products that backward would not pass, as nothing before them has a gradient.
+    ``names`` are the products' weights.  Returns the products that backward would not pass, as nothing before them has
+    a gradient.
     """
     later = []
     for name, one in zip(names, operands, strict=True):

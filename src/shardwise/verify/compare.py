@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 NOISE_FLOOR = 1e-5
-"""A tensor's error is relative to at least this share of the norm of all: an attention key's bias, or one before a BatchNorm, has a
-gradient of pure rounding.  At the tolerance of 1e-10 it is 1e-15 of the whole, five times what fp64 resolves.
+"""A tensor's error is relative to at least this share of the norm of all: an attention key's bias, or one before a
+BatchNorm, has a gradient of pure rounding.  At the tolerance of 1e-10 it is 1e-15 of the whole, five times what fp64
+resolves.
 """
 
 
@@ -53,7 +54,9 @@ def total_norm(tensors: Mapping[str, Tensor]) -> float:
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in finite))
 
 
-def relative_errors(ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False) -> dict[str, float]:
+def relative_errors(
+    ours: Mapping[str, Tensor], truth: Mapping[str, Tensor], equal_infinities: bool = False
+) -> dict[str, float]:
     """The error of every tensor by name, against the larger of its own norm and NOISE_FLOOR of the norm of all.
 
     A name that only one side has is infinitely wrong.  Integer and boolean tensors have no rounding, and so

@@ -15,8 +15,8 @@ from shardwise.kernels.flop_counter import tensors_in
 class Together:
     """A layer that brings the tensors of the host to ``device`` where a call mixes them with tensors that are there.
 
-    They are what ``module.to(device)`` leaves behind and a plan takes along: plain attributes, literals, weights of a loss.  What a call
-    writes to stays where it is.
+    They are what ``module.to(device)`` leaves behind and a plan takes along: plain attributes, literals, weights of a
+    loss.  What a call writes to stays where it is.
     """
 
     def __init__(self, device: torch.device) -> None:

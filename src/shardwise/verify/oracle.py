@@ -74,8 +74,8 @@ class Oracle:
     Losses are multiplied by ``loss_scale`` before backward and gradients divided by it after: under ``fp16``
     small ones would be zero.
 
-    ``version`` says for a parameter and a microbatch, counted over all steps, after how many updates its value is the one that forward
-    and backward use; by default after all before.
+    ``version`` says for a parameter and a microbatch, counted over all steps, after how many updates its value is the
+    one that forward and backward use; by default after all before.
 
     Random functions inside forward are keyed by (``seed``, step, ordinal, row of the global batch): see
     :mod:`shardwise.capture.keyed_calls` for which calls count.  Others are refused by name.
@@ -84,8 +84,8 @@ class Oracle:
     first, the others (by default norms and biases: fewer than two dims) with ``weight_decay = 0``.  Without
     it, parameters stay as they are.
 
-    ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or ``loss_fn`` make, and those
-    of the host that they hold, go there too.
+    ``device`` is where all is computed, by default where the module's first parameter is.  Tensors that forward or
+    ``loss_fn`` make, and those of the host that they hold, go there too.
     """
 
     def __init__(
@@ -120,7 +120,9 @@ class Oracle:
         self._probed = False
 
     def step(self, batch: Fields, lr: float | None = None) -> OracleStep:
-        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate ``lr`` if given."""
+        """Train on ``batch`` (tensors whose dim 0 is the rows of the global batch), with the learning rate ``lr`` if
+        given.
+        """
         fields = self._fields(batch)
         if not self._probed:
             self._probe(fields)
@@ -311,7 +313,9 @@ def plain_optimizer(choice: OptimizerChoice) -> OptimizerFactory:
     }  # fmt: skip
     make = classes[choice.name]
     legal = inspect.signature(make).parameters
-    options = {k: getattr(choice, k) for k in ("lr", "betas", "momentum", "nesterov", "alpha", "momentum_decay") if k in legal}
+    options = {
+        k: getattr(choice, k) for k in ("lr", "betas", "momentum", "nesterov", "alpha", "momentum_decay") if k in legal
+    }
     options |= {k: v for k in ("eps", "weight_decay") if (v := getattr(choice, k)) is not None and k in legal}
     return lambda groups: make(groups, foreach=False, **options)
 

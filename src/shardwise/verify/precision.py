@@ -14,7 +14,8 @@ from shardwise.kernels.flop_counter import tensors_in
 
 _MATMULS = frozenset(
     (
-        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "inner", "addmm", "addmv", "addbmm", "baddbmm",
+        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "inner", "addmm",
+        "addmv", "addbmm", "baddbmm",
         "einsum", "tensordot", "linalg_multi_dot", "linalg_vecdot", "prelu",
         "grouped_mm", "_grouped_mm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
         "conv_transpose3d", "scaled_dot_product_attention", "layer_norm", "group_norm", "rms_norm",
@@ -28,8 +29,10 @@ _LOSSES = frozenset(
 )  # fmt: skip
 _OVERFLOWING = frozenset(
     (
-        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__", "rsqrt",
-        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm",
+        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__",
+        "rsqrt",
+        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "linalg_norm", "linalg_vector_norm",
+        "linalg_matrix_norm",
         "logsumexp", "cdist", "dist",
     )
 )  # fmt: skip
@@ -37,8 +40,8 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 class LowPrecision:
-    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to fp32; with
-    fp16 also those of functions whose results leave its range easily.
+    """A layer that casts the operands of matmul-like functions to ``dtype`` where they differ, and those of losses to
+    fp32; with fp16 also those of functions whose results leave its range easily.
 
     They differ where a buffer or an input, which stay as they are, met a parameter in low precision.
     """

@@ -1,12 +1,14 @@
-"""Is a plan, for this model, the same as one device?  Both run a few steps in fp64 on the same batches, and everything is compared.
+"""Is a plan, for this model, the same as one device?  Both run a few steps in fp64 on the same batches, and everything
+is compared.
 
-The plan's side runs as it would in training but for the precision; the other side is :class:`shardwise.verify.oracle.Oracle`.  A plan in
-low precision is judged a second time: its first gradients may be as far from the fp64 truth as one device's in that precision, times
-1.25.
+The plan's side runs as it would in training but for the precision; the other side is
+:class:`shardwise.verify.oracle.Oracle`.  A plan in low precision is judged a second time: its first gradients may be as
+far from the fp64 truth as one device's in that precision, times 1.25.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -93,12 +95,14 @@ def verify(
 ) -> Report:
     """Compare ``plan`` with one device on ``batches``, one global batch a step.
 
-    Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and buffer after the
-    step; where batches overlap, parameters and buffers where the pipeline is empty.  Under an asynchronous schedule one device uses the old
-    weights that the programs say.  ``module`` is not changed.  ``run`` runs the ranks; by default they are threads of this process, of which there can be any number.
-    ``captured`` is ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.  Where a solver decides
-    on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; what runs in fp64 is what it decided for ``plan``.
-    Both sides compute on ``device``, or that of ``captured``: the ranks together on this one device, each in a stream of its own.
+    Compared are, step by step, the loss, the gradient norm, the gradient of every parameter, and every parameter and
+    buffer after the step; where batches overlap, parameters and buffers where the pipeline is empty.  Under an
+    asynchronous schedule one device uses the old weights that the programs say.  ``module`` is not changed.  ``run``
+    runs the ranks; by default they are threads of this process, of which there can be any number. ``captured`` is
+    ``module`` with its loss, made ready for any plan and batches like these: it is not captured again.  Where a solver
+    decides on tensor plans, it does so as ``captured`` says, by default for the devices of this machine; what runs in
+    fp64 is what it decided for ``plan``. Both sides compute on ``device``, or that of ``captured``: the ranks together
+    on this one device, each in a stream of its own.
     """
     start = time.perf_counter()
     device = torch.device(device) if captured is None else captured.device
@@ -130,16 +134,20 @@ def verify(
     notes = list(compiled.general.notes)
     if broken := next((s for s in truth if not math.isfinite(s.loss)), None):
         notes.append(
-            f"one device's own loss is {broken.loss} at step {broken.step}: it is the model, its data or its numbers, not the plan"
+            f"one device's own loss is {broken.loss} at step {broken.step}: it is the model, its data or its numbers, "
+            "not the plan"
         )
     if plan.post_validates:
         notes.append(
-            f"of {len(ours[0])} updates {sum(bool(step.repeated) for step in ours[0])} were made again by the norm over all stages"
+            f"of {len(ours[0])} updates {sum(bool(step.repeated) for step in ours[0])} were made again by the norm "
+            "over all stages"
         )
     if plan.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
     if oracle.promotions:
-        notes.append(f"{oracle.promotions} casts to fp32 or lower inside the model were made casts to fp64, on both sides")
+        notes.append(
+            f"{oracle.promotions} casts to fp32 or lower inside the model were made casts to fp64, on both sides"
+        )
     return Report(
         passed, comparison.largest, tolerance, comparison.worst(10), comparison.summary(), len(comparison.differences),
         oracle.promotions, agree, time.perf_counter() - start, notes, low,
@@ -147,7 +155,8 @@ def verify(
 
 
 def _ready(
-    module: nn.Module, plan: Plan, changed: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None, captured: Compiled | None,
+    module: nn.Module, plan: Plan, changed: Plan, batch: Mapping[str, Tensor], loss: LossFunction | None,
+    captured: Compiled | None,
     device: torch.device,
 ) -> Compiled:  # fmt: skip
     """For ``changed``, with what a solver decides for ``plan``."""
@@ -161,7 +170,9 @@ def _finite(gradients: Mapping[str, Tensor]) -> bool:
 
 
 def in_training(oracle: Oracle) -> None:
-    """Let one device train what the plan trains: a module that is in evaluation mode as a whole, as ``from_pretrained`` gives it, too."""
+    """Let one device train what the plan trains: a module that is in evaluation mode as a whole, as ``from_pretrained``
+    gives it, too.
+    """
     if not oracle.module.training:
         oracle.module.train()
 
@@ -169,7 +180,9 @@ def in_training(oracle: Oracle) -> None:
 def run_threads(
     compiled: Compiled, rank: Callable[[Communicator], list[VerifiedStep]], delay_seed: int | None = None
 ) -> list[list[VerifiedStep]]:
-    """Every rank as a thread of this process, on the device that the model was made ready for; ``delay_seed``: they pause at random."""
+    """Every rank as a thread of this process, on the device that the model was made ready for; ``delay_seed``: they
+    pause at random.
+    """
     return run_ranks(compiled.plan.mesh, rank, timeout=120, device=compiled.device, delay_seed=delay_seed)
 
 
@@ -198,7 +211,12 @@ def run_steps(
         values = dict(engine.whole.collect())
         steps = [
             VerifiedStep(
-                float(result.loss), float(result.grad_norm), on_host(engine.everywhere(gradients)), {}, {}, result.repeated
+                float(result.loss),
+                float(result.grad_norm),
+                on_host(engine.everywhere(gradients)),
+                {},
+                {},
+                result.repeated,
             )
             for result, gradients in zip(results, kept, strict=True)
         ]
@@ -215,7 +233,9 @@ def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
 
 
 def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
-    """The weights that the programs use: for a parameter and a microbatch, counted over all batches, the updates before them."""
+    """The weights that the programs use: for a parameter and a microbatch, counted over all batches, the updates before
+    them.
+    """
     found: dict[tuple[str, int], int] = {}
     trace, microbatches = compiled.general, compiled.plan.microbatches
     for start, stop in windows(compiled.plan, batches):
@@ -225,7 +245,9 @@ def versions(compiled: Compiled, batches: int) -> Callable[[str, int], int]:
                     for name in trace.units[one.unit].parameters:
                         key, version = (name, start * microbatches + one.microbatch), start + one.version
                         if found.setdefault(key, version) != version:
-                            raise ShardwiseError(f"microbatch {key[1]} uses {name} of {found[key]} updates and of {version}")
+                            raise ShardwiseError(
+                                f"microbatch {key[1]} uses {name} of {found[key]} updates and of {version}"
+                            )
     return lambda name, microbatch: found[name, microbatch]
 
 
@@ -255,26 +277,35 @@ def low_precision(
 ) -> dict[str, float]:
     """The error of the first gradients against fp64 truth, of the plan and of one device in the plan's precision.
 
-    Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are taken in other parts.
+    Under fp16 both multiply their loss by the largest power of two that makes no gradients of either overflow: sums are
+    taken in other parts.
     """
     device = torch.device(device) if captured is None else captured.device
     compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured, device)
     scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(
-            module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale, device=device
+            module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale,
+            device=device
         )  # fmt: skip
         in_training(oracle)
         single = oracle.step(batch).gradients
         last = scale <= LEAST_SCALE or plan.precision != "fp16"
         if last or _finite(single):
             fixed = ScaleChoice.fixed(scale)
-            ours = run(compiled, lambda comm: run_steps(compiled, comm, [batch], OPTIMIZER, None, seed, fixed))[0][0].gradients  # noqa: B023
+            steps = functools.partial(
+                run_steps, compiled, batches=[batch], optimizer=OPTIMIZER, clip_norm=None, seed=seed, scale=fixed
+            )
+            ours = run(compiled, steps)[0][0].gradients
             if last or _finite(ours):
                 break
         scale /= 2
     mine, theirs = distance(ours, truth), distance(single, truth)
-    return {"plan": mine, "one_device": theirs, "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf)}
+    return {
+        "plan": mine,
+        "one_device": theirs,
+        "ratio": mine / theirs if theirs > 0 else (0.0 if mine == 0 else math.inf),
+    }
 
 
 def distance(gradients: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:

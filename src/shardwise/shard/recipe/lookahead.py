@@ -1,8 +1,10 @@
-"""What becomes of a product's result, for a recipe that decides by the way: is it read by products that add to it, is it scores?
+"""What becomes of a product's result, for a recipe that decides by the way: is it read by products that add to it, is
+it scores?
 
-A recipe walks forward, and one product by columns and the next by rows is the least that a chain of products can communicate.  It
-is not where what is cut by columns is a *stream*: read by the products of one layer after the other, each of which adds its result to it.
-A transformer that begins with a product instead of a table (ViT's patches) has one, and so has what modulates another's stream (DiT).
+A recipe walks forward, and one product by columns and the next by rows is the least that a chain of products can
+communicate.  It is not where what is cut by columns is a *stream*: read by the products of one layer after the other,
+each of which adds its result to it. A transformer that begins with a product instead of a table (ViT's patches) has
+one, and so has what modulates another's stream (DiT).
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from shardwise.shard.context import ShardingContext
 
 @dataclass
 class Reach:
-    """What a value reaches through ops that are no products: those ops, and the products of a weight that read it there."""
+    """What a value reaches through ops that are no products: those ops, and the products of a weight that read it
+    there.
+    """
 
     ops: dict[fx.Node, None] = field(default_factory=dict)
     products: dict[fx.Node, None] = field(default_factory=dict)
@@ -32,9 +36,11 @@ class Ahead:
         self.context, self.forms = context, context.forms
 
     def is_stream(self, product: fx.Node) -> bool:
-        """Whether products that read the result add to it, and more is summed if it is cut by columns than if it is whole.
+        """Whether products that read the result add to it, and more is summed if it is cut by columns than if it is
+        whole.
 
-        Cut, the results of those that read it are partial sums; whole, it is gathered, and so are summed what is added to it.
+        Cut, the results of those that read it are partial sums; whole, it is gathered, and so are summed what is added
+        to it.
         """
         reach = self.reach(product)
         spared = 2 * sum(map(self.size, reach.products)) - 2 * self.size(product)

@@ -1,4 +1,4 @@
-"""What pins are about: the parameters, and the results of modules, that their patterns match, and where these are cut."""
+"""What pins are about: the parameters, and the results of modules, that patterns match, and where these are cut."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from shardwise.shard.recipe.walk import TensorWalk
 
 @dataclass(frozen=True)
 class Pin:
-    """What is said on one axis of the tensor called ``name``: ``text``, as the user wrote it, is ``"pattern" = "where"``."""
+    """What is said on one axis of the tensor called ``name``: ``text``, as the user wrote it, is ``"pattern" =
+    "where"``.
+    """
 
     text: str
     cut: PinnedCut
@@ -33,15 +35,18 @@ class Pins:
 
 
 def read_pins(context: ShardingContext) -> Pins:
-    """The pins of ``p.tensor``; :class:`ConfigError` for a pattern that matches nothing, for two pins that disagree, and for parameters
-    of several dims that a table leaves out.  Where the layouts of parameters are known, as in evaluation, only results are looked at."""
+    """The pins of ``p.tensor``; :class:`ConfigError` for a pattern that matches nothing, for two pins that disagree,
+    and for parameters of several dims that a table leaves out.  Where the layouts of parameters are known, as in
+    evaluation, only results are looked at."""
     parameters, results = used_parameters(context), dict(returned(context.normal.graph))
     aliases = {alias: own for alias, own in context.captured.names.items() if own in parameters}
     found: tuple[dict[fx.Node, dict[str, Pin]], dict[fx.Node, dict[str, Pin]]] = ({}, {})
     for pattern, text in context.tensor.pins:
         wanted = cuts(pattern, text, tuple(context.tensor.axes))
         matched = {parameters[own]: own for alias, own in aliases.items() if fnmatchcase(alias, pattern)}
-        nodes = matched or {node: path for path, several in results.items() if fnmatchcase(path, pattern) for node in several}
+        nodes = matched or {
+            node: path for path, several in results.items() if fnmatchcase(path, pattern) for node in several
+        }
         if not nodes and context.tensor.layouts is None:
             wrong = f'"{pattern}" matches no parameter that is read and no module with a result'
             raise ConfigError.on("pins", wrong, "patterns of such names.", _near(pattern, (*aliases, *results)))

@@ -1,10 +1,10 @@
-"""Layouts from pins, as GSPMD does it (Xu et al., arXiv 2105.04663, section 3.5): what a user says of a few tensors goes on through the ops, forward and
-backward, until nothing new follows.
+"""Layouts from pins, as GSPMD does it (Xu et al., arXiv 2105.04663, section 3.5): what a user says of a few tensors
+goes on through the ops, forward and backward, until nothing new follows.
 
-An op passes on where a tensor is sharded to its other operands and results as its form says.  What is passed on without a choice comes
-first: through ops that are no products both ways, then from weights to results, then from what a product sums over to its weight,
-and last between its inputs and results.  The first to reach a tensor decides on it; what another op wants of it later is a conflict, which
-is reported, and at which values are gathered.
+An op passes on where a tensor is sharded to its other operands and results as its form says.  What is passed on without
+a choice comes first: through ops that are no products both ways, then from weights to results, then from what a product
+sums over to its weight, and last between its inputs and results.  The first to reach a tensor decides on it; what
+another op wants of it later is a conflict, which is reported, and at which values are gathered.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ THROUGH, FROM_WEIGHT, TO_WEIGHT, FORWARD, BACKWARD = range(5)
 
 
 class Fact(NamedTuple):
-    """Where a tensor is sharded (None: it is whole), by which pin, and through which op this follows from it ("": it is pinned)."""
+    """Where a tensor is sharded (None: it is whole), by which pin, and through which op this follows from it ("": it is
+    pinned).
+    """
 
     place: Shard | None
     pin: str
@@ -131,7 +133,7 @@ class Following:
             return "whole, for nothing follows"
         return f"{fact.op}, from {fact.pin}" if fact.op else fact.pin
 
-    # ---- what is to be looked at ---------------------------------------------------------------------------------------
+    # ---- what is to be looked at -------------------------------------------------------------------------------------
 
     def push(self, node: fx.Node) -> None:
         """A tensor has a place: all ops that read or make it have something to pass on."""
@@ -139,7 +141,9 @@ class Following:
             return
         for _, position, form in self.walk.cuts.uses(node):
             self.add(form, "operands", position, node)
-        source, index = (node.args[0], node.args[1]) if node.op == "call_function" and node not in self.walk.forms else (node, 0)
+        source, index = (
+            (node.args[0], node.args[1]) if node.op == "call_function" and node not in self.walk.forms else (node, 0)
+        )
         made = self.walk.forms.get(source)
         if made is not None:
             self.add(made, "results", index, node)
@@ -208,10 +212,14 @@ class Following:
             posts = dict.fromkeys((place.post, ratio(inner, math.prod(sizes[dim + 1 :]))))
             for pre, post in itertools.product(pres, posts):
                 known = isinstance(size, int) and isinstance(pre, int)
-                if pre and post and (size >= pre * post and size % (pre * post) == 0 if known else not isinstance(size, int)):
+                if (
+                    pre
+                    and post
+                    and (size >= pre * post and size % (pre * post) == 0 if known else not isinstance(size, int))
+                ):
                     yield Shard(dim, pre, post)
 
-    # ---- what is found ---------------------------------------------------------------------------------------------------
+    # ---- what is found -----------------------------------------------------------------------------------------------
 
     def propose(self, node: fx.Node, place: Shard, source: fx.Node, form: OpSharding) -> None:
         """An op wants a tensor sharded at ``place``."""
@@ -235,7 +243,8 @@ class Following:
             if has.place is not None and has.place != place and (has.place.dim, has.pin) != (place.dim, by.pin):
                 what = self.walk.context.captured.parameters.get(node.name, "") if node.op == "placeholder" else ""
                 self.conflicts[
-                    f"pins: {named(form.node)}: {by.pin} wants {starred(what) or 'a value'} in pieces of dim {place.dim}, and {has.pin} of dim "
+                    f"pins: {named(form.node)}: {by.pin} wants {starred(what) or 'a value'} in pieces of dim "
+                    f"{place.dim}, and {has.pin} of dim "
                     f"{has.place.dim}, which stays"
                 ] = None
 

@@ -1,4 +1,6 @@
-"""Where to cut a dim of a weight: what it is made of (heads, parts of a fused projection) follows from the views and splits after it."""
+"""Where to cut a dim of a weight: what it is made of (heads, parts of a fused projection) follows from the views and
+splits after it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Cuts:
         return Shard(dim, pre, size // (pre * self.parts) if size // (pre * post) % self.parts == 0 else post)
 
     def split(self, form: OpSharding, weight: int, dim: int, result: int) -> tuple[int, Shard] | None:
-        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the pieces.
+        """Where to cut dim ``dim`` of a weight, dim ``result`` of the product: so that what follows can go on with the
+        pieces.
 
         With the number of elements that have to be gathered even so.
         """
@@ -37,7 +40,9 @@ class Cuts:
         return None if found is None else (found[0], found[1]._replace(dim=dim))
 
     def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Shard] | None:
-        """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces; and what is gathered even so."""
+        """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces; and what is
+        gathered even so.
+        """
         places: list[Shard] = []
         found = []
         for pre, post in self.made_of(node, dim):
@@ -53,7 +58,9 @@ class Cuts:
         return lost, place
 
     def joined(self, node: fx.Node, dim: int) -> Shard | None:
-        """The place of a concatenation of unequal parts, each of which is cut as what follows wants it; None where it is none, or they are too small."""
+        """The place of a concatenation of unequal parts, each of which is cut as what follows wants it; None where it
+        is none, or they are too small.
+        """
         for value, d, scale in self.as_a_whole(node, dim):
             pieces = self.parts_of(value, d)
             each = [self.of_part(one, size, d) for one, size in pieces]
@@ -66,7 +73,9 @@ class Cuts:
         return None
 
     def as_a_whole(self, node: fx.Node, dim: int) -> Iterator[tuple[fx.Node, int, int]]:
-        """The values in which all of a dim of ``node`` is one dim, or the major one of those that it is seen as: with so many elements in each of it."""
+        """The values in which all of a dim of ``node`` is one dim, or the major one of those that it is seen as: with
+        so many elements in each of it.
+        """
         stack = [(node, dim, 1)]
         seen: set[tuple[fx.Node, int, int]] = set()
         while stack and len(seen) < FAR:
@@ -95,7 +104,9 @@ class Cuts:
                             stack.append((result, at.dim, scale * post // at.post))
 
     def parts_of(self, value: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-        """The (node, size) of the parts, not all equal, into which a value is split or sliced along ``dim``; none where it is not."""
+        """The (node, size) of the parts, not all equal, into which a value is split or sliced along ``dim``; none where
+        it is not.
+        """
         found: dict[int, tuple[fx.Node, int]] = {}
         for user in value.users:
             results = self.results(user) if user in self.forms else []
@@ -118,7 +129,8 @@ class Cuts:
         parts = [found[start] for start in sorted(found)]
         sizes = [size for _, size in parts]
         tiled = (
-            list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found) and sum(sizes) == self.context.shape(value)[dim]
+            list(itertools.accumulate(sizes, initial=0))[:-1] == sorted(found)
+            and sum(sizes) == self.context.shape(value)[dim]
         )
         return parts if tiled and len(set(sizes)) > 1 else []
 
@@ -126,7 +138,9 @@ class Cuts:
         """Where to cut dim ``dim`` of a part."""
         places = [self.even(size, dim, 1, post) for _, post in self.made_of(node, dim) if size % post == 0]
         places = [place for place in places if place.pre == 1 and size // place.post >= self.parts]
-        return min(places, key=lambda place: (self.gathered(node, place), size // place.post % self.parts != 0), default=None)
+        return min(
+            places, key=lambda place: (self.gathered(node, place), size // place.post % self.parts != 0), default=None
+        )
 
     def multiplied(self, node: fx.Node) -> bool:
         """Whether what follows from ``node`` is multiplied with other activations, as keys and values are."""
@@ -188,7 +202,9 @@ class Cuts:
         return [picked.get(i) for i in range(len(user.meta["val"]))]
 
     def gathered(self, node: fx.Node, place: Shard) -> int:
-        """The elements that have to be gathered, after ``node`` is made sharded at ``place``, before ops that do not take them so."""
+        """The elements that have to be gathered, after ``node`` is made sharded at ``place``, before ops that do not
+        take them so.
+        """
         total = 0
         seen: set[tuple[fx.Node, Shard]] = set()
         stack = [(node, place)]
@@ -202,13 +218,17 @@ class Cuts:
             for user, strategy in strategies:
                 after = strategy.results if strategy is not None else ()
                 stack += [
-                    (r, s) for r, s in zip(self.results(user), after, strict=False) if r is not None and isinstance(s, Shard)
+                    (r, s)
+                    for r, s in zip(self.results(user), after, strict=False)
+                    if r is not None and isinstance(s, Shard)
                 ]
         return total
 
 
 def _factors(source: list[Any], dim: int, goal: list[Any]) -> list[tuple[int, int]]:
-    """The (pre, post) of the dims that a row-major view of ``source`` as ``goal`` sizes makes of dim ``dim``, where it makes several."""
+    """The (pre, post) of the dims that a row-major view of ``source`` as ``goal`` sizes makes of dim ``dim``, where it
+    makes several.
+    """
     if not all(isinstance(s, int) for s in source[dim + 1 :]):
         return []
     size, behind = source[dim], math.prod(source[dim + 1 :])

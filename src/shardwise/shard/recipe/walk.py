@@ -1,13 +1,16 @@
-"""What the ops of a model are on an axis of tensor parallelism, by a recipe: which parameters are sharded, and where ranks communicate.
+"""What the ops of a model are on an axis of tensor parallelism, by a recipe: which parameters are sharded, and where
+ranks communicate.
 
-``1d`` (Shoeybi et al., arXiv 1909.08053, section 3): a product whose input is whole has its weight split by columns, and one whose
-input is sharded along what it sums over, by rows; a table is split by rows where indices come from the batch, and a cross-entropy takes
-scores that are split by classes.  ``ahead.py`` says where these turns would communicate more than they have to.  For a transformer
-layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section 4.2.2): what comes between the products is sharded along the
-sequence; the all-reduces become a reduce-scatter and an all-gather each, of the same volume.  The others, and their volumes, are in
-``parallel/tensor.py``.
+``1d`` (Shoeybi et al., arXiv 1909.08053, section 3): a product whose input is whole has its weight split by columns,
+and one whose input is sharded along what it sums over, by rows; a table is split by rows where indices come from the
+batch, and a cross-entropy takes scores that are split by classes.  ``ahead.py`` says where these turns would
+communicate more than they have to.  For a transformer layer with b·s·h activations that is 8·b·s·h·(t-1)/t elements a
+rank and microbatch, forward and backward, over t ranks.  ``1d-sp`` (Korthikanti et al., arXiv 2205.05198, section
+4.2.2): what comes between the products is sharded along the sequence; the all-reduces become a reduce-scatter and an
+all-gather each, of the same volume.  The others, and their volumes, are in ``parallel/tensor.py``.
 
-Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits that come after.
+Nothing here knows models: what a dim is made of (heads, parts of a fused projection) follows from the views and splits
+that come after.
 """
 
 from __future__ import annotations
@@ -35,7 +38,8 @@ TABLE = 8
 
 
 class TensorWalk(BatchWalk):
-    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the assignments of those before it.
+    """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the
+    assignments of those before it.
 
     ``known`` is what the axis does; none: all compute the same over it.
     """
@@ -104,7 +108,9 @@ class TensorWalk(BatchWalk):
         self.views[self.origin[source]].append(node)
 
     def close(self, node: fx.Node, wanted: Placement | None) -> bool:
-        """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.  Whether it is."""
+        """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.
+        Whether it is.
+        """
         if node not in self.origin:
             return self.found.states[node][0] == wanted
         parameter = self.origin[node]
@@ -149,7 +155,7 @@ class TensorWalk(BatchWalk):
         for node in states:
             del self.origin[node]
 
-    # ---- ops -----------------------------------------------------------------------------------------------------------
+    # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def state(self, node: fx.Node) -> Placement:
         """As the ops see it that read it."""
@@ -175,7 +181,9 @@ class TensorWalk(BatchWalk):
             found = self.in_stream(form, i)
             if found is not None:
                 return found
-        passing = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)]
+        passing = [
+            s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o] and not self.context.learned(o)
+        ]
         return form.whole("R" if passing and all(s == "R" for s in passing) else "I")
 
     def shards(self, form: OpSharding, position: int, place: Shard) -> Strategy | None:
@@ -194,7 +202,9 @@ class TensorWalk(BatchWalk):
         return self.context.together(form, {**known, self.axis: strategy})
 
     def sharded(self, form: OpSharding, states: list[Placement]) -> Strategy | None:
-        """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are gathered at use."""
+        """That of an operand that is sharded: of parameters first, then of the largest; but not of weights that are
+        gathered at use.
+        """
         order = []
         for i, (state, (operand, _)) in enumerate(zip(states, form.operands, strict=True)):
             if isinstance(state, Shard):
@@ -215,7 +225,12 @@ class TensorWalk(BatchWalk):
             return None
         for i, (operand, labels) in enumerate(form.operands):
             state = states[i]
-            if isinstance(state, Shard) and self.context.learned(operand) and form.contracts(i) and form.sums(labels[state.dim]):
+            if (
+                isinstance(state, Shard)
+                and self.context.learned(operand)
+                and form.contracts(i)
+                and form.sums(labels[state.dim])
+            ):
                 place = self.by_columns(form, [i])
                 return None if place is None else self.shards(form, *place)
         return None
@@ -223,7 +238,9 @@ class TensorWalk(BatchWalk):
     def noted(self, form: OpSharding, strategy: Strategy) -> Strategy:
         """Remember where a partial sum is that of a product, and where a stream begins."""
         product = any(
-            form.contracts(i) or self.looks_up(form, i) for i, (o, _) in enumerate(form.operands) if self.context.learned(o)
+            form.contracts(i) or self.looks_up(form, i)
+            for i, (o, _) in enumerate(form.operands)
+            if self.context.learned(o)
         )
         if "P" in strategy.results:
             if product or any(o in self.made for o, _ in form.operands):
@@ -239,12 +256,21 @@ class TensorWalk(BatchWalk):
             return False
         small = not self.context.shape(form.operands[partial[0]][0])
         together = form.linear == "add" and len(partial) == len(form.operands) > 1
-        later = self.role.stream != "whole" and form.operands[0][0] in self.made and self.in_stream(form, partial[0]) is None
+        later = (
+            self.role.stream != "whole"
+            and form.operands[0][0] in self.made
+            and self.in_stream(form, partial[0]) is None
+        )
         return small or together or later
 
     def large_table(self, form: OpSharding, table: int) -> bool:
-        """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table gathered."""
-        rows, found = math.prod(self.context.shape(form.operands[table][0])), sum(map(math.prod, self.context.shapes(form.node)))
+        """Whether an op looks up fewer elements than the table has, so that these are reduced rather than the table
+        gathered.
+        """
+        rows, found = (
+            math.prod(self.context.shape(form.operands[table][0])),
+            sum(map(math.prod, self.context.shapes(form.node))),
+        )
         return self.looks_up(form, table) and rows > found
 
     def looks_up(self, form: OpSharding, table: int) -> bool:
@@ -253,7 +279,7 @@ class TensorWalk(BatchWalk):
         return not form.contracts(table) and len(form.operands) > 1 and any(form.sums(label) for label in labels)
 
     def decide(self, form: OpSharding, opened: list[int]) -> None:
-        """Close the open operands of an op: as its other operands want it, or as the recipe says where these are whole."""
+        """Close the open operands of an op: as its other operands want it, or as the recipe says if these are whole."""
         if self.role.rows:
             place = self.at_rest(form, opened)
         else:
@@ -274,7 +300,9 @@ class TensorWalk(BatchWalk):
                 strategy = None
 
     def at_rest(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
-        """(weight, where it rests) of a product whose weight is gathered where it is used: along what is summed over, else any dim."""
+        """(weight, where it rests) of a product whose weight is gathered where it is used: along what is summed over,
+        else any dim.
+        """
         if not self.role.at_use:
             return None
         for i in opened:
@@ -311,7 +339,9 @@ class TensorWalk(BatchWalk):
         return None
 
     def keeps_scores(self, form: OpSharding, position: int) -> bool:
-        """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are not to be whole."""
+        """Whether a product is by columns all the same: scores of a vocabulary, which its input is smaller than, are
+        not to be whole.
+        """
         sizes = [math.prod(self.context.shape(node)) for node in (form.node, form.operands[position][0])]
         return self.alternates and sizes[0] > sizes[1] and self.ahead.is_scores(form.node)
 
@@ -320,7 +350,9 @@ class TensorWalk(BatchWalk):
         state = self.state(operand)
         if state == "I" and self.role.turned and not self.context.learned(operand):
             sizes = self.context.expressions(operand)
-            return [self.cuts.even(s, d) for d, s in enumerate(sizes) if isinstance(s, int) and s and s % self.parts == 0]
+            return [
+                self.cuts.even(s, d) for d, s in enumerate(sizes) if isinstance(s, int) and s and s % self.parts == 0
+            ]
         return [state] if isinstance(state, Shard) else []
 
     def by_columns(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
@@ -340,8 +372,9 @@ class TensorWalk(BatchWalk):
     def column_of(self, form: OpSharding, weight: int, dim: int, result: int) -> Shard | None:
         """Where to cut a weight by columns.
 
-        Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut among as many of
-        the ranks as can have whole ones: those of the major sub-axis; over the other all have the same.
+        Where that leaves less than a head to a rank, as of keys and values that groups of queries share, heads are cut
+        among as many of the ranks as can have whole ones: those of the major sub-axis; over the other all have the
+        same.
         """
         found = self.cuts.split(form, weight, dim, result)
         lost, place = found or (1, None)
@@ -355,7 +388,9 @@ class TensorWalk(BatchWalk):
         return heads if self.divided and number == self.major else place
 
     def fewer(self, form: OpSharding, weight: int, dim: int, result: int) -> tuple[int, Shard | None]:
-        """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and how."""
+        """The largest part of the ranks among which a dim can be shared out so that nothing has to be gathered, and
+        how.
+        """
         for number in (n for n in range(self.parts // 2, 1, -1) if self.parts % n == 0):
             found = Cuts(self.context, number).split(form, weight, dim, result)
             whole = self.context.shape(form.operands[weight][0])[dim]
@@ -364,7 +399,9 @@ class TensorWalk(BatchWalk):
         return 1, None
 
     def by_table(self, form: OpSharding, opened: list[int]) -> tuple[int, Shard] | None:
-        """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of each."""
+        """(table, where to shard it): along rows that are looked up by what comes from the batch, or along the width of
+        each.
+        """
         for i in opened:
             operand, labels = form.operands[i]
             if not self.looks_up(form, i):
@@ -374,13 +411,17 @@ class TensorWalk(BatchWalk):
             if self.role.turned or self.role.stream == "width":
                 wide = [d for d, label in enumerate(labels) if label in form.results[0] and shape[d] >= self.parts]
                 return (i, self.cuts.even(shape[wide[-1]], wide[-1])) if wide else None
-            looked = any(isinstance(self.rows.states[o][0], Shard) for j, (o, _) in enumerate(form.operands) if j not in opened)
+            looked = any(
+                isinstance(self.rows.states[o][0], Shard) for j, (o, _) in enumerate(form.operands) if j not in opened
+            )
             if looked and shape[row] >= TABLE * self.parts:
                 return i, self.cuts.even(shape[row], row)
         return None
 
     def in_stream(self, form: OpSharding, position: int) -> Strategy | None:
-        """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes between products."""
+        """The strategy of an op on the partial sum of a product that is reduced to shards, if such are what goes
+        between products.
+        """
         operand = form.operands[position][0]
         if operand not in self.made:
             return None
@@ -397,7 +438,9 @@ class TensorWalk(BatchWalk):
 
 
 def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assignment], dict[str, int] | None]:
-    """What the ops are on each axis by the recipe, and the axes with one as two sub-axes, if there are few heads for its ranks."""
+    """What the ops are on each axis by the recipe, and the axes with one as two sub-axes, if there are few heads for
+    its ranks.
+    """
     found: dict[str, Assignment] = {}
     roles = {axis: role(context.tensor.recipe, axis) for axis in context.tensor.axes}
     # What rests within others' pieces comes last.
@@ -408,7 +451,9 @@ def recipe(context: ShardingContext, rows: Assignment) -> tuple[dict[str, Assign
             inner = walk.parts // walk.few
             both = dict(zip(sub_axes(axis, inner), (walk.few, inner), strict=True))
             return found, {
-                name: n for a, size in context.tensor.axes.items() for name, n in (both if a == axis else {a: size}).items()
+                name: n
+                for a, size in context.tensor.axes.items()
+                for name, n in (both if a == axis else {a: size}).items()
             }
     return found, None
 

@@ -1,7 +1,7 @@
 """How each op of a captured graph treats a sharded batch: tables of small functions, a file for each family.
 
-Most ops are one line: labels for the dims of operands and result, as in an einsum.  A rule returns None where the op, so used, is not
-covered; it is then computed whole on every rank, and reported.
+Most ops are one line: labels for the dims of operands and result, as in an einsum.  A rule returns None where the op,
+so used, is not covered; it is then computed whole on every rank, and reported.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from shardwise.shard.rules.table import op_name, pointwise
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        **elementwise.RULES, **shapes.RULES, **parts.RULES, **lookups.RULES, **products.RULES, **attention.RULES, **reductions.RULES, **losses.RULES, **draws.RULES,
+        **elementwise.RULES, **shapes.RULES, **parts.RULES, **lookups.RULES, **products.RULES, **attention.RULES,
+        **reductions.RULES, **losses.RULES, **draws.RULES,
         "batch_norm of rows": reductions.batch_norm,
     }
 )  # fmt: skip

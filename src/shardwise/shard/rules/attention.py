@@ -46,7 +46,9 @@ def _attention(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
-    """Groups of queries share the heads of keys and values: pieces of these go with pieces of those, or every rank has these whole."""
+    """Groups of queries share the heads of keys and values: pieces of these go with pieces of those, or every rank has
+    these whole.
+    """
     sizes = [context.shape(x)[dim] for x, _ in form.operands[:3]]
     queries, keys = sizes[:2]
     mask = context.shape(form.operands[3][0]) if len(form.operands) > 3 else ()
@@ -74,18 +76,27 @@ def _share_heads(context: ShardingContext, form: OpSharding, dim: int) -> None:
     form.moves, form.spread, form.agree = moves, spread, agree
 
 
-def _heads(axes: Mapping[str, int], layouts: Sequence[Layout], dim: int, each: int) -> list[tuple[list[int], list[int]]]:
-    """By rank over the ``axes`` of tensor parallelism: the head of keys that each of its queries uses, and the heads of keys that it has."""
+def _heads(
+    axes: Mapping[str, int], layouts: Sequence[Layout], dim: int, each: int
+) -> list[tuple[list[int], list[int]]]:
+    """By rank over the ``axes`` of tensor parallelism: the head of keys that each of its queries uses, and the heads of
+    keys that it has.
+    """
     mesh = Mesh.spanned(axes)
     queries, keys = (
-        [[i for start, stop in layout.intervals(mesh, rank)[dim] for i in range(start, stop)] for rank in range(mesh.size)]
+        [
+            [i for start, stop in layout.intervals(mesh, rank)[dim] for i in range(start, stop)]
+            for rank in range(mesh.size)
+        ]
         for layout in layouts[:2]
     )
     return [([query // each for query in own], held) for own, held in zip(queries, keys, strict=True)]
 
 
 def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
-    """With those of a rank's heads of keys and values that its queries use, one for each, if these are not as regular as in the whole."""
+    """With those of a rank's heads of keys and values that its queries use, one for each, if these are not as regular
+    as in the whole.
+    """
     q, k = node.args[:2]
     dim = rank_of(emitter.context, q) - 3
     if dim < 0 or emitter.context.shape(q)[dim] == emitter.context.shape(k)[dim]:
@@ -99,13 +110,19 @@ def _matched(emitter: Emitter, node: fx.Node, solved: Emission) -> Emission:
     values = list(solved.values)
     for i in (1, 2):
         values[i] = emitter.emit(
-            node.args[i], (emitter.env, values[i], dim, each, *factors), {}, values[i].meta["layout"], local_ops.heads_used
+            node.args[i],
+            (emitter.env, values[i], dim, each, *factors),
+            {},
+            values[i].meta["layout"],
+            local_ops.heads_used,
         )
     return solved._replace(values=values)
 
 
 def _attention_dropout(node: fx.Node, causal: bool) -> Emit:
-    """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is allowed to differ."""
+    """Attention spelled out, so that the mask on its probabilities is keyed by sample; its fused kernel where that is
+    allowed to differ.
+    """
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
         q, k = node.args[:2]

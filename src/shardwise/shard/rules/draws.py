@@ -32,15 +32,19 @@ def sample_dim(context: ShardingContext, sizes: Sequence[Any], place: Shard | No
     if not dims:
         return None
     if dims != [0]:
-        raise Uncapturable(f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known")
+        raise Uncapturable(
+            f"which dim of a random tensor of sizes {[int(s) for s in sizes]} has the samples is not known"
+        )
     return 0, int(sizes[0]) // context.rows
 
 
-def keys(context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, Placement]) -> tuple[Any, ...]:
+def keys(
+    context: ShardingContext, node: fx.Node, sizes: Sequence[Any], states: Mapping[str, Placement]
+) -> tuple[Any, ...]:
     """What a random op of these whole ``sizes`` is told of where its elements stand: (ordinal, batch, spread, grid).
 
-    ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it, each with the axes
-    of tensor parallelism that shard it; None where nothing does.
+    ``spread`` are the groups that shard the samples.  ``grid`` has for each dim the factors of what a sample has of it,
+    each with the axes of tensor parallelism that shard it; None where nothing does.
     """
     places = {g: s for g, s in states.items() if isinstance(s, Shard)}
     first = places.get(ROWS) or next(
@@ -82,7 +86,8 @@ def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> Op
     return ordered(context, context.labelled(node, [(x, labels)], labels, emit=local))
 
 
-_DROPOUTS = {"dropout": random_ops.dropout, "feature_dropout": random_ops.feature_dropout, "alpha_dropout": random_ops.alpha_dropout,
+_DROPOUTS = {"dropout": random_ops.dropout, "feature_dropout": random_ops.feature_dropout,
+"alpha_dropout": random_ops.alpha_dropout,
              "feature_alpha_dropout": random_ops.feature_alpha_dropout}  # fmt: skip
 
 
@@ -94,7 +99,9 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
         sizes = (*sizes[:2], *[1] * (len(sizes) - 2))
 
     def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
-        return emitter.emit(node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)])
+        return emitter.emit(
+            node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)]
+        )
 
     form = _drawn(context, node, x, emit)
     if feature:
@@ -102,7 +109,8 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
-_KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal", "rand": "uniform",
+_KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal",
+"rand": "uniform",
           "randn": "normal", "randint": "randint"}  # fmt: skip
 
 

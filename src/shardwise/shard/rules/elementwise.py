@@ -1,4 +1,6 @@
-"""Elementwise ops.  Those that torch tags as pointwise need no entry, unless they are linear: these keep partial sums partial."""
+"""Elementwise ops.  Those that torch tags as pointwise need no entry, unless they are linear: these keep partial sums
+partial.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ RULES = Table()
 
 RULES.same(
     pointwise,
-    """masked_fill copy fill softplus log_sigmoid hardswish floor_divide true_divide __and__ __or__ __xor__ zeros_like ones_like
-    full_like empty_like rsub isclose isreal absolute arctan2 fix polar complex greater greater_equal less less_equal not_equal
-    special_erf special_xlogy special_expit logit""",
+    """masked_fill copy fill softplus log_sigmoid hardswish floor_divide true_divide __and__ __or__ __xor__ zeros_like
+    ones_like full_like empty_like rsub isclose isreal absolute arctan2 fix polar complex greater greater_equal less
+    less_equal not_equal special_erf special_xlogy special_expit logit""",
 )
 
 
@@ -43,7 +45,8 @@ def _div(context: ShardingContext, node: fx.Node) -> Any:
     return pointwise(context, node, (0,) if is_tensor(node.args[0]) and not given(node, "rounding_mode") else ())
 
 
-@RULES.rule("neg", "negative", "clone", "contiguous", "alias", "detach", "positive", "to", "_to_copy", "type_as", "lift_fresh_copy",
+@RULES.rule("neg", "negative", "clone", "contiguous", "alias", "detach", "positive", "to", "_to_copy", "type_as",
+"lift_fresh_copy",
             "real", "imag", "conj", "_conj", "conj_physical", "resolve_conj", "resolve_neg")  # fmt: skip
 def _linear(context: ShardingContext, node: fx.Node) -> Any:
     source, value = tensors(node)[0].meta["val"], node.meta["val"]
@@ -55,7 +58,9 @@ def _linear(context: ShardingContext, node: fx.Node) -> Any:
 def _prelu(context: ShardingContext, node: fx.Node) -> Any:
     x, weight = tensors(node)
     labels = list(range(rank_of(context, x)))
-    channels: list[Any] = [1 if len(labels) > 1 and context.shape(weight) != (1,) else None] if rank_of(context, weight) else []
+    channels: list[Any] = (
+        [1 if len(labels) > 1 and context.shape(weight) != (1,) else None] if rank_of(context, weight) else []
+    )
     return context.labelled(node, [(x, labels), (weight, channels)], labels)
 
 

@@ -65,7 +65,9 @@ def _take_along_dim(context: ShardingContext, node: fx.Node) -> Any:
         return None
     rank = rank_of(context, node)
     sizes = broadcast(context, operands)
-    pairs = [(o, [lab if lab != dim % rank else None for lab in labels]) for o, labels in aligned(context, operands, sizes)]
+    pairs = [
+        (o, [lab if lab != dim % rank else None for lab in labels]) for o, labels in aligned(context, operands, sizes)
+    ]
     return context.labelled(node, pairs, [d if d != dim % rank else "taken" for d in range(rank)])
 
 
@@ -79,7 +81,7 @@ def _index_select(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-# ---- x[i, j] ------------------------------------------------------------------------------------------------------------------
+# ---- x[i, j] ---------------------------------------------------------------------------------------------------------
 
 
 @RULES.rule("index", "index_put", "_unsafe_index", "_unsafe_index_put")
@@ -173,8 +175,12 @@ def _result_sizes(context: ShardingContext, x: fx.Node, indexed: set[int], block
     return [*rest[:at], *block, *rest[at:]]
 
 
-def _own_rows(context: ShardingContext, x: fx.Node, present: Sequence[tuple[int, fx.Node]]) -> tuple[int, int, fx.Node] | None:
-    """(dim of x, dim of the indices' block, index) where rows may look at themselves: ``x[arange(rows), …]`` of an x with so many rows."""
+def _own_rows(
+    context: ShardingContext, x: fx.Node, present: Sequence[tuple[int, fx.Node]]
+) -> tuple[int, int, fx.Node] | None:
+    """(dim of x, dim of the indices' block, index) where rows may look at themselves: ``x[arange(rows), …]`` of an x
+    with so many rows.
+    """
     rank, sizes = len(broadcast(context, [i for _, i in present])), context.expressions(x)
     for d, index in present:
         if sizes[d] == context.rows:
@@ -185,7 +191,9 @@ def _own_rows(context: ShardingContext, x: fx.Node, present: Sequence[tuple[int,
 
 
 def _row_numbers(context: ShardingContext, node: fx.Node) -> int | None:
-    """The dim along which a tensor is 0, 1, … up to the number of rows and along all others constant, if it is known to be so."""
+    """The dim along which a tensor is 0, 1, … up to the number of rows and along all others constant, if it is known to
+    be so.
+    """
     name = op_name(node)
     if name == "arange":
         plain = node.target is aten.arange.default or (given(node, "start") == 0 and given(node, "step", 1) == 1)
@@ -200,6 +208,8 @@ def _row_numbers(context: ShardingContext, node: fx.Node) -> int | None:
         axis = _row_numbers(context, source)
         found = [d for d, s in enumerate(context.expressions(node)) if s == context.rows]
         others = [s for s in context.expressions(source) if s != 1]
-        one = len(found) == 1 and len(others) == 1  # nothing but the row numbers themselves: the dim is known by its size
+        one = (
+            len(found) == 1 and len(others) == 1
+        )  # nothing but the row numbers themselves: the dim is known by its size
         return found[0] if axis is not None and one else None
     return None

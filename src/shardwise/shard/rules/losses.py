@@ -53,7 +53,9 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         return node is context.counted and ROWS in spread
 
     def moves(position: int, place: Shard) -> Strategy | None:
-        """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is log-probabilities already they add up."""
+        """Rows, or classes: of these ranks exchange what a row's softmax needs, and all have the result; what is
+        log-probabilities already they add up.
+        """
         strategy = form.by_label(position, place)
         if strategy is None or not of_classes(strategy):
             return strategy
@@ -70,18 +72,27 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
             return emitter.emit(node, (*values[:2], *tail), {}, solved.layout)
         options = {
             "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": known(spread),
-            "log_probabilities": chances, "summand": node in context.summands, "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
+            "log_probabilities": chances, "summand": node in context.summands,
+            "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
         }  # fmt: skip
         return emitter.emit(
-            node, (emitter.env, _before_cast(values[0]), values[1], weights), options, solved.layout, cross_entropy.cross_entropy
+            node,
+            (emitter.env, _before_cast(values[0]), values[1], weights),
+            options,
+            solved.layout,
+            cross_entropy.cross_entropy,
         )
 
     def exchanges(op: LocalOp) -> Iterator[Exchange]:
-        """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of the rows."""
+        """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of
+        the rows.
+        """
         axes, spread = sharing(op.strategies)
         if spread and reduction == cross_entropy.MEAN and not known(spread):
             unweighted = weight is None or classes
-            yield Exchange("all_reduce", spread, cross_entropy.COUNT if unweighted else weight.meta["val"].dtype.itemsize)
+            yield Exchange(
+                "all_reduce", spread, cross_entropy.COUNT if unweighted else weight.meta["val"].dtype.itemsize
+            )
         if axes and not chances:
             rows = math.prod(n for d, n in enumerate(op.shapes[0]) if d != 1)
             yield Exchange("all_gather", axes, op.ranks(axes) * cross_entropy.numbers(classes) * rows * wide(x))
@@ -91,8 +102,8 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Shard) -> bool:
-    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even over all axes that may
-    share in it."""
+    """Whether ranks find their classes as pieces of all; those of a cut at every so many are the same where it is even
+    over all axes that may share in it."""
     if place.pre != 1:
         return False
     if place.post == 1:
@@ -111,7 +122,8 @@ def _before_cast(scores: fx.Node) -> fx.Node:
 
 
 @RULES.rule("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div", "soft_margin_loss", "binary_cross_entropy",
-            "binary_cross_entropy_with_logits", "poisson_nll_loss", "margin_ranking_loss", "hinge_embedding_loss")  # fmt: skip
+            "binary_cross_entropy_with_logits", "poisson_nll_loss", "margin_ranking_loss",
+            "hinge_embedding_loss")  # fmt: skip
 def _elementwise_loss(context: ShardingContext, node: fx.Node) -> Any:
     operands = tensors(node)
     sizes = broadcast(context, operands)
@@ -134,7 +146,8 @@ def _row_loss(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _reduced(
-    context: ShardingContext, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any], sizes: list[Any], apart: bool = False
+    context: ShardingContext, node: fx.Node, pairs: list[tuple[fx.Node, list[Any]]], labels: list[Any],
+    sizes: list[Any], apart: bool = False
 ) -> OpSharding:  # fmt: skip
     """A loss whose unreduced result has these labels and sizes: a mean over rows is a sum over their number.
 

@@ -44,7 +44,9 @@ def _local_end(emitter: Emitter, factor: Factor, place: Shard, end: int) -> Any:
     count = next(i for i in range(len(place.parts) + 1) if sum(place.parts[:i]) * place.post >= end)
     before = place.parts[:count]
     return (
-        emitter.sizes.fold(operator.mul, [emitter.extent(end, Factor(sum(before), factor.axes, before), ()), place.post])
+        emitter.sizes.fold(
+            operator.mul, [emitter.extent(end, Factor(sum(before), factor.axes, before), ()), place.post]
+        )
         if before
         else 0
     )
@@ -92,7 +94,9 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
         # Of several axes the outermost says it: what is sharded within its blocks leaves no whole ones of the others'.
         place, (first, last) = min(cuts, key=lambda cut: cut[0].pre if isinstance(cut[0].pre, int) else 0)
         whole = x.meta["val"].shape[dim]
-        block = emitter.sizes.fold(operator.floordiv, [emitter.local_dim(solved.values[0].meta["layout"], whole, dim), place.pre])
+        block = emitter.sizes.fold(
+            operator.floordiv, [emitter.local_dim(solved.values[0].meta["layout"], whole, dim), place.pre]
+        )
         bounds = [emitter.sizes.fold(operator.mul, [block, i]) for i in (first, last)]
         return emitter.emit(node, (solved.values[0], dim, *bounds), {}, solved.layout)
 
@@ -102,7 +106,9 @@ def _slice(context: ShardingContext, node: fx.Node) -> Any:
 @RULES.rule("narrow")
 def _narrow(context: ShardingContext, node: fx.Node) -> Any:
     x = node.args[0]
-    labels: list[Any] = [d if d != given(node, "dim") % rank_of(context, x) else None for d in range(rank_of(context, x))]
+    labels: list[Any] = [
+        d if d != given(node, "dim") % rank_of(context, x) else None for d in range(rank_of(context, x))
+    ]
     return context.labelled(node, [(x, labels)], [d if d is not None else "cut" for d in labels], (0,))
 
 
@@ -112,7 +118,9 @@ def _slice_scatter(context: ShardingContext, node: fx.Node) -> Any:
     rank = rank_of(context, x)
     dim = given(node, "dim", 0) % rank
     labels: list[Any] = [d if d != dim else None for d in range(rank)]
-    return context.labelled(node, [(x, labels), (source, labels)], [d if d is not None else "cut" for d in labels], "add")
+    return context.labelled(
+        node, [(x, labels), (source, labels)], [d if d is not None else "cut" for d in labels], "add"
+    )
 
 
 @RULES.rule("select")
@@ -140,7 +148,10 @@ def _diagonal_scatter(context: ShardingContext, node: fx.Node) -> Any:
     labels: list[Any] = [d if d not in pair else None for d in range(rank)]
     kept = [d for d in labels if d is not None]
     return context.labelled(
-        node, [(x, labels), (source, [*kept, None])], [d if d is not None else f"w{i}" for i, d in enumerate(labels)], "add"
+        node,
+        [(x, labels), (source, [*kept, None])],
+        [d if d is not None else f"w{i}" for i, d in enumerate(labels)],
+        "add",
     )
 
 
@@ -180,7 +191,7 @@ def _unbind(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-# ---- joins -----------------------------------------------------------------------------------------------------------------
+# ---- joins -----------------------------------------------------------------------------------------------------------
 
 
 @RULES.rule("cat", "concat", "concatenate")
@@ -189,7 +200,9 @@ def _cat(context: ShardingContext, node: fx.Node) -> Any:
     rank = rank_of(context, node)
     dim = given(node, "dim", 0) % rank
     labels: list[Any] = [d if d != dim else None for d in range(rank)]
-    form = context.labelled(node, [(o, labels) for o in operands], [d if d != dim else "cat" for d in range(rank)], "add")
+    form = context.labelled(
+        node, [(o, labels) for o in operands], [d if d != dim else "cat" for d in range(rank)], "add"
+    )
 
     def moves(position: int, place: Shard) -> Strategy | None:
         """Along the dim: what is sharded inside, operands outside, which locally is just a concatenation."""

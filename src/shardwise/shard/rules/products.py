@@ -30,7 +30,9 @@ def _linear(context: ShardingContext, node: fx.Node) -> Any:
     if isinstance(bias, fx.Node):
         operands.append((bias, columns))
     biased = isinstance(bias, fx.Node)
-    return context.labelled(node, operands, [*lead, *columns], () if biased else (0,), added=frozenset([2] if biased else []))
+    return context.labelled(
+        node, operands, [*lead, *columns], () if biased else (0,), added=frozenset([2] if biased else [])
+    )
 
 
 @RULES.rule("matmul", "bmm", "mm", "mv", "dot", "vdot", "inner_product")
@@ -58,7 +60,9 @@ def _addmm(context: ShardingContext, node: fx.Node) -> Any:
     out = [*lead, "m", "n"]
     ((_, labels),) = aligned(context, [bias], context.expressions(node))
     names = [out[d] if d is not None else None for d in labels]
-    return context.labelled(node, [(bias, names), (a, [*lead, "m", "k"]), (b, [*lead, "k", "n"])], out, added=frozenset([0]))
+    return context.labelled(
+        node, [(bias, names), (a, [*lead, "m", "k"]), (b, [*lead, "k", "n"])], out, added=frozenset([0])
+    )
 
 
 @RULES.rule("outer", "ger")
@@ -143,7 +147,9 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
         args, options = emitter.filled(node, solved.values)
         return emitter.emit(node, (node.target, rows, *args), options, solved.layout, local_ops.convolution)
 
-    return context.labelled(node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit if single else None, factors=True)
+    return context.labelled(
+        node, pairs, out, added=frozenset(range(2, len(pairs))), emit=emit if single else None, factors=True
+    )
 
 
 @RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")

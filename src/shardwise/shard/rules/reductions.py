@@ -85,8 +85,8 @@ def _histc(context: ShardingContext, node: fx.Node) -> Any:
 
 RULES.same(
     _whole,
-    """amax amin argmax argmin prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm norm
-    aminmax""",
+    """amax amin argmax argmin prod any all median nanmedian kthvalue mode var std var_mean std_mean linalg_vector_norm
+    norm aminmax""",
 )
 
 
@@ -105,7 +105,7 @@ def _between(context: ShardingContext, node: fx.Node) -> Any:
     return context.labelled(node, pairs, _kept(len(sizes), [dim], keep))
 
 
-# ---- along a dim -----------------------------------------------------------------------------------------------------------
+# ---- along a dim -----------------------------------------------------------------------------------------------------
 
 _named = whole_dims(lambda n, r: dims_of(n, r))
 _last = whole_dims(lambda n, r: dims_of(n, r, none=[-1]))
@@ -162,7 +162,7 @@ def _softmax(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
-# ---- norms ---------------------------------------------------------------------------------------------------------------
+# ---- norms -----------------------------------------------------------------------------------------------------------
 
 
 @RULES.rule("layer_norm", "rms_norm")
@@ -208,7 +208,9 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
 
 @RULES.rule("group_norm", "batch_norm")
 def _per_sample_norm(context: ShardingContext, node: fx.Node) -> Any:
-    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is ``norms.batch_norm``.)"""
+    """Norms whose statistics are per sample or fixed: only dim 0 passes.  (BatchNorm in training is
+    ``norms.batch_norm``.)
+    """
     operands = tensors(node)
     rank = rank_of(context, node)
     pairs = [(operands[0], ["b", *[None] * (rank - 1)]), *((o, [None]) for o in operands[1:])]
@@ -258,7 +260,8 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
             return emitter.plain(node, solved)
         rest = iter(solved.values[1:])
         others = [
-            next(rest) if a in operands[1:] else emitter.arguments(a) if isinstance(a, fx.Node) else a for a in node.args[1:]
+            next(rest) if a in operands[1:] else emitter.arguments(a) if isinstance(a, fx.Node) else a
+            for a in node.args[1:]
         ]
         args = (emitter.env, solved.values[0], *others, axes)
         return emitter.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
@@ -275,24 +278,25 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
-# ---- pooling and resampling ------------------------------------------------------------------------------------------------
+# ---- pooling and resampling ------------------------------------------------------------------------------------------
 
 
 def _unbatched(node: fx.Node, rank: int) -> bool:
-    """Whether a pooling takes dim 0 for channels, of which it wants some: two dims for one that is pooled, and so on."""
+    """Whether a pooling takes dim 0 for channels, of which it wants some: two dims if one is pooled, and so on."""
     return rank == 1 + next(int(c) for c in op_name(node) if c.isdigit())
 
 
 RULES.same(
     whole_dims(lambda n, r: range(1, r), never_empty=_unbatched),
-    """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-    adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices max_pool2d_with_indices max_pool3d_with_indices""",
+    """max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
+    adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d max_pool1d_with_indices
+    max_pool2d_with_indices max_pool3d_with_indices""",
 )
 _sample = whole_dims(lambda n, r: range(1, r))
 RULES.same(
     _sample,
-    """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d
-    channel_shuffle""",
+    """upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d upsample_bicubic2d
+    upsample_trilinear3d channel_shuffle""",
 )
 
 

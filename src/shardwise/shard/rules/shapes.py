@@ -26,7 +26,9 @@ def _view(context: ShardingContext, node: fx.Node) -> Any:
     if node.target is aten.view.dtype:
         return None
     x = node.args[0]
-    sizes = given(node, "size") or given(node, "shape") if op_name(node) in ("view", "reshape", "_unsafe_view") else None
+    sizes = (
+        given(node, "size") or given(node, "shape") if op_name(node) in ("view", "reshape", "_unsafe_view") else None
+    )
 
     def moves(position: int, place: Shard) -> Strategy | None:
         after = regrouped(context.expressions(x), place, context.expressions(node), context.size(x, place))
@@ -39,7 +41,7 @@ def _view(context: ShardingContext, node: fx.Node) -> Any:
     return unary(context, node, moves, emit, factors=True)
 
 
-# ---- dims added, removed, reordered ----------------------------------------------------------------------------------------
+# ---- dims added, removed, reordered ----------------------------------------------------------------------------------
 
 
 @RULES.rule("unsqueeze")
@@ -127,7 +129,7 @@ def _view_as_complex(context: ShardingContext, node: fx.Node) -> Any:
     return context.labelled(node, [(x, [*labels[:-1], None])], labels[:-1], (0,))
 
 
-# ---- more of the same ---------------------------------------------------------------------------------------------------------
+# ---- more of the same ------------------------------------------------------------------------------------------------
 
 
 @RULES.rule("expand", "expand_as", "broadcast_to")
@@ -188,7 +190,9 @@ def _pad(context: ShardingContext, node: fx.Node) -> Any:
     padded = {rank - 1 - i // 2 for i, n in enumerate(pads) if not isinstance(n, int) or n != 0}
     labels: list[Any] = [d if d not in padded else None for d in range(rank)]
     form = context.labelled(node, [(x, labels)], [d if d not in padded else "pad" for d in range(rank)])
-    constant = op_name(node) == "constant_pad_nd" or (op_name(node) == "pad" and given(node, "mode", "constant") == "constant")
+    constant = op_name(node) == "constant_pad_nd" or (
+        op_name(node) == "pad" and given(node, "mode", "constant") == "constant"
+    )
     if not constant:  # kernels that want something in each dim but the first of as many as they know
         form.emit = functools.partial(with_rows, node)
     return form
@@ -199,7 +203,7 @@ RULES.same(whole_dims(lambda n, r: given(n, "dims", range(r))), "flip")
 RULES.same(whole_dims(lambda n, r: given(n, "dims") or range(r)), "roll")
 
 
-# ---- factories ----------------------------------------------------------------------------------------------------------------
+# ---- factories -------------------------------------------------------------------------------------------------------
 
 
 @RULES.rule("full", "zeros", "ones", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor")
@@ -208,12 +212,17 @@ def _factory(context: ShardingContext, node: fx.Node) -> Any:
     fresh = [d for d, s in enumerate(node.meta["val"].shape) if context.is_rows(s)]
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        args = [emitter.value[a] if isinstance(a, fx.Node) and i < at else emitter.operands(a) for i, a in enumerate(node.args)]
+        args = [
+            emitter.value[a] if isinstance(a, fx.Node) and i < at else emitter.operands(a)
+            for i, a in enumerate(node.args)
+        ]
         if fresh:
             args[at] = emitter.local_sizes(node, solved.layout)
         return emitter.emit(node, args, emitter.operands(node.kwargs), solved.layout)
 
-    return context.labelled(node, [], range(rank_of(context, node)), fresh=Shard(fresh[0]) if fresh else None, emit=emit)
+    return context.labelled(
+        node, [], range(rank_of(context, node)), fresh=Shard(fresh[0]) if fresh else None, emit=emit
+    )
 
 
 @RULES.rule("arange")

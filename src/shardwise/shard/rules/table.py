@@ -1,4 +1,6 @@
-"""What the tables of rules are made of: registration, the arguments of a captured op by name, and labels for broadcast dims."""
+"""What the tables of rules are made of: registration, the arguments of a captured op by name, and labels for broadcast
+dims.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ def dims_of(node: fx.Node, rank: int, none: Sequence[int] | None = None) -> list
     return [d % rank for d in ([dims] if isinstance(dims, int) else dims)] if rank else []
 
 
-def aligned(context: ShardingContext, operands: Sequence[fx.Node], sizes: Sequence[Any]) -> list[tuple[fx.Node, list[Any]]]:
+def aligned(
+    context: ShardingContext, operands: Sequence[fx.Node], sizes: Sequence[Any]
+) -> list[tuple[fx.Node, list[Any]]]:
     """Labels of operands that broadcast to ``sizes``: the position in it; None where an operand is broadcast."""
     out = []
     for node in operands:
@@ -131,5 +135,6 @@ def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
 
 
 __all__ = [
-    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors", "unary", "whole_dims", "with_rows",
+    "Table", "aligned", "broadcast", "dims_of", "given", "has_argument", "op_name", "pointwise", "rank_of", "tensors",
+    "unary", "whole_dims", "with_rows",
 ]  # fmt: skip

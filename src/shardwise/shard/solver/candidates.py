@@ -1,7 +1,9 @@
-"""What a solver may choose from: the strategies of each op on one axis of tensor parallelism, and where parameters may be sharded.
+"""What a solver may choose from: the strategies of each op on one axis of tensor parallelism, and where parameters may
+be sharded.
 
-Places come from the parameters (each dim, cut evenly or along what it is made of) and from the dims of what ops read, and go on as far as ops
-take them.  What follows from batch fields alone has no gradient and is computed whole: slices of it are free.
+Places come from the parameters (each dim, cut evenly or along what it is made of) and from the dims of what ops read,
+and go on as far as ops take them.  What follows from batch fields alone has no gradient and is computed whole: slices
+of it are free.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ Places = dict[Shard, None]
 
 @dataclass
 class Chosen:
-    """Of one axis: the ``strategies`` of each op that has a form, and the ``states`` of each parameter's placeholder; what the axes of the batch do is ``rows``."""
+    """Of one axis: the ``strategies`` of each op that has a form, and the ``states`` of each parameter's placeholder;
+    what the axes of the batch do is ``rows``.
+    """
 
     rows: Assignment
     strategies: dict[fx.Node, tuple[Strategy, ...]]
@@ -36,7 +40,13 @@ class Candidates(Chosen):
     """Of axis ``axis``: all that there is to choose."""
 
     def __init__(self, context: ShardingContext, axis: str, prices: CostModel) -> None:
-        self.context, self.forms, self.prices, self.axis, self.parts = context, context.forms, prices, axis, prices.ranks_of[axis]
+        self.context, self.forms, self.prices, self.axis, self.parts = (
+            context,
+            context.forms,
+            prices,
+            axis,
+            prices.ranks_of[axis],
+        )
         super().__init__(prices.batch, {}, {})
         self.learned = learned(context)
         self.cuts = Cuts(context, self.parts)
@@ -54,7 +64,11 @@ class Candidates(Chosen):
                 break
         fixed = context.tensor.layouts is not None
         self.states = {
-            node: (self.resting(node),) if fixed else ("I", *["R"] * context.carrying[node], *places) if node.users else ("I",)
+            node: (self.resting(node),)
+            if fixed
+            else ("I", *["R"] * context.carrying[node], *places)
+            if node.users
+            else ("I",)
             for node, places in self.parameters.items()  # nobody reads a tied one under its other names
         }
 
@@ -72,7 +86,10 @@ class Candidates(Chosen):
                 n: some(every, (one.strategies[n] for one in several if n in one.strategies))
                 for n, every in self.strategies.items()
             },
-            {n: some(every, (one.states[n][0] for one in several if n in one.states)) for n, every in self.states.items()},
+            {
+                n: some(every, (one.states[n][0] for one in several if n in one.states))
+                for n, every in self.states.items()
+            },
         )
 
     # ---- parameters --------------------------------------------------------------------------------------------------
@@ -120,7 +137,9 @@ class Candidates(Chosen):
                         self.parameters[parameter].setdefault(Shard(dim, pre, place.post))
 
     def made_of(self, form: OpSharding) -> None:
-        """Let weights be cut along the factors that views and splits of the product show; of several results those of the first."""
+        """Let weights be cut along the factors that views and splits of the product show; of several results those of
+        the first.
+        """
         product = self.cuts.results(form.node)[0]
         if product is None:
             return
@@ -137,7 +156,7 @@ class Candidates(Chosen):
                     if joined is not None:
                         self.wish(operand, joined._replace(dim=dim))
 
-    # ---- ops -------------------------------------------------------------------------------------------------------------
+    # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def walk(self) -> None:
         """From the first op to the last."""
@@ -168,12 +187,15 @@ class Candidates(Chosen):
                         self.wish(operand, one.operands[i])
 
     def candidates(self, operand: fx.Node) -> Iterable[Shard]:
-        """Where an operand may be sharded: where it may have been made so, along any other of its dims, and along rows."""
+        """Where an operand may be sharded: where it may have been made so, along any other of its dims, along rows."""
         found = dict(self.places.get((operand, 0), {}))
         dims = {(place.dim, place.pre) for place in found}
         if self.under(operand) is None:
             rows = self.rows.states[operand][0]
-            more = [*self.even(operand), *([rows] if isinstance(rows, Shard) and self.prices.rows >= self.parts else [])]
+            more = [
+                *self.even(operand),
+                *([rows] if isinstance(rows, Shard) and self.prices.rows >= self.parts else []),
+            ]
             found |= dict.fromkeys(place for place in more if (place.dim, place.pre) not in dims)
         return found
 

@@ -1,8 +1,9 @@
 """Predicted seconds of a local graph before it is made: of each op on local shapes, and of the moves between states.
 
-An op is measured once for the whole batch, on the meta device, forward and backward: FLOPs and bytes of its kernels.  Where a group of
-axes shards it, it takes the part of the FLOPs that the largest piece is, and the part of the bytes that its local operands and results are.  Moves
-are those that ``redistribute.py`` makes: a value makes each once, whoever needs it.
+An op is measured once for the whole batch, on the meta device, forward and backward: FLOPs and bytes of its kernels.
+Where a group of axes shards it, it takes the part of the FLOPs that the largest piece is, and the part of the bytes
+that its local operands and results are.  Moves are those that ``redistribute.py`` makes: a value makes each once,
+whoever needs it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from shardwise.shard.solver.op_cost import Works
 
 
 class Value(NamedTuple):
-    """What moves of a tensor cost depends on: its sizes as priced and as captured, whether they do not depend on rows, bytes of an element, whether it has a gradient, and
-    where rows are sharded."""
+    """What moves of a tensor cost depends on: its sizes as priced and as captured, whether they do not depend on rows,
+    bytes of an element, whether it has a gradient, and where rows are sharded."""
 
     shape: tuple[int, ...]
     captured: tuple[int, ...]
@@ -51,8 +52,9 @@ class Talk(NamedTuple):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``once`` what there is at the end of its step, ``nbytes`` what it
-    keeps: parameters with what belongs to them, results of ops, and what moves make of these."""
+    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``once`` what there is at the
+    end of its step, ``nbytes`` what it keeps: parameters with what belongs to them, results of ops, and what moves make
+    of these."""
 
     computing: float
     communicating: float
@@ -67,10 +69,13 @@ class Seconds:
 
 
 class CostModel:
-    """Over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of ``rows`` rows a rank of the batch axes, on devices of ``kind``."""
+    """Over ``axes``, beside what ``batch`` says of the batch axes, of microbatches of ``rows`` rows a rank of the batch
+    axes, on devices of ``kind``.
+    """
 
     def __init__(
-        self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str, axes: Mapping[str, int] | None = None, *, beside: float = 12,
+        self, context: ShardingContext, batch: Assignment, rates: Rates, rows: int, kind: str,
+        axes: Mapping[str, int] | None = None, *, beside: float = 12,
         live: int = 1,
     ) -> None:  # fmt: skip
         self.context, self.batch, self.rates, self.rows, self.kind, self.state, self.live = (
@@ -140,7 +145,9 @@ class CostModel:
         return self.beside(value.captured, {ROWS: value.rows, **dict(zip(self.axes, states, strict=True))})
 
     def beside(self, shape: Sequence[int], states: Mapping[str, Placement]) -> bool:
-        """Whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; over one axis that may be any."""
+        """Whether a tensor of captured ``shape`` can be in these states, those of its rows and over axes; over one axis
+        that may be any.
+        """
         every = [(g, s) for g, s in states.items() if isinstance(s, Shard)]
         for dim in {s.dim for _, s in every}:
             found = [(g, s) for g, s in every if s.dim == dim]
@@ -189,13 +196,17 @@ class CostModel:
         return math.prod(self.parts[i] for i in groups)
 
     def once(self, node: fx.Node, states: Sequence[Placement]) -> Iterator[Talk]:
-        """What sums a parameter's gradient, where that is a partial sum until the end of the step; of one microbatch a step."""
+        """What sums a parameter's gradient, where that is a partial sum until the end of the step; of one microbatch a
+        step.
+        """
         groups, value = tuple(i for i, s in enumerate(states) if s == "R"), self.value(node)
         if groups and value.grad:
             yield Talk(True, "all_reduce", groups, math.prod(self.piece(value.shape, states)) * value.itemsize)
 
     def seconds(self, talk: Talk) -> float:
-        return self.rates.collective(talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups))
+        return self.rates.collective(
+            talk.kind, talk.nbytes, [self.axes[i] for i in talk.groups], self.ranks(talk.groups)
+        )
 
     def _step(self, value: Value, step: Step) -> float:
         return sum(self.seconds(talk) for talk in self.talks(value, step))
@@ -205,7 +216,7 @@ class CostModel:
         paths = [self.path(value, states, goal) for goal in goals]
         return None if None in paths else frozenset(step for path in paths for step in path or ())
 
-    # ---- bytes ---------------------------------------------------------------------------------------------------------
+    # ---- bytes -------------------------------------------------------------------------------------------------------
 
     def kept(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> int:
         """Bytes of an op's results with a gradient, for its backward or that of others; none of a view."""
@@ -224,13 +235,13 @@ class CostModel:
         return math.prod(self.piece(value.shape, step.result)) * value.itemsize * self.live if new else 0
 
     def resting(self, node: fx.Node, states: Sequence[Placement]) -> int:
-        """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name by which it is read."""
+        """Bytes of a parameter, with what belongs to one that learns; of a tied one under the name that is read."""
         if not node.users:
             return 0
         value = self.value(node)
         return round(math.prod(self.piece(value.shape, states)) * (value.itemsize + self.state * value.grad))
 
-    # ---- ops -----------------------------------------------------------------------------------------------------------
+    # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def op(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> float:
         """Seconds of an op under a strategy on each axis, forward and backward; without any it is computed whole."""
@@ -250,7 +261,9 @@ class CostModel:
                 ),
                 *((shape, [s.results[i] for s in strategies]) for i, shape in enumerate(self.results(node))),
             ]
-            whole, local = (sum(map(math.prod, ts)) for ts in zip(*((s, self.piece(s, at)) for s, at in sides), strict=True))
+            whole, local = (
+                sum(map(math.prod, ts)) for ts in zip(*((s, self.piece(s, at)) for s, at in sides), strict=True)
+            )
             nbytes = local / whole if whole else 1.0
             for i in range(len(self.axes)):
                 flops *= min((self.share(shape, states[i], self.parts[i]) for shape, states in sides), default=1.0)

@@ -1,7 +1,9 @@
-"""Tensor plans as a problem: variables are the strategies of ops and the states of parameters, and what a microbatch takes is a sum of tables.
+"""Tensor plans as a problem: variables are the strategies of ops and the states of parameters, and what a microbatch
+takes is a sum of tables.
 
-Of each op there is a table over its strategies; of each value one over the strategies of the op that makes it and of those that read it, for the moves between.  On
-several axes a choice is a strategy on each of them.  ``variable_elimination.py`` finds the least sum.
+Of each op there is a table over its strategies; of each value one over the strategies of the op that makes it and of
+those that read it, for the moves between.  On several axes a choice is a strategy on each of them.
+``variable_elimination.py`` finds the least sum.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from shardwise.shard.solver.memory_limit import BYTES, EXACT, MOST, SECONDS, Cos
 from shardwise.shard.solver.variable_elimination import LIMIT, CostFactor, TooWide, least
 
 DIRECT = 1 << 18
-"""Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each reader."""
+"""Elements of a table up to which one says what all readers of a value make of it; beyond that there is one for each
+reader.
+"""
 LINK = 1 << 22
 """Elements of such a table of one reader: more come of a weight that very many ops read in ways of their own."""
 
@@ -56,7 +60,9 @@ class Flow:
 
     def __init__(self, context: ShardingContext) -> None:
         self.context, self.forms = context, context.forms
-        self.values = [n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)]
+        self.values = [
+            n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)
+        ]
 
     def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
         """The placeholder or op that makes a value, and as which of its results."""
@@ -110,8 +116,8 @@ def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> S
 
 
 class Solved(NamedTuple):
-    """What each axis is, and the seconds and bytes that this is predicted to take; no plan within the limit of memory takes fewer seconds than ``bound``,
-    where that is known."""
+    """What each axis is, and the seconds and bytes that this is predicted to take; no plan within the limit of memory
+    takes fewer seconds than ``bound``, where that is known."""
 
     assignments: dict[str, Assignment]
     seconds: Seconds
@@ -141,7 +147,9 @@ class Problem:
 
 
 class Solver:
-    """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are left out."""
+    """Chooses for the axes of ``prices`` together, of what there is to choose on each; without ``limited`` bytes are
+    left out.
+    """
 
     def __init__(
         self, context: ShardingContext, prices: CostModel, choices: Mapping[str, Chosen],
@@ -217,7 +225,7 @@ class Solver:
         """What a move costs."""
         return complex(self.prices.step(value, step), self.prices.copied(value, step) if self.limited else 0)
 
-    # ---- values --------------------------------------------------------------------------------------------------------
+    # ---- values ------------------------------------------------------------------------------------------------------
 
     def connect(self, node: fx.Node) -> None:
         """Tables for the moves of a value."""
@@ -257,7 +265,9 @@ class Solver:
         self, value: Value, first: tuple[int, ...], made: Sequence[Placements], fixed: Sequence[Placements],
         readers: Sequence[Reading],
     ) -> None:  # fmt: skip
-        """One table over maker and readers; where that would be large, a chain of tables over what has been made for the readers so far."""
+        """One table over maker and readers; where that would be large, a chain of tables over what has been made for
+        the readers so far.
+        """
         variables, needs = [v for v, _ in readers], [n for _, n in readers]
         states = list(dict.fromkeys(made))
         distinct = [list(dict.fromkeys(n)) for n in needs]
@@ -292,7 +302,9 @@ class Solver:
         fixed: Sequence[Placements],
         readers: Sequence[Reading],
     ) -> None:
-        """A variable between each reader and the next: the state of the value, and those of its moves that cost and that are made."""
+        """A variable between each reader and the next: the state of the value, and those of its moves that cost and
+        that are made.
+        """
         if key not in self.tables:
             self.tables[key] = self.links(value, made, fixed, [needs for _, needs in readers])
         start, links = self.tables[key]
@@ -312,14 +324,18 @@ class Solver:
         fixed: Sequence[Placements],
         needs: Sequence[Sequence[tuple[Placements, ...]]],
     ) -> tuple[Costs, list[Costs]]:
-        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after); :class:`TooWide` where there
-        are so many readers that one has more than ``LINK`` elements."""
+        """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after);
+        :class:`TooWide` where there are so many readers that one has more than ``LINK`` elements."""
         start = np.array([self.moving(value, states, fixed) for states in made], complex)
         before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
         tables: list[Costs] = []
         for number, need in enumerate(needs):
             later = {
-                s for one in needs[number + 1 :] for n in set(one) for states in set(made) for s in self.costly(value, states, n)
+                s
+                for one in needs[number + 1 :]
+                for n in set(one)
+                for states in set(made)
+                for s in self.costly(value, states, n)
             }
             distinct, known = list(dict.fromkeys(need)), list(dict.fromkeys(before))
             after: dict[Made, int] = {}
@@ -345,7 +361,7 @@ class Solver:
         steps = self.prices.steps(value, states, goals)
         return frozenset(s for s in steps or () if self.step(value, s))
 
-    # ---- the answer ----------------------------------------------------------------------------------------------------
+    # ---- the answer --------------------------------------------------------------------------------------------------
 
     def least(self, weights: Objective = SECONDS, limit: int = LIMIT) -> Solved:
         """That which costs least; ``limit`` is of the elements of a table."""
@@ -371,7 +387,9 @@ class Solver:
         for a, axis in enumerate(self.prices.axes):
             one = out[axis] = Assignment()
             for node in self.context.normal.graph.nodes:
-                if node.op not in ("placeholder", "call_function") or (node.op == "call_function" and not is_tensor(node)):
+                if node.op not in ("placeholder", "call_function") or (
+                    node.op == "call_function" and not is_tensor(node)
+                ):
                     continue
                 form = self.forms.get(node)
                 if node.op == "placeholder":

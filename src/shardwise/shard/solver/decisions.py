@@ -1,6 +1,7 @@
 """What a solver decided for one capture of a model, taken up by another.
 
-An op goes by what it is, by the path of its module, and by its number among those of that name.  Casts are left out, for each precision has its own.
+An op goes by what it is, by the path of its module, and by its number among those of that name.  Casts are left out,
+for each precision has its own.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def take_up(
     if other := sorted(name for name in {**here, **decided.ops} if name not in known):
         what = ", ".join(f"{op} in {path or 'the model'}" for op, path in other[:3]) + (", ..." if other[3:] else "")
         context.notes[
-            f"tensor_plan: {context.captured.precision} has other ops than the precision that trains: {what}; how these are shared out is chosen anew"
+            f"tensor_plan: {context.captured.precision} has other ops than the precision that trains: {what}; how "
+            "these are shared out is chosen anew"
         ] = None
     for axis, one in choices.items():
         strategies, states = dict(one.strategies), dict(one.states)
@@ -65,7 +67,9 @@ def check_taken(decided: Decisions, context: ShardingContext, found: Mapping[str
             raise ShardwiseError(f"{name[0]} in {name[1]} was decided as {wanted}, and is taken up as {own}")
     for parameter, states in taken.parameters.items():
         if decided.parameters.get(parameter, states) != states:
-            raise ShardwiseError(f"{parameter} was decided as {decided.parameters[parameter]}, and is taken up as {states}")
+            raise ShardwiseError(
+                f"{parameter} was decided as {decided.parameters[parameter]}, and is taken up as {states}"
+            )
 
 
 def _named(context: ShardingContext) -> dict[Name, list[fx.Node]]:

@@ -1,10 +1,12 @@
-"""The fewest seconds of tables of seconds and bytes whose bytes are within a limit: elimination again, of what may still be part of a better answer.
+"""The fewest seconds of tables of seconds and bytes whose bytes are within a limit: elimination again, of what may
+still be part of a better answer.
 
-For each price of a byte, elimination gives the least sum through every element of every table.  An element through which that is more than an answer
-in hand would cost at the price cannot be part of a better one.  Of what is left, each eliminated variable leaves not one least sum but all sums, of which
-none is as few seconds and as few bytes as another.  Those of alike variables are the same, so 32 equal layers are 32 times the sums of one, and no choice
-between the orders in which layers differ.  Sums may become too many; then those of the largest bound on the whole answer go, and that bound is part of the
-result.  Nothing depends on time: every process finds the same.
+For each price of a byte, elimination gives the least sum through every element of every table.  An element through
+which that is more than an answer in hand would cost at the price cannot be part of a better one.  Of what is left, each
+eliminated variable leaves not one least sum but all sums, of which none is as few seconds and as few bytes as another.
+Those of alike variables are the same, so 32 equal layers are 32 times the sums of one, and no choice between the orders
+in which layers differ.  Sums may become too many; then those of the largest bound on the whole answer go, and that
+bound is part of the result.  Nothing depends on time: every process finds the same.
 """
 
 from __future__ import annotations
@@ -50,8 +52,8 @@ SECONDS, BYTES = Objective(), Objective(0.0, 1.0)
 
 
 class Fewest(NamedTuple):
-    """The values of all variables, None where none are within the limit and better than what was known; no answer within the limit is of fewer seconds
-    than ``bound``."""
+    """The values of all variables, None where none are within the limit and better than what was known; no answer
+    within the limit is of fewer seconds than ``bound``."""
 
     values: list[int] | None
     bound: float
@@ -65,7 +67,9 @@ def fewest(
     prices: Sequence[Objective],
     most: Sequence[int] = MOST,
 ) -> Fewest:
-    """The fewest seconds within ``limit`` bytes, of fewer than ``known``; ``prices`` are those at which elements are looked at."""
+    """The fewest seconds within ``limit`` bytes, of fewer than ``known``; ``prices`` are those at which elements are
+    looked at.
+    """
     best: list[int] | None = None
     views = [_View(weights, Elimination(sizes, weights.factors(factors))) for weights in prices]
     for number in most:
@@ -87,8 +91,8 @@ class _View:
 
 
 class _Sums(NamedTuple):
-    """What a kind leaves, sorted by element of its table, those of which begin at ``start``: what each costs, at which element of the kind's sum it is
-    taken, and of which sums of the kinds that went into it."""
+    """What a kind leaves, sorted by element of its table, those of which begin at ``start``: what each costs, at which
+    element of the kind's sum it is taken, and of which sums of the kinds that went into it."""
 
     start: Places
     costs: Costs
@@ -105,13 +109,17 @@ class _Open(NamedTuple):
     parts: tuple[Places, ...] = ()
 
     def some(self, which: Any) -> _Open:
-        return _Open(self.at[which], self.costs[which], self.bounds[:, which], tuple(part[which] for part in self.parts))
+        return _Open(
+            self.at[which], self.costs[which], self.bounds[:, which], tuple(part[which] for part in self.parts)
+        )
 
 
 class _Run:
     """One attempt."""
 
-    def __init__(self, factors: Sequence[CostFactor], limit: float, known: float, views: Sequence[_View], most: int) -> None:
+    def __init__(
+        self, factors: Sequence[CostFactor], limit: float, known: float, views: Sequence[_View], most: int
+    ) -> None:
         self.limit, self.known, self.views, self.most = limit, known, views, most
         self.bound = known
         self.weights = [view.weights for view in views]
@@ -159,7 +167,9 @@ class _Run:
         kind, sums = self.first.kinds[number], self.sums[child]
         places = np.unravel_index(found.at, kind.shape)
         shape = tuple(kind.shape[d] for d in dims)
-        entry = np.ravel_multi_index(tuple(places[d] for d in dims), shape) if dims else np.zeros(len(found.at), np.intp)
+        entry = (
+            np.ravel_multi_index(tuple(places[d] for d in dims), shape) if dims else np.zeros(len(found.at), np.intp)
+        )
         counts = sums.start[entry + 1] - sums.start[entry]
         kept = self.within(found.bounds, counts, 16 * self.most)
         found, entry, counts = found.some(kept), entry[kept], counts[kept]
@@ -192,7 +202,7 @@ class _Run:
         return found.some(self.within(found.bounds, np.ones(len(found.at), np.intp), self.most))
 
     def within(self, bounds: Table, counts: Places, most: int) -> Any:
-        """Those of the least bounds that are together no more than ``most``; the others' bound is that of the answer."""
+        """Those of the least bounds that are together no more than ``most``; the others' bound is the answer's."""
         if counts.sum() <= most:
             return slice(None)
         seconds = self.seconds(bounds)

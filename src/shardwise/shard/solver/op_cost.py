@@ -1,4 +1,6 @@
-"""FLOPs and bytes of the ops of a captured graph: each is run once for the whole batch, on the meta device, forward and backward."""
+"""FLOPs and bytes of the ops of a captured graph: each is run once for the whole batch, on the meta device, forward and
+backward.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class Works:
         if node not in self.keys:
             arguments = fx.map_arg((node.args, dict(node.kwargs)), self._argument)
             symbols = [str(n.meta["val"].shape) for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
-            self.keys[node] = repr((str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.context.counted))
+            self.keys[node] = repr(
+                (str(node.target), arguments, symbols, "ordinal" in node.meta, node is self.context.counted)
+            )
         return self.keys[node]
 
     def work(self, node: fx.Node) -> Work:
@@ -122,9 +126,13 @@ Repeats = Callable[[int], Mapping[tuple[str, str], tuple[int, Work]]]
 def repeats(
     context: ShardingContext, replicated: Mapping[tuple[str, str], Sequence[fx.Node]], rows: int
 ) -> dict[tuple[str, str], tuple[int, Work]]:
-    """What the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as views, are left out."""
+    """What the ops without a rule cost each rank, which computes them whole; those that cost nothing, such as views,
+    are left out.
+    """
     works = Works(context, rows, Backend.of(context.device).kind)
-    found = {key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in replicated.items()}
+    found = {
+        key: [work for node in nodes if any((work := works.work(node)).total)] for key, nodes in replicated.items()
+    }
     return {key: (len(every), functools.reduce(Work.plus, every)) for key, every in found.items() if every}
 
 

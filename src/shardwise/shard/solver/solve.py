@@ -1,7 +1,8 @@
-"""``tensor_plan = "auto"``: the strategy of each op, and where each parameter rests, of which the predicted step is shortest.
+"""``tensor_plan = "auto"``: the strategy of each op, and where each parameter rests, of which the predicted step is
+shortest.
 
-On one axis the answer is exact, also within a limit of memory.  Several are solved in turn and then together, of what was chosen on the way; there a
-limit only gives bytes a price.
+On one axis the answer is exact, also within a limit of memory.  Several are solved in turn and then together, of what
+was chosen on the way; there a limit only gives bytes a price.
 """
 
 from __future__ import annotations
@@ -32,13 +33,19 @@ from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Objective
 from shardwise.shard.solver.variable_elimination import LIMIT, TooWide
 
 PARTS = 16
-"""Of so many parts of the ops of an axis the choices are free one after the other, where those of all, or of larger parts, are too many together."""
-NOT_EXACT = "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that were looked at this is the fastest"
+"""Of so many parts of the ops of an axis the choices are free one after the other, where those of all, or of larger
+parts, are too many together.
+"""
+NOT_EXACT = (
+    "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that "
+    "were looked at this is the fastest"
+)
 
 
 def solve(context: ShardingContext, batch: Assignment) -> Solved:
-    """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes the best that was found, and so
-    of one if its ops are tied together too closely for exact elimination, as where many steps read the same weights.  What was decided before is taken up."""
+    """The assignments of all axes under which a microbatch takes least, within the machine's memory; of several axes
+    the best that was found, and so of one if its ops are tied together too closely for exact elimination, as where many
+    steps read the same weights.  What was decided before is taken up."""
     prices = priced(context, batch)
     choices = {axis: Candidates(context, axis, prices) for axis in prices.axes}
     if (decided := context.tensor.decided) is not None:
@@ -72,7 +79,11 @@ def limited(
             raise
         found = fitting(error.least)  # parameters lie as in another trace, which fits
     if found.gap:
-        note = f"tensor_plan: a microbatch takes at most {found.gap:.2%} longer than the fastest plan of {limit} bytes would"
+        note = (
+            f"tensor_plan: a microbatch takes at most {found.gap:.2%} longer than the fastest plan of {limit} "
+            "bytes "
+            "would"
+        )
         context.notes[note] = None
     return found
 
@@ -90,7 +101,8 @@ class TooFew(ConfigError):
 
     def __init__(self, limit: int, least: int) -> None:
         super().__init__(
-            f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes. It follows from train.memory_gib, or from what the device "
+            f"tensor_bytes: {limit} is not legal; legal: {least} or more, which the least plan takes. It follows from "
+            "train.memory_gib, or from what the device "
             "has: more of that, or more ranks over parallel.tp"
         )
         self.least = least
@@ -103,8 +115,8 @@ def best_within(solver: Solver, limit: int) -> Solved:
 
 
 def within(find: Callable[[Objective], Solved], limit: int) -> tuple[Solved, Objective]:
-    """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963), and that price: no plan of as many
-    bytes as it has, or fewer, is faster.  :class:`TooFew` where none has so few."""
+    """The fastest plan of ``limit`` bytes or less among those that are best for some price of a byte (Everett 1963),
+    and that price: no plan of as many bytes as it has, or fewer, is faster.  :class:`TooFew` where none has so few."""
     fast = find(SECONDS)
     if fast.seconds.nbytes <= limit:
         return fast, SECONDS
@@ -113,7 +125,9 @@ def within(find: Callable[[Objective], Solved], limit: int) -> tuple[Solved, Obj
         raise TooFew(limit, small.seconds.nbytes)
     while True:
         # The price at which both cost the same: what is cheaper then lies between them.
-        weights = Objective(1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes))
+        weights = Objective(
+            1.0, (small.seconds.total - fast.seconds.total) / (fast.seconds.nbytes - small.seconds.nbytes)
+        )
         found = find(weights)
         if cost(weights, found) >= cost(weights, fast) * (1 - EXACT):
             return small, weights
@@ -149,8 +163,8 @@ def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -
 
 
 class _Several:
-    """Several axes, or one, whose choices together are too many: the axes are solved in turn, from the best of a few plans; then together, of what
-    was chosen on the way."""
+    """Several axes, or one, whose choices together are too many: the axes are solved in turn, from the best of a few
+    plans; then together, of what was chosen on the way."""
 
     def __init__(
         self,
@@ -159,7 +173,13 @@ class _Several:
         choices: Mapping[str, Candidates],
         weights: Objective,
     ) -> None:
-        self.context, self.forms, self.prices, self.choices, self.weights = context, context.forms, prices, choices, weights
+        self.context, self.forms, self.prices, self.choices, self.weights = (
+            context,
+            context.forms,
+            prices,
+            choices,
+            weights,
+        )
         self.limited = weights.nbytes > 0
         self.seen: list[dict[str, Assignment]] = []
 
@@ -187,7 +207,9 @@ class _Several:
         return found
 
     def starts(self) -> Iterator[Mapping[str, Assignment]]:
-        """Everything whole, what the recipe of the mesh does, and what is best on one axis of all ranks, over the slowest link."""
+        """Everything whole, what the recipe of the mesh does, and what is best on one axis of all ranks, over the
+        slowest link.
+        """
         yield {axis: Assignment() for axis in self.choices}
         if all(role(self.context.tensor.recipe, axis) is not None for axis in self.choices):
             yield recipe(self.context, self.prices.batch)[0]
@@ -231,7 +253,9 @@ class _Several:
         for node, strategy in found.strategies.items():
             form = self.forms[node]
             assert form is not None
-            operands = tuple(own(s, self.context.shape(o)) for s, (o, _) in zip(strategy.operands, form.operands, strict=True))
+            operands = tuple(
+                own(s, self.context.shape(o)) for s, (o, _) in zip(strategy.operands, form.operands, strict=True)
+            )
             out.strategies[node] = Strategy(operands, out.states[node])
         return out
 
@@ -248,7 +272,9 @@ class _Several:
         return best
 
     def freed(self, best: Solved, axis: str, nodes: Sequence[fx.Node]) -> Solved:
-        """The best with the choices of ``nodes`` on an axis free, and all others held; where that is too much, of these in halves."""
+        """The best with the choices of ``nodes`` on an axis free, and all others held; where that is too much, of these
+        in halves.
+        """
         chosen = {a: one.only([best.assignments[a]]) for a, one in self.choices.items()}
         every = self.choices[axis]
         chosen[axis] = replace(

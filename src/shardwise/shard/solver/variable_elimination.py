@@ -1,7 +1,7 @@
 """The least sum of tables over variables with few values each: exact elimination, one variable after the other.
 
-Which variable goes next is a greedy choice: that whose elimination makes the smallest table.  Equal parts of a problem (the blocks of a
-model) cost once: what is made of the same tables in the same way is of one :class:`Kind`.
+Which variable goes next is a greedy choice: that whose elimination makes the smallest table.  Equal parts of a problem
+(the blocks of a model) cost once: what is made of the same tables in the same way is of one :class:`Kind`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class TooWide(Exception):
 
 
 class Least(NamedTuple):
-    """The least sum, the value of each variable where it is taken, and the elements of the largest table that finding it took."""
+    """The least sum, the value of each variable where it is taken, and the elements of the largest table that finding
+    it took.
+    """
 
     total: float
     values: list[int]
@@ -43,8 +45,8 @@ class Least(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is alike in the elimination of alike variables: the ``shape`` of the sum of ``terms``, tables with the dims that each has of it, the last
-    that of the variable; the least along this (``table``), and where it is (``best``)."""
+    """What is alike in the elimination of alike variables: the ``shape`` of the sum of ``terms``, tables with the dims
+    that each has of it, the last that of the variable; the least along this (``table``), and where it is (``best``)."""
 
     shape: tuple[int, ...]
     terms: tuple[tuple[Table, tuple[int, ...]], ...]
@@ -59,7 +61,9 @@ class Kind(NamedTuple):
 
 
 class Gone(NamedTuple):
-    """An eliminated variable, its neighbours, the number of its kind and of the factors that went with it, in the order of the kind's terms."""
+    """An eliminated variable, its neighbours, the number of its kind and of the factors that went with it, in the order
+    of the kind's terms.
+    """
 
     variable: int
     neighbours: tuple[int, ...]
@@ -76,10 +80,11 @@ def least(sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMI
 
 
 class Elimination:
-    """All variables, eliminated: which tables went into which is the same for all factors that share tables in the same way.
+    """All variables, eliminated: which tables went into which is the same for all factors that share tables in the same
+    way.
 
-    Factors are numbered as they are given; after them comes what each of ``gone`` leaves.  The last of ``kinds`` is what is left when all are gone: of
-    one element.
+    Factors are numbered as they are given; after them comes what each of ``gone`` leaves.  The last of ``kinds`` is
+    what is left when all are gone: of one element.
     """
 
     def __init__(self, sizes: Sequence[int], factors: Iterable[CostFactor], limit: int = LIMIT) -> None:
@@ -155,12 +160,18 @@ class Elimination:
         self.add(CostFactor(around, self.kinds[self.known[key]].table))
 
     def through(self) -> list[Table]:
-        """Of each kind, and each element of its sum: the least sum of everything in which this is a part; of alike variables the least of all."""
+        """Of each kind, and each element of its sum: the least sum of everything in which this is a part; of alike
+        variables the least of all.
+        """
         made = {id(kind.table): number for number, kind in enumerate(self.kinds)}
-        rest = [np.full(kind.table.shape, math.inf) for kind in self.kinds]  # the least of all that a kind's table is not made of
+        rest = [
+            np.full(kind.table.shape, math.inf) for kind in self.kinds
+        ]  # the least of all that a kind's table is not made of
         rest[-1] = np.zeros(())
         found: list[Table] = []
-        for number, kind in reversed(list(enumerate(self.kinds))):  # what takes a table is of a later kind than what made it
+        for number, kind in reversed(
+            list(enumerate(self.kinds))
+        ):  # what takes a table is of a later kind than what made it
             whole = _sum(kind.shape, kind.terms) + rest[number][..., None]
             found.append(whole)
             for table, dims in kind.terms:
@@ -189,4 +200,16 @@ def total(factors: Iterable[CostFactor], values: Sequence[int]) -> Any:
     return sum(f.table[tuple(values[v] for v in f.variables)] for f in factors)
 
 
-__all__ = ["LIMIT", "Elimination", "CostFactor", "Gone", "Kind", "Least", "Places", "Table", "TooWide", "least", "total"]
+__all__ = [
+    "LIMIT",
+    "Elimination",
+    "CostFactor",
+    "Gone",
+    "Kind",
+    "Least",
+    "Places",
+    "Table",
+    "TooWide",
+    "least",
+    "total",
+]
