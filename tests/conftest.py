@@ -89,6 +89,15 @@ def _found() -> bool:
     return torch.accelerator.is_available()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _shared_captures() -> Iterator[None]:
+    """A model is captured once in a process of tests (see :mod:`captures`)."""
+    import captures
+
+    with captures.shared():
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
     import torch

@@ -10,6 +10,7 @@ Values are small integers, exact in every dtype, so that results are compared fo
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import random
@@ -40,6 +41,7 @@ Case = Callable[[Communicator], None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (1, 2, 3, 65, 1009, 4099)
 TIMEOUT = 2.0  # seconds, in the runs that fail
+STACKS_AFTER = 80.0  # seconds, after which a process that still runs shows where it is
 BACKENDS = ("shared", "gloo", "staged")
 LANES = ("compute", "gather", "reduce", "host", "other")
 
@@ -532,6 +534,8 @@ def lose_a_rank(how: str, backend: str, mesh: Mesh) -> None:
 def main(arguments: list[str]) -> None:
     torch.set_num_threads(1)
     torch.set_default_device("cpu")
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(STACKS_AFTER, exit=False)
     if arguments[0] == "conformance":
         conformance(parse_mesh(arguments[1]))
     else:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,17 @@ def run_processes(ranks: int, *arguments: str) -> list[Ended]:
         )
         for rank in range(ranks)
     ]
-    deadline, ended = time.monotonic() + LIMIT, []
-    try:
-        for process in processes:
-            output, errors = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            ended.append(Ended(process.returncode, output, errors))
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    deadline, late = time.monotonic() + LIMIT, False
+    for process in processes:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    for process in processes:
+        late |= process.poll() is None
+        process.kill()
+    ended = [Ended(process.returncode, *process.communicate()) for process in processes]
+    assert not late, f"still running after {LIMIT:.0f} s:\n" + "\n".join(
+        f"rank {rank}: {one}" for rank, one in enumerate(ended)
+    )
     return ended
 
 
