@@ -114,7 +114,7 @@ def cases() -> Iterator[Any]:
         yield pytest.param(name, one, id=f"{name} {case(one)}", marks=() if chosen else pytest.mark.full)
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(7)
 @pytest.mark.parametrize(("name", "one"), cases())
 def test_every_instruction(name: str, one: dict[str, Any]) -> None:
     """On every rank, with model states and slots."""
@@ -141,7 +141,7 @@ def sharded(one: Sharded) -> None:
     assert differences(subject, batch) == []
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("one", list(covering(SHARDED)), ids=lambda one: "-".join(map(str, one)))
 def test_every_instruction_under_tensor_parallelism(one: Sharded) -> None:
     """Shards of parameters and activations, even and uneven, and what collectives copy on their way."""
@@ -171,7 +171,7 @@ def test_every_instruction_of_every_tensor_plan(one: Sharded) -> None:
     sharded(one)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "one"),
     [
@@ -295,7 +295,7 @@ def cases_in_two_parts() -> Iterator[Any]:
         )
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "order", "one"), cases_in_two_parts())
 def test_every_instruction_of_backwards_in_two_parts(name: str, order: str, one: dict[str, Any]) -> None:
     for plan in (one, {"precision": "bf16", "microbatches": 3}):

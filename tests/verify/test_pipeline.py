@@ -104,7 +104,7 @@ def check(case: Case) -> None:
         assert all(torch.equal(value, rank[-1].parameters[n]) for n, value in ours[0][-1].parameters.items())
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(10)
 @pytest.mark.parametrize("case", list(covering(EVERY, columns)), ids=lambda case: "-".join(map(str, case)))
 def test_a_pipeline_equals_one_device(case: Case) -> None:
     check(case)
@@ -192,7 +192,7 @@ def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp:
     assert report.ranks_agree
 
 
-@pytest.mark.few(7)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["conv", "mixtral", "mlp", "bert", "vit", "llama-padded", "static"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_other_models(name: str, schedule: str) -> None:

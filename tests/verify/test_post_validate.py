@@ -91,7 +91,7 @@ SHAPES: list[Case] = [
 FEW = list(covering(random.Random(0).sample(SHAPES, 600)))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, id="-".join(map(str, c)), marks=pytest.mark.full if i >= 8 else ()) for i, c in enumerate(FEW)],
