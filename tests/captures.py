@@ -1,8 +1,8 @@
 """Captures that tests share: ``torch.export`` of one model, loss and batch runs once in a process of tests.
 
 A capture depends on everything that the module holds but the values of its parameters, on the loss, and on the shapes
-of the batch; all of that, pickled, is its key.  Nobody changes a captured graph once it is normalised, as one serves all
-plans of a model, so that it serves other tests as well.
+of the batch; all of that, pickled, is its key.  Nobody changes a captured graph once it is normalised: as one serves
+all plans of a model, so that it serves other tests as well.
 """
 
 from __future__ import annotations
