@@ -340,7 +340,7 @@ class Backend:
             torch.set_float32_matmul_precision(before)
 
     def numa_options(self, ranks: int) -> NumaOptions | None:
-        """How torchelastic shall bind so many ranks to the CPUs beside their devices; None: not at all.
+        """How torchelastic shall bind ``ranks`` ranks to the CPUs beside their devices; None: not at all.
 
         That takes several NUMA nodes, a device for each rank and the program numactl, and torch knows where CUDA's
         devices are alone.

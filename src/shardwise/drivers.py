@@ -202,8 +202,8 @@ def parse_amd(text: str) -> tuple[str, ...]:
 
 
 def parse_holders(text: str) -> list[Holder]:
-    """Of lines such as ``4242, /usr/bin/python3, 70210, GPU-…``, in MiB; in a container names and numbers can be
-    hidden.
+    """The holders that lines such as ``4242, /usr/bin/python3, 70210, GPU-…`` (in MiB) name; a container can hide names
+    and numbers.
     """
     made = []
     for line in text.splitlines():

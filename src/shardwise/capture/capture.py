@@ -102,8 +102,9 @@ def capture(
 ) -> Captured:
     """Capture ``module`` with its loss on rows like those of ``batch`` (a dict of tensors with a common first dim).
 
-    ``rows`` asks for a static graph of just so many rows; without it the batch dim is symbolic where the model allows
-    and otherwise static, as large as ``batch``.  Raises :class:`Uncapturable` with the reason where export stops.
+    ``rows`` asks for a static graph of exactly that many rows; without it the batch dim is symbolic where the model
+    allows and otherwise static, as large as ``batch``.  Raises :class:`Uncapturable` with the reason where export
+    stops.
     """
     wrapped = set_mode(WithLoss(shadow(module, precision), loss, ones, precision), training)
     if rows is None:

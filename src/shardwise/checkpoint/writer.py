@@ -1,6 +1,6 @@
 """Saving while training goes on.
 
-``save`` copies this rank's pieces aside and returns; a thread writes them.  Its steps, on all ranks alike:
+``save`` copies this rank's pieces aside and returns; a thread writes them.  All ranks take the same steps:
 
 1. rank 0 makes the folder; *gather*: is every rank ready, and is there room on the disk?
 2. each rank writes its file, hashes it on the way, and waits until it is on the disk; *gather* to rank 0: what each has

@@ -45,7 +45,7 @@ def reported(json: bool) -> Iterator[None]:
 
 
 def exit_code(error: Exception) -> int:
-    """Of a command that ends with an error: 2 for wrong input, else 1."""
+    """The exit code of a command that ends with this error: 2 for wrong input, else 1."""
     return 2 if isinstance(error, ShardwiseError) and error.cause == "config" else 1
 
 

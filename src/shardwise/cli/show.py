@@ -66,7 +66,7 @@ def run(
 
 
 def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
-    """Of each dim the factors, major first."""
+    """For each dim, its factors, the major one first."""
     return [[asdict(factor) for factor in dim] for dim in layout.dims]
 
 

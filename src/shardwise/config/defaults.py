@@ -216,8 +216,8 @@ def _devices(draft: ConfigDraft, hardware: Hardware) -> None:
 
 
 def _there(draft: ConfigDraft, hardware: Hardware, devices: int, key: str | None) -> bool:
-    """Whether there are so many devices; else ``key``, which says so, is refused, or what makes any number of them too
-    large.
+    """Whether there are ``devices`` devices; if not, the error names ``key``, which asks for them, or whatever makes
+    any number of devices too large.
     """
     each, over = (1, "") if key == "train.devices" else (math.prod(draft[key] for key in SAME_ROWS), _over(draft))
     if hardware.world and devices != hardware.world:
@@ -319,7 +319,7 @@ def _auto(draft: ConfigDraft, pp: int, microbatches: int) -> None:
 
 
 def _shards(draft: ConfigDraft, ranks: int) -> None:
-    """What of ZeRO makes sense on so many ranks."""
+    """Check that the keys of ZeRO make sense on ``ranks`` ranks."""
     if draft.sound("parallel.reduce", "parallel.precision"):
         precise = draft["parallel.precision"] == "fp64"
         if draft["parallel.reduce"] != "auto" and (draft["parallel.reduce"] == "fp64") != precise:

@@ -204,9 +204,9 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """``[checkpoint]``: ``every`` so many steps (0: only at the end and when interrupted); the last ``keep_last`` are
-    kept, and those of every ``keep_every``-th step; ``staging_mib`` is the most memory that copies on their way to disk
-    take."""
+    """``[checkpoint]``: a checkpoint each ``every`` steps (0: only at the end and when interrupted); the last
+    ``keep_last`` are kept, and those of every ``keep_every``-th step; ``staging_mib`` is the most memory that copies on
+    their way to disk take."""
 
     every: int = key(integer(0))
     keep_last: int = key(integer(1), 2)

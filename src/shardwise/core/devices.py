@@ -28,7 +28,9 @@ class Peak(NamedTuple):
     fp16: float | None = None  # the same; that of bf16 where it is None
 
     def flops(self, precision: str, *, tf32: bool = False) -> float | None:
-        """Of products in a plan's ``precision``, in FLOP/s; with ``tf32`` torch may use that for fp32."""
+        """The peak speed of products in a plan's ``precision``, in FLOP/s; ``tf32`` says that torch may use it for
+        fp32.
+        """
         fp32 = self.tf32 if tf32 and self.tf32 is not None else self.fp32
         fp16 = self.bf16 if self.fp16 is None else self.fp16
         tera = {"fp32": fp32, "bf16": self.bf16, "fp16": fp16, "fp64": self.fp64}[precision]

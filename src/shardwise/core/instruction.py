@@ -172,7 +172,7 @@ class Buffer:
 Queue = tuple[Lane, tuple[str, ...], tuple[str, int] | None, str]
 
 CHANNELS = ("tensors", "gradients")
-"""Of messages: what units exchange, and what is exchanged once a batch, the gradients of buckets."""
+"""The channels of messages: one for what units exchange, one for the gradients of buckets, exchanged once a batch."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -167,7 +167,7 @@ class Layout:
         return [Box(tuple(start for start, _ in cell), tuple(stop for _, stop in cell)) for cell in cells]
 
     def intervals(self, mesh: Mesh, rank: int) -> list[list[tuple[int, int]]]:
-        """Of each dim the (start, stop) that ``rank`` owns, in order."""
+        """For each dim, the ranges (start, stop) that ``rank`` owns, in order."""
         return [_intervals([(f.size, f.ranges(mesh, rank)) for f in dim]) for dim in self.dims]
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ class Program:
     A class is all the ranks at the fixed ``coordinates`` (pairs of axis and coordinate; none: every
     rank).  Ranks of one class run the same list: peers and groups in it are relative to the mesh and
     resolved when it runs.  ``slots``, ``unreduced`` and ``stashes`` are pools: for each slot the buckets that it
-    has to hold, one at a time.  It is a program of so many ``batches``.
+    has to hold, one at a time.  The program runs ``batches`` batches.
     """
 
     name: str

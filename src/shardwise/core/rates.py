@@ -29,8 +29,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one device: FLOP/s of products, bytes a second of its memory; ``link`` between devices, ``links`` of axes that
-    have others.
+    """The speeds of one device: FLOP/s of products and bytes a second of its memory; ``link`` is the link between
+    devices, ``links`` are those of axes that have others.
     """
 
     flops: float
@@ -48,7 +48,7 @@ class Rates:
         return self.flops / self.memory
 
     def computing(self, flops: float, nbytes: float) -> float:
-        """Seconds of so many FLOPs that read and write so many bytes: the slower of both."""
+        """Seconds for ``flops`` FLOPs that read and write ``nbytes`` bytes: the slower of the two."""
         return max(flops / self.flops, nbytes / self.memory)
 
     def collective(self, kind: str, nbytes: float, axes: Sequence[str], parts: int) -> float:

@@ -62,7 +62,7 @@ def read(texts: Sequence[str], ranks: int, stages_per_rank: int | None, microbat
 
 
 def first(timetable: Timetable, microbatches: int) -> Timetable:
-    """What is left of it if there are only so many microbatches: tasks of different ones never need each other."""
+    """The part of it for the first ``microbatches`` microbatches: tasks of different ones never need each other."""
     return tuple(tuple(task for task in tasks if task.microbatch < microbatches) for tasks in timetable)
 
 
@@ -100,7 +100,7 @@ def _check_stages(timetable: Timetable, stages_per_rank: int | None) -> None:
 
 
 def _check_complete(rank: int, tasks: Sequence[Task], microbatches: int) -> None:
-    """Of each microbatch every stage has F, and B or I and W, once."""
+    """Check that every stage has F, and B or I and W, once for each microbatch."""
     times = Counter(tasks)
     for task in tasks:
         if times[task] > 1:

@@ -49,7 +49,7 @@ def fingerprints(files: Sequence[SourceFile], memory: Path, on_bytes: OnBytes | 
 
 
 def _hash(file: SourceFile, on_bytes: OnBytes | None) -> str:
-    """Of a file's content; of a folder of files, of their names and contents."""
+    """The hash of a file's content; for a folder, that of its files' names and contents."""
     if not file.members:
         return _hash_file(file.path, on_bytes).hexdigest()
     whole = hashlib.sha256()

@@ -16,7 +16,7 @@ Fields = dict[str, Tensor]
 
 
 class Samples:
-    """A map-style dataset (``len`` and integer indexing) of dicts of tensors, all alike.
+    """A map-style dataset (``len`` and integer indexing) of dicts of tensors, all of the same shapes and dtypes.
 
     Sample 0 says what the fields are, their shapes and dtypes; any other sample that differs raises
     ConfigError naming the sample, the field, what was found and what was expected. Numbers and numpy arrays

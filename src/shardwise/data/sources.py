@@ -284,7 +284,7 @@ def _train_split(folder: str) -> str:
 
 
 def _stdlib() -> list[SourceFile]:
-    """The standard library's own modules, no installed packages, no tests; the first so many MiB of them."""
+    """The standard library's own modules, no installed packages, no tests; up to a number of MiB."""
     folder = sysconfig.get_path("stdlib")
     files: list[SourceFile] = []
     total = 0

@@ -43,7 +43,7 @@ class Reserve:
         return {**found, "fragmentation": int(max(budget - sum(found.values()), 0) * self.fragmentation)}
 
     def device(self, tensors: int, beside: Mapping[str, int]) -> int:
-        """The bytes of the smallest device for so many of ``tensors``; ``beside``: as :meth:`beside` has it, of
+        """The bytes of the smallest device for ``tensors`` bytes of tensors; ``beside``: as :meth:`beside` has it, of
         whatever budget.
         """
         fixed = sum(n for what, n in beside.items() if what != "fragmentation")

@@ -60,7 +60,7 @@ class _Rank:
 
 
 class Filler:
-    """Makes timetables of drafts, for these costs and at most so many bytes of activations on each rank."""
+    """Makes timetables of drafts, for these costs and at most ``limit`` bytes of activations on each rank."""
 
     def __init__(self, costs: Costs, home: Mapping[int, int], microbatches: int, limits: Sequence[float]) -> None:
         self.costs, self.limits, n, m = costs, [limit * (1 + 1e-12) for limit in limits], costs.stages, microbatches

@@ -217,7 +217,7 @@ class _Search:
             place = best
 
     def needed(self, corner: Place) -> Place:
-        """Of each ladder the first rung with which the plan that needs least still fits."""
+        """For each ladder, the first rung with which the plan that needs least still fits."""
         return tuple(
             next(
                 at

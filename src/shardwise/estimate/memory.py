@@ -62,7 +62,7 @@ def accounts(
 
 
 def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
-    """The rows of a rank in each microbatch of a batch of so many rows."""
+    """The rows that ``rank`` has in each microbatch of a batch of ``rows`` rows."""
     parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
     return [shard_sizes(size, parts)[index] for size in shard_sizes(rows, min(plan.microbatches, rows))]
 
@@ -130,7 +130,7 @@ def _scalars(plan: Plan) -> int:
 
 
 def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:
-    """Of a bucket's elements."""
+    """The bytes that each element of a bucket takes, by what they are for."""
     return widths(choice, bucket.dtype.itemsize, bucket.wide.itemsize)
 
 

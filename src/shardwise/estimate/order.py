@@ -44,7 +44,7 @@ class UnitCosts:
         return len(self.forward)
 
     def stages(self, sizes: Sequence[int]) -> Costs:
-        """Those of stages of so many units."""
+        """The costs of stages with these numbers of units."""
         bounds = list(pairwise(accumulate(sizes, initial=0)))
 
         def sums(values: Sequence[float]) -> list[float]:

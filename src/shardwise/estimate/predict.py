@@ -178,9 +178,9 @@ def bucket_name(trace: Trace, bucket: Bucket) -> str:
 
 
 def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: StageSplit) -> list[int]:
-    """Of each stage of the pipeline the rank that needs most: of those with the most rows of a microbatch, and of those
-    the last along the axes of tensor parallelism, which have the most of everything, the one with the largest model
-    states and batch."""
+    """For each stage of the pipeline, the rank that needs most memory.  Ranks with the most rows of a microbatch that
+    are last along the axes of tensor parallelism have the most of everything; among them it is the one with the largest
+    model states and batch."""
     each = [rows_of(plan, rows, rank) for rank in range(plan.mesh.size)]
     most = max(map(max, each))
     per_parameter = trace.opaque is not None

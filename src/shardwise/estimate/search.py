@@ -23,7 +23,7 @@ FITS = (0.05, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)
 """A gap before a task is filled by a W if it is at least this part of it."""
 
 CLIMBS = 8
-"""The search goes on from so many of its beginnings, the best ones."""
+"""The number of beginnings, the best ones, from which the search goes on."""
 
 Value = tuple[float, float]
 """What the search makes less: the seconds of the step and, where these are equal, of all ranks together, in units of
@@ -56,7 +56,7 @@ class _State:
     shifts: tuple[int, ...]
 
     def shifted(self, low: int, high: int, by: int) -> _State:
-        """Ranks ``low`` to ``high`` run ahead by so many more forwards."""
+        """Ranks ``low`` to ``high`` run ahead ``by`` more forwards."""
         return replace(self, shifts=tuple(n + by * (low <= rank <= high) for rank, n in enumerate(self.shifts)))
 
     def filled(self, fit: float) -> _State:
@@ -64,8 +64,8 @@ class _State:
 
 
 class _Search:
-    """Values of states over ``bases``, timetables of so many microbatches, until about ``events`` tasks have been
-    played.
+    """Values of states over ``bases``, which are timetables of ``microbatches`` microbatches, until about ``events``
+    tasks have been played.
     """
 
     def __init__(

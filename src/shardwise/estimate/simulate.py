@@ -69,7 +69,7 @@ class Costs:
     def uniform(
         cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0, transfer: float = 0.0
     ) -> Costs:
-        """Stages that are all alike, with one byte of activations each."""
+        """Costs of equal stages, with one byte of activations each."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, transfer=(transfer,) * (stages - 1))
 
     @property

@@ -37,8 +37,8 @@ def step_traffic(
     traces: Sequence[Trace], plan: Plan, choice: OptimizerChoice, *, rows: int, rank: int = 0,
     programs: Sequence[Program] = ()
 ) -> list[TrafficMoment]:  # fmt: skip
-    """Of ``rank`` in a step on a batch of ``rows`` rows, or in a window of batches that overlap: its instructions in
-    order.
+    """What ``rank`` sends in a step on a batch of ``rows`` rows, or in a window of batches that overlap: one moment for
+    each of its instructions, in order.
 
     ``traces`` has one for each microbatch, as the engine chooses them; ``programs`` are by default those of the first.
     A message counts as a kind of its own over the pipeline.  Left out are what is asked before a step (whether masks

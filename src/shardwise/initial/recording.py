@@ -214,7 +214,7 @@ class Memory:
 
 
 def packet(func: Any) -> Any:
-    """The function of ATen of which ``func`` is an overload."""
+    """The ATen function that ``func`` is an overload of."""
     return getattr(func, "overloadpacket", func)
 
 

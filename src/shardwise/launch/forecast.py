@@ -83,7 +83,7 @@ class Forecast:
         common: bool = False,
         before: Before | None = None,
     ) -> Forecast:
-        """Of a model that was compiled for ``build_plan(config)``.
+        """The forecast for a model that was compiled for ``build_plan(config)``.
 
         What the config leaves open is as it was ``before`` if that fits: a run that goes on adds in the same order.
         :class:`ConfigError` where it does not fit, and the config asks for the same bits.
@@ -116,13 +116,13 @@ class Forecast:
         return max(self._left(self.beside), 0)
 
     def _left(self, beside: Mapping[str, int]) -> int:
-        """The budget of a plan that takes so much beside tensors; below 0 where that alone is too much."""
+        """The budget of a plan that takes ``beside`` bytes beside tensors; below 0 where that alone is too much."""
         given = self.config.train.memory_gib
         return self.device.budget - sum(beside.values()) if given is None else int(given * GIB)
 
     @property
     def worst(self) -> Prediction:
-        """Of the rank that needs most."""
+        """The prediction for the rank that needs most."""
         return self.predict(self.plan)
 
     @property
@@ -162,7 +162,7 @@ class Forecast:
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:
-        """Of the first and the last rank, where they need something else than the worst."""
+        """The predictions for the first and the last rank, where they differ from the worst."""
         ranks = sorted({0, self.plan.mesh.size - 1} - {self.worst.rank})
         found = [self.predict(self.plan, rank) for rank in ranks]
         return [one for one in found if (one.peak, one.states) != (self.worst.peak, self.worst.states)]
@@ -356,7 +356,7 @@ class Forecast:
         return self._compiled[key(plan)]
 
     def _trace(self, plan: Plan) -> Trace:
-        """Of a microbatch of a whole batch."""
+        """The trace of a microbatch of a whole batch."""
         return self._traced(plan).trace(self._ones, self.config.data.batch_size // plan.microbatches)
 
     def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:

@@ -48,7 +48,7 @@ class _Storages(StorageTracker):  # type: ignore[no-untyped-call]
 
 
 class _Allocator:
-    """Of one GPU.  The allocator works in the order in which the host asks, so nothing here waits for the device."""
+    """The allocator of one GPU.  It works in the order in which the host asks, so nothing here waits for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend, self._before = device, Backend.of(device), 0
@@ -135,7 +135,7 @@ class StepMemory:
         })  # fmt: skip
 
     def account(self) -> Account:
-        """Of the step, which is over; its peak is that of what is used, whatever an allocator has in reserve."""
+        """The account of the step, which is over; the peak counts what is used, not what is in reserve."""
         used = [sum(p.values()) - p["reserve"] for p in self._peaks]
         at = used.index(max(used))
         return Account(

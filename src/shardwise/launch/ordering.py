@@ -50,7 +50,7 @@ TOO_LARGE = b"too large"
 """Stands for a plan that a run has begun with, and that does not fit now."""
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""Of units by name and by kind of task."""
+"""Seconds by the name of a unit and the kind of a task."""
 
 
 def unordered(config: Config) -> bool:

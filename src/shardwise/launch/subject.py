@@ -45,7 +45,7 @@ def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
 
 
 def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
-    """Build what ``config`` describes, with the first so many batches of its data.
+    """Build what ``config`` describes, with the first ``batches`` batches of its data.
 
     Without ``weights`` the module stays on the meta device where its constructor can be recorded.
     """

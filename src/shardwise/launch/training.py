@@ -176,7 +176,7 @@ def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float]
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:
-    """Of the constructor, or of ``model.weights``, which must fit: nothing is held yet, never much of it at once."""
+    """The values of the constructor, or of ``model.weights``, which must fit: nothing is read yet."""
     initial = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
     if config.model.weights is None:
         return initial

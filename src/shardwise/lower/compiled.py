@@ -234,7 +234,7 @@ class Compiled:
 
     @property
     def microbatch_rows(self) -> int:
-        """Of all ranks together."""
+        """The rows of each microbatch on all ranks together."""
         whole = self.batch_rows or next(iter(self.example.values())).shape[0]
         return max(-(-whole // self.plan.microbatches), 1)
 
@@ -257,7 +257,7 @@ class Compiled:
         return StageSplit.of(one, plan, StageSplit.of(self.general, plan, weights=self.unit_weights).names)
 
     def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
-        """The checked programs of a trace for batches of so many microbatches."""
+        """The checked programs of a trace for batches of ``microbatches`` microbatches."""
         key = (id(one), microbatches, batches)
         with self._lock:
             if key not in self._programs:

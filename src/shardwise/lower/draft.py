@@ -52,7 +52,7 @@ class ProgramDraft:
         return turns
 
     def ahead(self, position: int, turns: int) -> int:
-        """The first position of the unit's turn that comes so many before that of ``position``."""
+        """The first position of the unit's turn that comes ``turns`` turns before that of ``position``."""
         start = self._turns[position][0]
         for _ in range(turns):
             if start > 0:
@@ -60,7 +60,7 @@ class ProgramDraft:
         return start
 
     def behind(self, position: int, turns: int) -> int:
-        """The last position of the unit's turn that comes so many after that of ``position``."""
+        """The last position of the unit's turn that comes ``turns`` turns after that of ``position``."""
         end = self._turns[position][1]
         for _ in range(turns):
             if end + 1 < len(self.compute):

@@ -126,7 +126,7 @@ class StageSplit:
 
     @cached_property
     def producers(self) -> tuple[tuple[int, ...], ...]:
-        """Of each unit those whose live tensors it reads."""
+        """For each unit, the units whose live tensors it reads."""
         maker = {name: u.index for u in self.units for name in u.outputs}
         return tuple(tuple(sorted({maker[name] for name in u.inputs})) for u in self.units)
 

@@ -32,7 +32,7 @@ def lower(
     training: bool = True,
     batches: int = 1,
 ) -> tuple[Program, ...]:  # fmt: skip
-    """The programs of all classes of ranks, one for each rank of the pipeline, of so many ``batches``.
+    """The programs of all classes of ranks, one for each rank of the pipeline, of ``batches`` batches.
 
     ``buckets`` are by default those of the trace, ``cut`` the stages that follow from plan and costs.  Without
     ``training`` the programs compute the loss of a batch and nothing else.
@@ -215,8 +215,8 @@ class _Lowering:
         )
 
     def version(self, u: int, m: int) -> int:
-        """Of the weights that a unit uses for a microbatch; one without a stage has none, and counts with the first of
-        the rank's.
+        """The version of the weights that a unit uses for a microbatch; a unit without a stage has none, and counts
+        with the rank's first stage.
         """
         stage = self.cut.stage[u]
         own = (
@@ -355,7 +355,7 @@ class _Lowering:
         return Instruction(Op.VALIDATE, version=batch, reads=reads, writes=(verdict,), frees=backups)
 
     def reports(self, batch: int) -> list[Instruction]:
-        """Of batches that are over on all stages when this one is updated here."""
+        """The reports of batches that are over on all stages when this one is updated here."""
         last, late = self.versions.batches - 1, self.versions.reported
         due = range(batch - late, last + 1) if batch == last else range(batch - late, batch - late + 1)
         return [self.report(k) for k in due if k >= 0]

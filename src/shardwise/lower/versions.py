@@ -46,7 +46,8 @@ def _reported(ranks: int, microbatches: int) -> int:
 
 @dataclass(frozen=True)
 class Versions:
-    """Of ``batches`` batches of ``microbatches`` each, numbered on from batch to batch, on the stages of a cut."""
+    """The versions of weights that ``batches`` batches of ``microbatches`` microbatches use on the stages of a cut;
+    microbatches are numbered on from batch to batch."""
 
     cut: StageSplit
     plan: Plan

@@ -84,7 +84,7 @@ class UnitMemory:
 
 @dataclass(frozen=True)
 class Profile:
-    """Of all units for one microbatch, and the peak of counting its targets (0 where the loss has none)."""
+    """The memory of all units for one microbatch, and the peak of counting its targets (0 where the loss has none)."""
 
     units: tuple[UnitMemory, ...]
     count: int = 0

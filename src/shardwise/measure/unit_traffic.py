@@ -59,7 +59,8 @@ class Cause(NamedTuple):
 
 
 def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> UnitTraffic:
-    """Of a unit's graph, or of another piece of a local graph, of whose outputs so many have gradients."""
+    """The traffic of a unit's graph, or of another piece of a local graph; ``output_grads`` says which outputs have
+    gradients."""
     found = [one for _, one in by_cause(graph, env, output_grads)]
     forward, backward, again = (
         tuple(t for one in found for t in getattr(one, way)) for way in ("forward", "backward", "again")

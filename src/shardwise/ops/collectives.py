@@ -79,7 +79,7 @@ Groups = Sequence[str]
 """Axes of tensor parallelism, and ``ROWS``."""
 
 Factors = Sequence[tuple[int, Groups]]
-"""Of a dim, the major one first: the size of each, and the axes that shard it."""
+"""The factors of a dim, the major one first: the size of each, and the axes that shard it."""
 
 
 class ShardedFactor(NamedTuple):
@@ -99,7 +99,7 @@ class ShardedFactor(NamedTuple):
     parts: tuple[int, ...] = ()
 
     def _ranges(self, env: Env) -> Iterator[list[tuple[int, int]]]:
-        """Of each rank (start, stop) in each part, counted from where in that the first of them begins."""
+        """For each rank its (start, stop) in each part, counted from where the first rank begins in that part."""
         (above, at), (ranks, _) = env.group(self.outer), env.group(self.axes)
         sizes = self.parts or (self.size,)
         firsts = [shard_range(size, above * ranks, at * ranks)[0] for size in sizes]

@@ -30,7 +30,7 @@ PIECE = {
 REDUCTIONS = ("none", "mean", "sum")  # by torch's number
 NONE, MEAN, SUM = range(3)
 Share = tuple[int, tuple[str, ...]]
-"""(classes, axes): each rank over the axes has some of so many classes."""
+"""(classes, axes): the ranks over the axes share this number of classes."""
 
 
 COUNT = 8
@@ -131,7 +131,7 @@ def _nll(
     reduction: str,
     share: Share | None,
 ) -> Tensor:
-    """Of log-probabilities; with ``share`` of those rows whose targets are this rank's classes."""
+    """The loss of log-probabilities; with ``share``, of the rows whose targets are this rank's classes."""
     if share is not None:
         target, own = _own(env, target, ignore_index, share)
         target, weight, ignore_index = target.where(own, -100), _mine(env, weight, share), -100
@@ -166,7 +166,7 @@ class _Named:
             self.every = _mine(env, even, share).view(-1, *[1] * (target.dim() - 1))
 
     def sums(self, piece: slice, scores: Tensor) -> tuple[Tensor, ...]:
-        """Of the rank's classes: Σ a z."""
+        """Σ a z over the rank's classes."""
         found = scores.gather(1, self.index[piece]).where(self.own[piece], 0)
         found = found if self.named is None else found * self.named[piece]
         return (found if self.every is None else found + (scores * self.every).sum(1, keepdim=True),)

@@ -274,7 +274,7 @@ def keyed_uniform(
     columns: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Uniform in [0, 1), multiples of 2^-24 in fp32 and in fp64 alike; truncated to what fp16 and bf16 can hold."""
+    """Uniform in [0, 1), multiples of 2^-24 in both fp32 and fp64; truncated to what fp16 and bf16 can hold."""
     bits = _UNIFORM_BITS.get(dtype, 24)
     words = _words(seed, step, ordinal, shape, batch, row_start, device, kind, columns)
     top = words.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)

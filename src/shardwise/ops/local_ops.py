@@ -54,7 +54,7 @@ def own_rows(env: Env, factors: Factors, device: torch.device) -> Tensor:
 
 
 def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys: Factors) -> Tensor:
-    """Of keys or values, each head shared by ``each`` queries: the head of each of this rank's queries."""
+    """For each of this rank's queries, the head of keys or values that it uses; ``each`` queries share a head."""
     local, _ = _found(env, own_rows(env, queries, x.device) // each, keys)
     return x.index_select(dim, local)
 

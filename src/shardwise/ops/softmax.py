@@ -26,8 +26,8 @@ def largest(x: Tensor, dim: int) -> Tensor:
 
 
 def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) -> tuple[Tensor, ...]:
-    """Of all ranks over ``axes`` together: the largest value, the sum of the powers relative to it, and ``sums``; all
-    of one shape.
+    """Over all ranks of ``axes``: the largest value, the sum of the powers relative to it, and ``sums``; all have one
+    shape.
     """
     parts = env.group(axes)[0]
     if parts == 1:

@@ -55,8 +55,8 @@ class Caused(NamedTuple):
 
 @dataclass
 class Sum:
-    """Of a rank in a step, what it hands to the communicator because ``of`` something, by ``kind`` and axes: ``times``
-    something of together ``nbytes``, of which it sends ``sent``; ``buckets`` are those concerned."""
+    """What a rank hands to the communicator in a step because ``of`` something, by ``kind`` and axes: ``times`` tensors
+    of ``nbytes`` bytes together, ``sent`` of which leave the rank; ``buckets`` are those concerned."""
 
     rank: int
     of: str
@@ -69,7 +69,7 @@ class Sum:
 
 
 def of_units(trace: Trace, plan: Plan, rows: int, programs: Sequence[Program]) -> list[Caused]:
-    """In a microbatch of so many rows, on the last rank."""
+    """What units communicate in a microbatch of ``rows`` rows, on the last rank."""
     mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
     real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
     env = Env(
@@ -86,7 +86,7 @@ def of_units(trace: Trace, plan: Plan, rows: int, programs: Sequence[Program]) -
 
 
 def of_step(moments: Iterable[TrafficMoment], mesh: Mesh, rank: int) -> list[Sum]:
-    """Of ``rank``, whose instructions the moments are."""
+    """The sums of ``rank``, whose instructions the moments are."""
     found: dict[tuple[str, tuple[str, ...], str], Sum] = {}
     for moment in moments:
         for t in moment.traffic:

@@ -51,7 +51,7 @@ def look(kind: str) -> Look:
 
 
 def lighter(colour: str, share: float) -> str:
-    """``#rrggbb`` mixed with so much white."""
+    """``#rrggbb`` mixed with a ``share`` of white."""
     parts = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 

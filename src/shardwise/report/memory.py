@@ -127,7 +127,7 @@ def comparison(title: str, predicted: Account, measured: Account) -> RenderableT
 
 
 def unit(nbytes: float) -> tuple[str, int]:
-    """The unit in which so many bytes are shown."""
+    """The unit in which ``nbytes`` bytes are shown."""
     return next(((name, n) for name, n in UNITS if nbytes >= n), ("B", 1))
 
 

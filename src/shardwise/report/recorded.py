@@ -72,7 +72,7 @@ def measured(folder: Path, step: int | None = None, microbatches: int | None = N
     """The tasks of the first pipeline of a recorded step, in the order of each rank, and the median times of its
     stages.
 
-    ``microbatches``: of a window of several batches, of so many each, the first batch.
+    ``microbatches``: the size of a batch; of a window of several batches the first is taken.
     """
     ranks = read_step(folder, step)
     timetable, costs = _costs([one for one in ranks if one.pipeline == ranks[0].pipeline])

@@ -90,12 +90,12 @@ class Drawing:
         return found
 
     def lanes(self) -> list[list[str]]:
-        """Of each rank the lanes in which there is something, computing first."""
+        """For each rank, the lanes in which there is something, computing first."""
         there = {(box.rank, box.lane) for box in self.boxes}
         return [[lane for lane in LANES if lane == COMPUTE or (rank, lane) in there] for rank in range(self.ranks)]
 
     def chunks(self) -> dict[int, dict[int, int]]:
-        """Of each rank its stages, numbered from 0 in the model's order."""
+        """For each rank, its stages, numbered from 0 in the model's order."""
         stages: dict[int, set[int]] = defaultdict(set)
         for box in self.boxes:
             if box.stage >= 0:
@@ -134,7 +134,7 @@ class Drawing:
 
 
 def milliseconds(seconds: float) -> str:
-    """A time in ms, in four digits where it has so many."""
+    """A time in ms, with at most four digits."""
     value = seconds * 1e3
     return f"{value:,.0f} ms" if value >= 1000 else f"{value:.4g} ms"
 

@@ -107,7 +107,7 @@ def _boxes(
 
 
 def _numbers(row: Sequence[TimeBox], chunks: dict[int, int], scale: _Scale, y: float, digits: int) -> Iterable[Words]:
-    """The microbatches, in boxes that have room for so many digits, and the words of what has none."""
+    """The numbers of microbatches, in boxes with room for ``digits`` digits, and the words of what has none."""
     for box in row:
         text = str(box.microbatch) if box.microbatch >= 0 else look(box.kind).words
         room = (scale.x(box.stop) - scale.x(box.start) - 2) / width_of("0" * max(digits, len(text)), 1)

@@ -149,7 +149,7 @@ class Engine:
         yield from self.interpreter.results(traces, program, (self._input(rows, *one) for one in rest))
 
     def _input(self, expected: int, fields: Mapping[str, Tensor], rows: int, stop: bool) -> StepInput:
-        """The next step's batch, for a program that was made for so many rows."""
+        """The next step's batch, for a program that was made for ``expected`` rows."""
         self.check(fields, rows)
         if rows != expected:
             raise ConfigError(

@@ -52,8 +52,8 @@ class Interpreter(RankContext):
         return self._updated[id(program)][1]
 
     def run(self, traces: Sequence[Trace], program: Program, given: StepInput) -> StepResult:
-        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch, alike but for static
-        numbers of rows.
+        """Execute a ``program`` of one batch; ``traces`` has one trace for each microbatch; they differ in static
+        numbers of rows only.
         """
         (result,) = self.results(traces, program, iter([given]))
         return result
@@ -134,7 +134,7 @@ class Run:
         self.commit_buffers()
 
     def positions(self) -> Iterator[int]:
-        """Of the instructions, in the order in which they are executed."""
+        """The positions of the instructions, in the order in which they are executed."""
         return iter(range(len(self.program.instructions)))
 
     def wait(self, at: int) -> None:

@@ -17,7 +17,7 @@ from shardwise.core.rates import Machine
 from shardwise.shard.op_spec import Placement, Shard, Strategy
 
 Name = tuple[str, str]
-"""Of an op: what it is, and the path of its module."""
+"""The name of an op: what it is, and the path of its module."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class TensorParallelSpec:
 
 @dataclass
 class Assignment:
-    """Of one group: the states of each node's results, and the strategy of each op that has a form; ``held``: what the
-    result of an op is moved to where it is made, because a user says so."""
+    """The assignment of one group of axes: the states of each node's results, and the strategy of each op that has a
+    form; ``held``: what the result of an op is moved to where it is made, because a user says so."""
 
     states: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     strategies: dict[fx.Node, Strategy] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class BatchWalk:
         return Shard(0) if node.name in captured.fields else "R" if node.name in captured.parameters else "I"
 
     def state(self, node: fx.Node) -> Placement:
-        """Of an operand."""
+        """The placement of an operand."""
         return self.found.states[node][0]
 
     def choose(self, form: OpSharding) -> Strategy:
@@ -71,7 +71,7 @@ class BatchWalk:
         return self.replicated(form, states)
 
     def replicated(self, form: OpSharding, states: list[Placement]) -> Strategy:
-        """Of whole operands; of nothing but parameters a partial gradient passes through to them."""
+        """The strategy for whole operands; where all are parameters, a partial gradient passes to them."""
         carrying = [s for (o, _), s in zip(form.operands, states, strict=True) if self.grad[o]]
         return form.whole("R" if carrying and all(s == "R" for s in carrying) else "I")
 

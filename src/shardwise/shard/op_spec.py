@@ -33,7 +33,7 @@ Placement = Shard | str
 """A place, or "P", "I", "R"."""
 
 Label = Any
-"""Of a dim; None: the op needs the dim whole."""
+"""The label of a dim; None: the op needs the dim whole."""
 
 DimLabels = Sequence[Label]
 
@@ -61,7 +61,7 @@ class Emission(NamedTuple):
 
     @property
     def layout(self) -> Any:
-        """Of the only result."""
+        """The layout of the only result."""
         return self.layouts[0]
 
 

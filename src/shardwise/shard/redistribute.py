@@ -45,7 +45,7 @@ behind a gather.
 """
 
 Placements = tuple[Placement, ...]
-"""Of a value, on each group of axes."""
+"""The placements of a value, one on each group of axes."""
 
 
 class Step(NamedTuple):
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
     @property
     def sharded(self) -> Placements:
-        """Of a move of pieces, the side on which it is sharded."""
+        """The side on which a move of pieces is sharded."""
         return self.states if self.name == "gather" else self.result
 
 
@@ -116,7 +116,7 @@ def _renames(value: Movable, states: Placements, group: int, goal: Placement) ->
 
 
 def _together(states: Placements, steps: Sequence[tuple[str, Placement] | None], group: int) -> tuple[int, ...]:
-    """The groups that make a step together with ``group``: those of a gather are sharded alike."""
+    """The groups that make a step together with ``group``: those of a gather are sharded in the same way."""
     step = steps[group]
     gathers = step is not None and step[0] == "gather"
     return tuple(j for j, one in enumerate(steps) if one == step and (not gathers or states[j] == states[group]))
@@ -164,7 +164,7 @@ def _towards(state: Placement, goal: Placement, grad: bool) -> tuple[str, Placem
 
 
 def dual(step: Step) -> str:
-    """Of a move whose result is whole, whether that is I or R; other moves have one dual."""
+    """Whether the whole result of a move is I or R; other moves have one dual."""
     return str(step.after) if step.name in ("all_reduce", "gather") else "I"
 
 

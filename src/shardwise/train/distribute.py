@@ -45,7 +45,7 @@ def distribute(
         optimizer.zero_grad()
 
     Every rank reads the whole batch, as one device would, and takes its own rows (where reading is slow,
-    :meth:`Trainer.loader` reads only those).  So the ranks' loaders must agree: seed them alike; every batch is
+    :meth:`Trainer.loader` reads only those).  So the ranks' loaders must agree: give them one seed; every batch is
     compared.  Leave batches on the host, from where they are copied while the device computes: comparing those that are
     on a GPU waits for all that it has to do.  ``loss`` has a value after ``optimizer.step()``.  The model is captured
     at the first batch.

@@ -169,7 +169,7 @@ class Trainer:
 
     def one_pass(self, dataset: Any, batch_size: int | None = None, batches: int | None = None) -> Iterator[Batch]:
         """This rank's rows of each batch of one pass over ``dataset``, for :meth:`evaluate`; with ``batches`` no more
-        than so many.
+        than that number.
         """
         size = self._rows if batch_size is None else batch_size
         pin, masks = Backend.of(self.comm.device).pins, self.compiled.masks

@@ -63,7 +63,7 @@ def mean_cross_entropy(normal: Normal) -> fx.Node | None:
 
 
 def summands(normal: Normal) -> set[fx.Node]:
-    """The nodes of which the loss is the plain sum: the gradient of each is the loss's own."""
+    """The nodes whose plain sum is the loss: the gradient of each is the loss's own."""
     stack: list[Any] = [next(n for n in normal.graph.nodes if n.op == "output").args[0][0]]
     found: set[fx.Node] = set()
     while stack:

@@ -14,7 +14,7 @@ from shardwise.units.trace import DECAY, Bucket
 
 
 class Span(NamedTuple):
-    """A range of a bucket, in its elements, all of which have weight decay or none of which has."""
+    """A range of a bucket, in elements; either all of them have weight decay or none has."""
 
     start: int
     stop: int
@@ -44,8 +44,8 @@ class Share:
 
     @staticmethod
     def of(bucket: Bucket, plan: Plan, choice: OptimizerChoice, rank: int, per_parameter: bool = False) -> Share:
-        """Of ``rank``; ``per_parameter``: each parameter has an optimizer, so that those without a gradient in a step
-        can be skipped.
+        """The share of ``rank``; ``per_parameter``: each parameter has an optimizer of its own, so that those without a
+        gradient in a step can be skipped.
         """
         parts, index = plan.mesh.axis_size(SHARDS), plan.mesh.index(rank, SHARDS)
         rule, layout = placement(plan, bucket.parameters[0].name), bucket.layout(choice, plan.mesh, rank)

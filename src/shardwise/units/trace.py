@@ -61,7 +61,7 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Of the whole."""
+        """The number of elements of the whole parameter."""
         return int(torch.Size(self.shape).numel())
 
     @property
@@ -98,12 +98,12 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Of whole parameters."""
+        """The number of elements of whole parameters."""
         return sum(p.numel for p in self.parameters)
 
     @property
     def nbytes(self) -> int:
-        """Of whole parameters in the dtype that computes, without padding."""
+        """The bytes of whole parameters in the dtype that computes, without padding."""
         return self.numel * self.dtype.itemsize
 
     @property
@@ -133,8 +133,8 @@ class Beside:
 
 
 class Repeated(NamedTuple):
-    """An op without a rule of the module at ``path``, which every rank computes whole, so many ``times`` in a
-    microbatch: what that takes a rank.
+    """An op without a rule of the module at ``path``, which every rank computes whole, ``times`` times in a
+    microbatch: what that costs a rank.
     """
 
     op: str
@@ -200,7 +200,7 @@ class Unit:
 class Trace:
     """What the rest of shardwise knows of a model.
 
-    ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of just so many rows.
+    ``rows`` is None where the batch dim is symbolic; otherwise the graph takes microbatches of exactly that many rows.
     ``opaque`` is None, or why the model was not captured and is one unit.  ``frozen`` parameters have no gradient and
     take no step.  ``tensor`` are the axes of tensor parallelism that its graphs are for, each with its number of ranks;
     ``decided`` says of parameters, by axis, which pin or op made them lie as they do, where users pin some.

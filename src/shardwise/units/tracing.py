@@ -58,7 +58,7 @@ def trace(
     Args:
         loss: called as ``loss(output, fields)``; without it the module returns its loss.
         ones: fields that are known to be all ones in the batches that will use this trace.
-        rows: ask for a static graph of so many rows.
+        rows: ask for a static graph of that many rows.
         group: parameters (by name) for which it differs never share a bucket.
         tensor: what tensor parallelism does to it; a model that cannot be captured takes none.
         opaque: whether a model that cannot be captured becomes one unit; otherwise :class:`Uncapturable` is raised.

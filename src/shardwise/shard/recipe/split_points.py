@@ -40,8 +40,8 @@ class Cuts:
         return None if found is None else (found[0], found[1]._replace(dim=dim))
 
     def best(self, node: fx.Node, dim: int, size: int) -> tuple[int, Shard] | None:
-        """Where to cut a dim of so many elements of a value, that what follows can go on with the pieces; and what is
-        gathered even so.
+        """Where to cut a dim of ``size`` elements of a value so that what follows can go on with the pieces; and what
+        is gathered even so.
         """
         places: list[Shard] = []
         found = []

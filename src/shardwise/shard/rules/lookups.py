@@ -179,7 +179,7 @@ def _own_rows(
     context: ShardingContext, x: fx.Node, present: Sequence[tuple[int, fx.Node]]
 ) -> tuple[int, int, fx.Node] | None:
     """(dim of x, dim of the indices' block, index) where rows may look at themselves: ``x[arange(rows), …]`` of an x
-    with so many rows.
+    with as many rows.
     """
     rank, sizes = len(broadcast(context, [i for _, i in present])), context.expressions(x)
     for d, index in present:

@@ -96,7 +96,7 @@ def _einsum(context: ShardingContext, node: fx.Node) -> Any:
 
 
 def _letters(term: str, dots: list[str], rank: int) -> list[str]:
-    """The labels of one term of an einsum of so many dims, its ellipsis spelled out."""
+    """The labels of one term of an einsum for a tensor of ``rank`` dims, its ellipsis spelled out."""
     before, _, after = term.partition("...")
     hidden = rank - len(before) - len(after)
     return [*before, *dots[len(dots) - hidden :], *after]

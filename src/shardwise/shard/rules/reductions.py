@@ -302,7 +302,7 @@ RULES.same(
 
 @RULES.rule("im2col", "col2im")
 def _patches(context: ShardingContext, node: fx.Node) -> Any:
-    """Of one image by itself dim 0 are channels, and patches are within them."""
+    """The form of patches; in one image by itself dim 0 are channels, and patches are within them."""
     batched = rank_of(context, node.args[0]) == (4 if op_name(node) == "im2col" else 3)
     return _sample(context, node) if batched else None
 

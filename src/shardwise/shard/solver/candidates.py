@@ -27,8 +27,8 @@ Places = dict[Shard, None]
 
 @dataclass
 class Chosen:
-    """Of one axis: the ``strategies`` of each op that has a form, and the ``states`` of each parameter's placeholder;
-    what the axes of the batch do is ``rows``.
+    """What is chosen on one axis: the ``strategies`` of each op that has a form, and the ``states`` of each parameter's
+    placeholder; ``rows`` is what the axes of the batch do.
     """
 
     rows: Assignment
@@ -37,7 +37,7 @@ class Chosen:
 
 
 class Candidates(Chosen):
-    """Of axis ``axis``: all that there is to choose."""
+    """All that there is to choose on axis ``axis``."""
 
     def __init__(self, context: ShardingContext, axis: str, prices: CostModel) -> None:
         self.context, self.forms, self.prices, self.axis, self.parts = (
@@ -115,7 +115,7 @@ class Candidates(Chosen):
                 yield self.cuts.even(size, dim)
 
     def under(self, node: fx.Node) -> fx.Node | None:
-        """The parameter of which a value is a view, or a cast."""
+        """The parameter that a value is a view or a cast of."""
         while node.op == "call_function" and len(node.all_input_nodes) == 1:
             node = node.all_input_nodes[0]
         return node if node in self.parameters else None

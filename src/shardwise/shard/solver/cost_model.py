@@ -52,9 +52,9 @@ class Talk(NamedTuple):
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of one microbatch, on the rank that has most; ``talks`` are what it communicates, ``once`` what there is at the
-    end of its step, ``nbytes`` what it keeps: parameters with what belongs to them, results of ops, and what moves make
-    of these."""
+    """The seconds of one microbatch on the rank that has most; ``talks`` are what it communicates, ``once`` what there
+    is at the end of its step, ``nbytes`` what it keeps: parameters with what belongs to them, results of ops, and what
+    moves make of these."""
 
     computing: float
     communicating: float
@@ -99,7 +99,7 @@ class CostModel:
     # ---- values and moves ------------------------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> Value:
-        """Of a node with one tensor."""
+        """The value of a node with one tensor."""
         if node not in self.values:
             tensor = node.meta["val"]
             where = self.batch.states[node][0]

@@ -37,7 +37,7 @@ LINK = 1 << 22
 """Elements of such a table of one reader: more come of a weight that very many ops read in ways of their own."""
 
 Choice = tuple[Any, ...]
-"""Of an op a :class:`Strategy` on each axis, of a parameter a state."""
+"""The choice for an op, a :class:`Strategy` on each axis, or for a parameter, a state."""
 
 
 Made = tuple[Placements, frozenset[Step]]
@@ -251,7 +251,7 @@ class Solver:
             self.slices(value, whole, readers)
 
     def slices(self, value: Value, whole: Placements, readers: Mapping[int, Sequence[tuple[Placements, ...]]]) -> None:
-        """Of what is whole and has no gradient: they are free, where there are such."""
+        """Take up the slices of what is whole and has no gradient: they are free."""
         for variable, needs in readers.items():
             legal = [self.prices.steps(value, whole, goals) is not None for goals in needs]
             if not all(legal):
@@ -325,7 +325,7 @@ class Solver:
         needs: Sequence[Sequence[tuple[Placements, ...]]],
     ) -> tuple[Costs, list[Costs]]:
         """The cost of what fixed readers need, and for each other reader a table over (before, its choice, after);
-        :class:`TooWide` where there are so many readers that one has more than ``LINK`` elements."""
+        :class:`TooWide` where so many readers make one with more than ``LINK`` elements."""
         start = np.array([self.moving(value, states, fixed) for states in made], complex)
         before: list[Made] = [(states, self.costly(value, states, fixed)) for states in made]
         tables: list[Costs] = []
@@ -381,7 +381,7 @@ class Solver:
         return Solved(found, seconds(self.prices, self.flow, found))
 
     def assignments(self, values: Sequence[int]) -> dict[str, Assignment]:
-        """Of each axis, for the values of variables."""
+        """The assignment of each axis for the values of the variables."""
         chosen = {node: self.options[node][values[v]] for node, v in self.variables.items()}
         out = {}
         for a, axis in enumerate(self.prices.axes):

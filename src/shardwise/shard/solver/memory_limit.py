@@ -4,7 +4,7 @@ still be part of a better answer.
 For each price of a byte, elimination gives the least sum through every element of every table.  An element through
 which that is more than an answer in hand would cost at the price cannot be part of a better one.  Of what is left, each
 eliminated variable leaves not one least sum but all sums, of which none is as few seconds and as few bytes as another.
-Those of alike variables are the same, so 32 equal layers are 32 times the sums of one, and no choice between the orders
+Those of equal variables are the same, so 32 equal layers are 32 times the sums of one, and no choice between the orders
 in which layers differ.  Sums may become too many; then those of the largest bound on the whole answer go, and that
 bound is part of the result.  Nothing depends on time: every process finds the same.
 """
@@ -36,13 +36,13 @@ class Objective(NamedTuple):
     nbytes: float = 0.0
 
     def of(self, costs: Any) -> Any:
-        """Of numbers or tables; what is infinite stays so."""
+        """The price of numbers or tables; what is infinite stays so."""
         good = np.isfinite(costs)
         finite = np.where(good, costs, 0)
         return np.where(good, self.seconds * finite.real + self.nbytes * finite.imag, math.inf)
 
     def factors(self, factors: Iterable[CostFactor]) -> list[CostFactor]:
-        """Of one number for each element; what shared a table still does."""
+        """Factors with one number for each element; what shared a table still does."""
         every = list(factors)
         tables = {key: self.of(table) for key, table in {id(f.table): f.table for f in every}.items()}
         return [CostFactor(f.variables, tables[id(f.table)]) for f in every]
@@ -222,7 +222,7 @@ class _Run:
         return found
 
     def values(self, best: int) -> list[int]:
-        """Of all variables, back from one of the last sums."""
+        """The values of all variables, found back from one of the last sums."""
         run = self.first
         given = run.number - len(run.gone)  # factors before those that were left
         numbers = self.chosen([n for n in run.ended if n >= given], self.sums[-1], best)

@@ -40,7 +40,7 @@ class Work:
 
 
 class Works:
-    """Of microbatches of ``rows`` rows on devices of ``kind``; equal ops are measured once."""
+    """The work of ops in microbatches of ``rows`` rows on devices of ``kind``; equal ops are measured once."""
 
     def __init__(self, context: ShardingContext, rows: int, kind: str) -> None:
         self.context, self.rows, self.kind = context, rows, kind
@@ -68,7 +68,7 @@ class Works:
         return self.keys[node]
 
     def work(self, node: fx.Node) -> Work:
-        """Of an op on the whole batch."""
+        """The work of an op on the whole batch."""
         key = self.key(node)
         if key not in self.works:
             self.works[key] = self._measured(node, fx.map_arg((node.args, dict(node.kwargs)), self._argument))
@@ -120,7 +120,8 @@ def _made(argument: Any) -> Any:
 
 
 Repeats = Callable[[int], Mapping[tuple[str, str], tuple[int, Work]]]
-"""Of so many rows of a microbatch, by (op, module path): how many such ops, and what they cost together."""
+"""For a number of rows of a microbatch, by (op, module path): how many ops of that name there are, and what they cost
+together."""
 
 
 def repeats(

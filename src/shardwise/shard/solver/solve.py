@@ -33,8 +33,8 @@ from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Objective
 from shardwise.shard.solver.variable_elimination import LIMIT, TooWide
 
 PARTS = 16
-"""Of so many parts of the ops of an axis the choices are free one after the other, where those of all, or of larger
-parts, are too many together.
+"""Where the choices of all ops of an axis are too many together, the ops are divided into at most this number of parts,
+whose choices are free one after the other.
 """
 NOT_EXACT = (
     "tensor_plan: too many ops depend on each other for the fastest of all plans to be found; of those that "
@@ -158,7 +158,7 @@ def priced(context: ShardingContext, batch: Assignment) -> CostModel:
 
 
 def predicted(context: ShardingContext, assignments: Mapping[str, Assignment]) -> Seconds:
-    """Of a microbatch under the assignments that were made, by whomever."""
+    """The predicted seconds of a microbatch under given assignments."""
     return seconds(priced(context, assignments[ROWS]), Flow(context), assignments)
 
 

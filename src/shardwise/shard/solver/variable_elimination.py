@@ -23,7 +23,7 @@ LIMIT = 1 << 26
 class CostFactor(NamedTuple):
     """A term of the sum: ``table[values of variables]``; infinite where these do not go together.
 
-    Factors that share the table object, and not just equal numbers, are recognised as alike.
+    Factors that share the table object, and not just equal numbers, are recognised as equal.
     """
 
     variables: tuple[int, ...]
@@ -45,7 +45,7 @@ class Least(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is alike in the elimination of alike variables: the ``shape`` of the sum of ``terms``, tables with the dims
+    """What equal variables share in their elimination: the ``shape`` of the sum of ``terms``, tables with the dims
     that each has of it, the last that of the variable; the least along this (``table``), and where it is (``best``)."""
 
     shape: tuple[int, ...]
@@ -160,8 +160,8 @@ class Elimination:
         self.add(CostFactor(around, self.kinds[self.known[key]].table))
 
     def through(self) -> list[Table]:
-        """Of each kind, and each element of its sum: the least sum of everything in which this is a part; of alike
-        variables the least of all.
+        """For each kind and each element of its sum, the least total sum that contains the element; for equal variables
+        the least over all of them.
         """
         made = {id(kind.table): number for number, kind in enumerate(self.kinds)}
         rest = [
@@ -185,7 +185,7 @@ class Elimination:
 
 
 def _sum(shape: tuple[int, ...], terms: Iterable[tuple[Table, tuple[int, ...]]]) -> Table:
-    """Of tables, each with some dims of ``shape``."""
+    """The sum of tables, each with some dims of ``shape``."""
     found = np.zeros(shape)
     for table, dims in terms:
         wide = [1] * len(shape)
