@@ -80,7 +80,7 @@ class Compiled:
         default_factory=dict
     )  # of the units of a trace, which is not let go of meanwhile
     _captures: Captures = field(default_factory=dict)  # which serve all plans
-    _programs: dict[tuple[int, int, int], tuple[Program, ...]] = field(default_factory=dict)
+    _programs: dict[tuple[Trace, int, int], tuple[Program, ...]] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _evaluation: Compiled | None = None
     _stages: dict[str, int] = field(default_factory=dict)  # of the units of the training trace, by name
@@ -258,7 +258,7 @@ class Compiled:
 
     def programs(self, one: Trace, microbatches: int, batches: int = 1) -> tuple[Program, ...]:
         """The checked programs of a trace for batches of ``microbatches`` microbatches."""
-        key = (id(one), microbatches, batches)
+        key = (one, microbatches, batches)
         with self._lock:
             if key not in self._programs:
                 self._check_placed(one, self.buckets)
@@ -274,8 +274,8 @@ class Compiled:
         """What the programs of a batch whose microbatches have these traces communicate through, and their units
         inside.
         """
-        each = {id(one): one for one in traces}.values()
-        return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, self._inside(each))
+        inside = self._inside(dict.fromkeys(traces))
+        return communicators(self.programs(traces[0], len(traces), batches), self.plan.mesh, inside)
 
     def first_communicators(self) -> tuple[Members, ...]:
         """What training and evaluation are expected to communicate through, and what collects whole states.

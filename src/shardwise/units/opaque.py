@@ -37,22 +37,21 @@ def opaque_unit(
         set_mode(WithLoss(_skeleton(module), loss), training), parameters, buffers, fields, precision_layers(precision)
     )
     return Unit(
-        0,
-        "model",
-        call,
-        type(module).__name__,
-        None,
-        parameters,
-        buffers,
-        (),
-        fields,
-        (),
-        ("loss",),
-        buffers,
-        (),
-        (True,),
-        0,
-        True,
+        index=0,
+        name="model",
+        function=call,
+        code=type(module).__name__,
+        graph=None,
+        parameters=parameters,
+        buffers=buffers,
+        constants=(),
+        fields=fields,
+        inputs=(),
+        outputs=("loss",),
+        updates=buffers,
+        input_grads=(),
+        output_grads=(True,),
+        collectives=True,
     )
 
 

@@ -248,22 +248,28 @@ class _Builder:
         if key_code not in shared:
             shared[key_code] = fx.GraphModule(torch.nn.Module(), exposed).forward
         return Unit(
-            index, name, shared[code], code, graph, parameters,
-            tuple(captured.buffers[n.name] for n in kinds["buffers"]),
-            tuple(captured.constants[n.name] for n in kinds["constants"]),
-            tuple(captured.fields[n.name] for n in kinds["fields"]),
-            tuple(n.name for n in kinds["inputs"]),
-            tuple("loss" if n is self.loss else n.name for n in outputs),
-            tuple(buffer for _, buffer in updated),
-            tuple(n in self.useful for n in kinds["inputs"]),
-            tuple(n in self.useful for n in outputs),
-            ordinal,
-            any(any(communicated(n)) or "exchanges" in n.meta for n in mine),
-            {n.name: n for n in (*kinds["inputs"], *outputs)},
-            shared[key_code], tuple(parameters[one.parameter] for one in products.values()),
-            tuple(parameters[i] for i in inside(graph, trainable, products)),
-            self._names(held(graph, products), kinds["inputs"], outputs),
-        )  # fmt: skip
+            index=index,
+            name=name,
+            function=shared[code],
+            code=code,
+            graph=graph,
+            parameters=parameters,
+            buffers=tuple(captured.buffers[n.name] for n in kinds["buffers"]),
+            constants=tuple(captured.constants[n.name] for n in kinds["constants"]),
+            fields=tuple(captured.fields[n.name] for n in kinds["fields"]),
+            inputs=tuple(n.name for n in kinds["inputs"]),
+            outputs=tuple("loss" if n is self.loss else n.name for n in outputs),
+            updates=tuple(buffer for _, buffer in updated),
+            input_grads=tuple(n in self.useful for n in kinds["inputs"]),
+            output_grads=tuple(n in self.useful for n in outputs),
+            ordinal=ordinal,
+            collectives=any(any(communicated(n)) or "exchanges" in n.meta for n in mine),
+            values={n.name: n for n in (*kinds["inputs"], *outputs)},
+            training_function=shared[key_code],
+            products=tuple(parameters[one.parameter] for one in products.values()),
+            inside=tuple(parameters[i] for i in inside(graph, trainable, products)),
+            held=self._names(held(graph, products), kinds["inputs"], outputs),
+        )
 
     @staticmethod
     def _names(places: Iterable[tuple[str, int]], inputs: list[fx.Node], outputs: list[fx.Node]) -> tuple[str, ...]:

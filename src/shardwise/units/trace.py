@@ -144,7 +144,7 @@ class Repeated(NamedTuple):
     bytes: float
 
 
-@dataclass
+@dataclass(kw_only=True, eq=False)
 class Unit:
     """One piece of the model: ``function(env, *parameters, *buffers, *fields, *inputs) -> outputs``, a tuple.
 
@@ -169,16 +169,13 @@ class Unit:
     ordinal: int = 0  # of the unit's first random op
     collectives: bool = False
     values: dict[str, Any] = field(default_factory=dict)  # the node of the whole graph that each live tensor is
-    training_function: Callable[..., tuple[Tensor, ...]] | None = (
-        None  # `function` with the operands of `products` as last outputs, and products and attention to be recalled
-    )
-    products: tuple[
-        str, ...
-    ] = ()  # the weight of each product: its gradient is multiplied outside autograd (`units/weight_products.py`)
-    inside: tuple[str, ...] = ()  # the trainable parameters of which autograd has a gradient, or a part of it
-    held: tuple[
-        str, ...
-    ] = ()  # the live tensors, its own or others', whose memory may be that of an input of a product
+    # `function` with the operands of `products` as last outputs, and products and attention to be recalled
+    training_function: Callable[..., tuple[Tensor, ...]] | None = None
+    # the weight of each product: its gradient is multiplied outside autograd (`units/weight_products.py`)
+    products: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()  # the trainable parameters whose gradient, or a part of it, autograd has
+    # the live tensors, its own or others', whose memory may be that of an input of a product
+    held: tuple[str, ...] = ()
 
     def local(self, name: str, env: Env) -> tuple[tuple[int, ...], torch.dtype]:
         """The shape of a live tensor on one rank for one microbatch, and its dtype."""
@@ -196,7 +193,7 @@ class Unit:
         return any(self.output_grads)
 
 
-@dataclass
+@dataclass(kw_only=True, eq=False)
 class Trace:
     """What the rest of shardwise knows of a model.
 

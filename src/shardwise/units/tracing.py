@@ -92,11 +92,23 @@ def trace(
         raise ConfigError(NOTHING_LEARNS)
     buckets = _buckets(units, module, precision, learning, group, sharded.layouts, sharded.summed)
     return Trace(
-        units, buckets, tuple(n for n in used if n not in learning), tuple(batch), targets, precision, captured.rows,
-        None,
-        [*captured.notes, *sharded.notes], tuple(sharded.replicated), ones, _beside(module, batch, buckets, precision),
-        sharded.tensor, sharded.decided, sharded.predicted, sharded.repeats, sharded.decisions,
-    )  # fmt: skip
+        units=units,
+        buckets=buckets,
+        frozen=tuple(n for n in used if n not in learning),
+        fields=tuple(batch),
+        targets=targets,
+        precision=precision,
+        rows=captured.rows,
+        notes=[*captured.notes, *sharded.notes],
+        replicated=tuple(sharded.replicated),
+        ones=ones,
+        beside=_beside(module, batch, buckets, precision),
+        tensor=sharded.tensor,
+        decided=sharded.decided,
+        predicted=sharded.predicted,
+        repeats=sharded.repeats,
+        decisions=sharded.decisions,
+    )
 
 
 def _normal(
@@ -201,7 +213,13 @@ def _opaque(
     ]
     buckets = _buckets([unit], module, precision, learning, group)
     return Trace(
-        [unit], buckets, tuple(n for n in trainable if n not in learning), tuple(batch), None, precision, None, reason,
-        notes,
+        units=[unit],
+        buckets=buckets,
+        frozen=tuple(n for n in trainable if n not in learning),
+        fields=tuple(batch),
+        targets=None,
+        precision=precision,
+        opaque=reason,
+        notes=notes,
         beside=_beside(module, batch, buckets, precision),
-    )  # fmt: skip
+    )
