@@ -92,7 +92,7 @@ def fill(engine: Engine, values: dict[str, Tensor]) -> None:
         value.copy_(values[f"model.{name}"])
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize(
     ("before", "after"), [(0, 1), (1, 7), (7, 3), (2, 4), (3, 5), (4, 6), (5, 0), (6, 8), (8, 2), (1, 1)]

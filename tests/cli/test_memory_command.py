@@ -159,6 +159,7 @@ print(json.dumps([time.time() - wall, spent, sum(inside), resident]), file=sys.s
 """
 
 
+@pytest.mark.full
 def test_seventy_billion_parameters_on_a_thousand_ranks() -> None:
     """Nothing is materialised.  Most of the time is that of torch.export, which depends on who else computes here: what
     is ours is measured against it."""

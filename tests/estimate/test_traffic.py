@@ -81,6 +81,7 @@ def compared(subject: Compiled, batch: Mapping[str, Tensor]) -> int:
     return number
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("case", list(covering(CASES)), ids=lambda case: "-".join(map(str, case)))
 def test_what_is_counted_is_what_was_predicted(case: Case) -> None:
     name, kind, tp, dp, zero, pp, recompute, m = case
@@ -122,7 +123,7 @@ def test_recipes_over_several_axes_are_predicted(case: Several) -> None:
     check(name, planned(axes, kind, dp, zero, pp, recompute=recompute, microbatches=m))
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("name", "plan"),
     [

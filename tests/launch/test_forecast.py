@@ -166,6 +166,7 @@ def test_all_commands_choose_alike() -> None:
     assert settled(closed, one) is one
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.3])
 def test_what_is_proposed_fits_and_what_is_refused_does_not(share: float) -> None:
     given = config("parallel.dp=4")

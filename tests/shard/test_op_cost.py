@@ -28,6 +28,7 @@ def test_a_product_costs_what_it_multiplies() -> None:
     assert product.backward == (2 * 6 * 3 * 5, (y + x + w) + (y + b))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["own gpt", "own llama", "own convnet", "bert"])
 def test_ops_cost_what_their_units_do(name: str) -> None:
     one = zoo.make(name)

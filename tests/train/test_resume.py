@@ -166,7 +166,7 @@ LAYERS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("model", "before", "after"),
     [

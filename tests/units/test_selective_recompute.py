@@ -395,6 +395,7 @@ def test_running_statistics_are_updated_once() -> None:
     assert {int(v) for n, v in ours.state.items() if n.endswith("num_batches_tracked")} == {6}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "products"),
     [("own gpt", 5), ("own llama", 8), ("llama", 8), ("gpt2", 5), ("bert", 7), ("mixtral", 8), ("vit", 7)],

@@ -61,7 +61,7 @@ CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "schedule", "pp", "microbatches", "dp", "changes"), CASES)
 def test_a_replay_with_the_same_versions_is_matched(
     name: str, schedule: str, pp: int, microbatches: int, dp: int, changes: dict[str, Any]

@@ -211,6 +211,7 @@ LARGE = ("gpt2 padded", "bert", "mixtral", "qwen3", "vit")
 """Those that take long to capture."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "tp", "kind", "pins"),
     [pytest.param(*case, marks=[pytest.mark.full] if case[0] in LARGE else []) for case in CASES],

@@ -41,7 +41,7 @@ def solved(name: str, kind: Any, tp: int, rates: Rates, dp: int = 1, zero: int =
     return compiled
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "kind", "tp"), [
     ("own gpt", "1d", 2), ("own llama", "2d", 4), ("own mlp", "1d", 4), ("own convnet", "1d", 2),
     ("own pairs", "1d", 4), ("vit", "1d", 2),

@@ -85,6 +85,7 @@ def check(case: Case) -> None:
     assert len(ranks) == plan.mesh.size and all(equal(ranks[0][0], other[0]) for other in ranks)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", FEW, ids=lambda case: "-".join(map(str, case)))
 def test_first_gradients_are_as_near_to_the_truth_as_one_device(case: Case) -> None:
     check(case)

@@ -60,7 +60,7 @@ def test_every_plan_equals_one_device(name: str, dp: int, microbatches: int, rec
     check(name, dp, microbatches, recompute)
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "conv", "mixtral"])
 def test_low_precision_is_as_near_to_the_truth_as_one_device(name: str, precision: str) -> None:

@@ -119,7 +119,7 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("zero", "choices"), PLANS)
 @pytest.mark.parametrize("name", list(MODELS))
 def test_views_have_the_values_of_their_time(name: str, zero: int, choices: dict[str, Any]) -> None:

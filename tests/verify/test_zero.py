@@ -34,6 +34,7 @@ def check(name: str, plan: Plan) -> None:
     assert report.ranks_agree
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering(PRODUCT)))
 def test_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
     check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
@@ -45,6 +46,7 @@ def test_every_stage_equals_one_device(name: str, zero: int, dp: int, microbatch
     check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_frozen_uneven_and_static_models(name: str, zero: int) -> None:
@@ -80,6 +82,7 @@ def test_complex_parameters(zero: int) -> None:
         verify(Spectral(real=False), batches, plan)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("size", "replicas"), [(4, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
