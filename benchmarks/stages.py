@@ -111,7 +111,7 @@ def _trainer(rank: int, pipeline: Pipeline, **options: Any) -> tuple[Any, Any]:
     from shardwise.parallel.pipeline import pipeline as planned
 
     task, kind, ranks = pipeline.task, pipeline.kind, pipeline.ranks
-    plan = Plan(precision=task.precision, microbatches=pipeline.microbatches)
+    plan = Plan.of(precision=task.precision, microbatches=pipeline.microbatches)
     plan = planned(plan, ranks, schedule=kind.name, stages_per_rank=kind.stages_per_rank)
     return undivided(task, plan.replace(stages=tuple(map(len, pipeline.cut()))), ranks, **options)
 

@@ -126,7 +126,7 @@ def divided(
 
     torch.set_float32_matmul_precision("medium")
     batch = task.batch([rank])
-    plan = data_parallel(Plan(precision=task.precision, **(changes or {})), ranks, zero=zero)
+    plan = data_parallel(Plan.of(precision=task.precision, **(changes or {})), ranks, zero=zero)
     trainer = Trainer(
         task.model(),
         OptimizerChoice("adamw", lr=1e-4, decay="all"),

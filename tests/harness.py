@@ -87,7 +87,8 @@ class Subject:
         """The model under a plan."""
         key = (dp, microbatches, recompute)
         if key not in self.compiled:
-            plan = Plan(Mesh.of(dp=dp), microbatches, recompute, "fp64", dropout=self.dropout)  # type: ignore[arg-type]
+            how = {"recompute": recompute, "precision": "fp64", "dropout": self.dropout}
+            plan = Plan.of(Mesh.of(dp=dp), microbatches=microbatches, **how)
             traces = next((c._traces for c in self.compiled.values()), {})
             self.compiled[key] = Compiled(
                 self.module, plan, self.batch, self.loss, training=self.training, _traces=traces

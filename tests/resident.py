@@ -39,14 +39,14 @@ WARM, STEPS = 1, 3  # the first step makes what stays
 WAITED = "resident"  # what a line of results begins with
 
 PLANS: dict[str, Callable[[], Plan]] = {
-    "fp32": lambda: Plan(),
-    "bf16": lambda: Plan(microbatches=2, precision="bf16"),
-    "fp16": lambda: Plan(precision="fp16"),
-    "selective": lambda: Plan(precision="bf16", recompute="selective"),
-    "zero3": lambda: data_parallel(Plan(microbatches=2, precision="bf16"), 2, 3),
-    "tp": lambda: tensor_parallel(Plan(precision="bf16"), 2, "1d-sp"),
-    "2d": lambda: tensor_parallel(Plan(precision="bf16"), 4, "2d"),
-    "pp": lambda: pipeline(Plan(microbatches=2, precision="bf16"), 2, "1f1b"),
+    "fp32": lambda: Plan.of(),
+    "bf16": lambda: Plan.of(microbatches=2, precision="bf16"),
+    "fp16": lambda: Plan.of(precision="fp16"),
+    "selective": lambda: Plan.of(precision="bf16", recompute="selective"),
+    "zero3": lambda: data_parallel(Plan.of(microbatches=2, precision="bf16"), 2, 3),
+    "tp": lambda: tensor_parallel(Plan.of(precision="bf16"), 2, "1d-sp"),
+    "2d": lambda: tensor_parallel(Plan.of(precision="bf16"), 4, "2d"),
+    "pp": lambda: pipeline(Plan.of(microbatches=2, precision="bf16"), 2, "1f1b"),
 }
 """A few, each with something of its own in a step."""
 

@@ -86,7 +86,7 @@ def batch(rows: int = 5) -> dict[str, Tensor]:
 def place(found: Trace, module: nn.Module, plan: Plan, given: Mapping[str, Layout]) -> None:
     """Give the parameters of a trace these layouts, and the buckets that follow from them."""
     learning = {p.name for p in found.parameters}
-    found.buckets[:] = _buckets(found.units, module, found.precision, learning, plan.rule, given)
+    found.buckets[:] = _buckets(found.units, module, found.precision, learning, plan.data.rule, given)
 
 
 def planned(
@@ -94,7 +94,7 @@ def planned(
 ) -> Plan:
     """A plan over these tensor-parallel axes."""
     mesh = Mesh(tuple(Axis(name, size) for name, size in tensor.items()))
-    return pipeline(data_parallel(Plan(mesh=mesh, **{"precision": "fp64", **fields}), dp, zero, replicas), pp)
+    return pipeline(data_parallel(Plan.of(mesh=mesh, **{"precision": "fp64", **fields}), dp, zero, replicas), pp)
 
 
 def compiled(plan: Plan, module: nn.Module | None = None) -> Compiled:

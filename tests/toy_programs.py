@@ -162,7 +162,9 @@ class Device:
     def _version(self, unit: Unit, m: int) -> int:
         """The number of updates in the weights that a unit uses for a microbatch."""
         if self.plan.stages_alone:
-            return stashed_version(m, self.stages.stage[unit.index], self.stages.stages, self.plan.vertical_sync)
+            return stashed_version(
+                m, self.stages.stage[unit.index], self.stages.stages, self.plan.pipeline.vertical_sync
+            )
         if self.plan.double_buffered:
             return double_buffered_version(m, self.plan.microbatches)
         return m // self.plan.microbatches
@@ -249,7 +251,7 @@ class Rank:
         mesh = plan.mesh
         at = mesh.index(rank, SHARDS)
         self.own = slice(EACH * at, EACH * (at + 1))
-        self.rows, self.all_rows = mesh.index(rank, batch_axes(plan)), mesh.axis_size(batch_axes(plan))
+        self.rows, self.all_rows = mesh.index(rank, batch_axes(plan.mesh)), mesh.axis_size(batch_axes(plan.mesh))
         self.rule = {b.index: placement(plan, b.parameters[0].name) for b in toy.trace.buckets}
         whole = {b.index: b for b in toy.trace.buckets}
         self.param: dict[int, Values] = {}
@@ -564,7 +566,7 @@ class Rank:
     def do_norm(self, one: Instruction) -> None:
         """Of this rank's own shard of every gradient; of replicas the first counts."""
         (place,) = one.writes
-        first = self.plan.mesh.index(self.rank, batch_axes(self.plan)) == self.plan.mesh.index(self.rank, SHARDS)
+        first = self.plan.mesh.index(self.rank, batch_axes(self.plan.mesh)) == self.plan.mesh.index(self.rank, SHARDS)
         shards = [self.grad[b.index] for b in one.reads]
         mine = [value for x in shards for value in (x[self.own] if len(x) == self.toy.numel else x)]
         self.memory[place] = sum(known(g) ** 2 for g in mine) % PRIME if first else 0
@@ -598,7 +600,7 @@ class Rank:
 def differences(toy: Toy, plan: Plan, programs: Sequence[Program], steps: int = 2) -> list[str]:
     """What ranks report or hold after some steps that one device does not."""
     world = World(toy, plan, programs)
-    rows = plan.mesh.axis_size(batch_axes(plan))
+    rows = plan.mesh.axis_size(batch_axes(plan.mesh))
     device, found = Device(toy, plan, rows), []
     for number in range(steps):
         truth = dict(enumerate({"loss": loss, "norm": norm} for loss, norm in device.window(programs[0].batches)))

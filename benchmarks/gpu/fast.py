@@ -91,7 +91,7 @@ def facts(device: str, tiny: bool) -> dict[str, Any]:
     backend = Backend.of(device)
     values = Values.of_recorded(record(task.model), 0)
     example = {name: tensor.cpu() for name, tensor in replace(task, device="cpu").batch([0]).items()}
-    made = Compiled(values.structure(), Plan(precision=task.precision), example, kind=backend.kind)
+    made = Compiled(values.structure(), Plan.of(precision=task.precision), example, kind=backend.kind)
     parameters = sum(p.numel() for p in made.module.parameters())
     free = backend.free_and_total(backend.device())[0] if backend.asynchronous else None
     rows, together = task.rows, True

@@ -242,8 +242,8 @@ def test_plans_that_are_verified_are_legal(tmp_path: Path) -> None:
 
     source = runs.text_file(tmp_path)
     plans = [build_plan(load_anywhere(None, [*keys, source])) for keys in right.COVERING.values()]
-    assert {plan.recompute for plan in plans} == {"none", "selective", "full"}
-    assert {"bf16", "fp16"} <= {plan.precision for plan in plans} and max(plan.mesh.size for plan in plans) == 8
+    assert {plan.memory.recompute for plan in plans} == {"none", "selective", "full"}
+    assert {"bf16", "fp16"} <= {plan.numeric.precision for plan in plans} and max(plan.mesh.size for plan in plans) == 8
     assert set(right.TINY_COVERING) <= set(right.COVERING)
 
 

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.core.mesh import Mesh
+from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import LOW_PRECISIONS, Plan
+from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.lower.compiled import Compiled
 from shardwise.runtime.engine import Engine
@@ -54,7 +55,7 @@ def batch(dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def one_step(module: nn.Module, fields: dict[str, Tensor], precision: str) -> VerifiedStep:
-    compiled = Compiled(module, Plan(precision=precision), fields)  # type: ignore[arg-type]
+    compiled = Compiled(module, Plan.of(precision=precision), fields)
     choice = OptimizerChoice(lr=1e-3, eps=1e-4)
     return run_ranks(
         Mesh.of(dp=1), lambda comm: run_steps(compiled, comm, [fields], choice, None, 0, ScaleChoice.fixed(1.0))
@@ -163,7 +164,7 @@ def test_fp16_computes_in_fp32_what_leaves_its_range(name: str) -> None:
 
 def test_frozen_parameters_have_the_dtype_of_the_graph() -> None:
     module, fields = net(torch.float32, frozen=True), batch(torch.float32)
-    compiled = Compiled(module, Plan(precision="bf16"), fields)
+    compiled = Compiled(module, Plan.of(precision="bf16"), fields)
     leaves = run_ranks(Mesh.of(dp=1), lambda comm: Engine(compiled, comm, OptimizerChoice()).memory.leaves)[0]
     assert {n: leaves[n].dtype for n in ("norm.weight", "first.weight")} == {
         "norm.weight": torch.float32, "first.weight": torch.bfloat16,

@@ -34,7 +34,7 @@ def test_other_numbers_of_ranks_read_the_same(tmp_path: Path, name: str, weight:
     for parameter in empty.module.parameters():
         torch.nn.init.zeros_(parameter)
     wanted = {f"model.{name}": value.detach().clone() for name, value in model.module.named_parameters()}
-    first = Compiled(model.module, tensor_parallel(data_parallel(Plan(), 2, 2), 4, "1d"), model.batch)
+    first = Compiled(model.module, tensor_parallel(data_parallel(Plan.of(), 2, 2), 4, "1d"), model.batch)
     assert next(str(p.placed) for p in first.general.parameters if p.name == weight) == placed
 
     def saving(comm: ThreadCommunicator) -> list[Piece]:
@@ -48,7 +48,7 @@ def test_other_numbers_of_ranks_read_the_same(tmp_path: Path, name: str, weight:
     assert all(same(opened.read(key), value) for key, value in wanted.items())
 
     for tp in (2, 1):
-        second = Compiled(empty.module, tensor_parallel(Plan(mesh=Mesh(())), tp, "1d"), empty.batch)
+        second = Compiled(empty.module, tensor_parallel(Plan.of(mesh=Mesh(())), tp, "1d"), empty.batch)
 
         def loading(comm: ThreadCommunicator, second: Compiled = second) -> dict[str, Tensor]:
             engine = Engine(second, comm, CHOICE)

@@ -35,9 +35,11 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     given = [*RUN, f"data.source={tmp_path / 'text.txt'}", f"train.run_dir={folder}"]
     told = shardwise("train", *given, "train.steps=3")
     plan = Plan.from_toml((folder / "plan.toml").read_text())
-    assert plan.schedule == "auto" and len(plan.timetable) == 2 and sum(plan.stages) == 4
+    options = plan.pipeline
+    assert options.schedule == "auto" and len(options.timetable) == 2 and sum(options.stages) == 4
     note = " ".join(told.split()).partition('note: parallel.schedule = "auto": ')[2]
-    assert f"{plan.stages_per_rank} stage" in note and f"of {list(plan.stages)} units" in note and "search" in note
+    assert f"{options.stages_per_rank} stage" in note and f"of {list(options.stages)} units" in note
+    assert "search" in note
 
     chosen, ran = json.loads(shardwise("simulate", str(folder), "--json"))["simulations"]
     assert (
@@ -50,7 +52,7 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
     others = [
         name
         for name in SCHEDULES
-        if SCHEDULES[name].takes(plan.stages_per_rank) and name in ("gpipe", "1f1b", "zb-h1", "zbv")
+        if SCHEDULES[name].takes(plan.pipeline.stages_per_rank) and name in ("gpipe", "1f1b", "zb-h1", "zbv")
     ]
     known = json.loads(shardwise("simulate", str(folder), *(f"--schedule={name}" for name in others), "--json"))[
         "simulations"
@@ -59,7 +61,7 @@ def test_a_run_finds_its_order_and_keeps_it(tmp_path: Path) -> None:
         one["step_seconds"] >= chosen["step_seconds"] * (1 - 1e-8) for one in known
     )
     assert list(dict.fromkeys(_tasks(folder))) == [
-        word.replace("I", "B") for word in plan.timetable[0].split() if word[0] != "W"
+        word.replace("I", "B") for word in plan.pipeline.timetable[0].split() if word[0] != "W"
     ]
 
     more = shardwise("train", *given, "train.steps=5")

@@ -183,7 +183,7 @@ from shardwise import Checkpoints, Mesh, OptimizerChoice, Plan, Trainer
 from frozen import Net, Points
 points = Points()
 example = {name: torch.stack([points[i][name] for i in range(4)]) for name in points[0]}
-with Trainer(Net(), OptimizerChoice("sgd", lr=1e-2), Plan(mesh=Mesh.of(dp=2)), example) as trainer:
+with Trainer(Net(), OptimizerChoice("sgd", lr=1e-2), Plan.of(Mesh.of(dp=2)), example) as trainer:
     loader = trainer.loader(points)
     for number in range(3):
         with Checkpoints(trainer, f"FOLDER/{number}") as kept:

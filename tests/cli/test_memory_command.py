@@ -233,7 +233,7 @@ def test_a_run_says_what_it_took(tmp_path: Path, text: str, plan: tuple[str, ...
         assert measured["between"][category] == predicted["between"][category]
     assert measured["peak_bytes"] == pytest.approx(predicted["peak_bytes"], rel=0.05)
     if plan == ("parallel.zero=3",):
-        assert Plan.from_toml((folder / "plan.toml").read_text()).gathered == "step"
+        assert Plan.from_toml((folder / "plan.toml").read_text()).data.gathered == "step"
         assert any(
             'parallel.gathered = "step"' in note for note in json.loads((folder / "about.json").read_text())["notes"]
         )

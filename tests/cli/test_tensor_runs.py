@@ -13,6 +13,7 @@ from test_auto import shardwise
 
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.parallel.tensor import tensor_parallel
 
 RUN = ["model.width=16", "model.layers=2", "model.heads=2", "model.dropout=0.1", "data.sequence_length=16",
@@ -68,7 +69,7 @@ def goes_on(tmp_path: Path, legs: Legs) -> None:
         )
         plan = Plan.from_toml((many / "plan.toml").read_text())
         assert plan.mesh == tensor_parallel(
-            Plan(mesh=Mesh.of(dp=int(told["dp"]))), int(told.get("tp", 1)),
+            Plan.of(Mesh.of(dp=int(told["dp"]))), int(told.get("tp", 1)),
             told.get("tensor", "1d")  # type: ignore[arg-type]
         ).mesh  # fmt: skip
     for name, compared in (("metrics", ("loss", "grad_norm")), ("evaluations", ("validation_loss",))):
@@ -83,7 +84,8 @@ def goes_on(tmp_path: Path, legs: Legs) -> None:
     assert result["ranks"] == plan.mesh.size and (many / "sample.txt").stat().st_size > 100
     assert (one / "sample.txt").read_text() == (many / "sample.txt").read_text()
     program = (many / "program.txt").read_text()
-    assert not plan.tensor_axes or any(f"over {axis}" in program for axis in plan.tensor_axes)
+    axes = tensor_axes(plan.mesh)
+    assert not axes or any(f"over {axis}" in program for axis in axes)
 
 
 def lines(folder: Path, name: str) -> list[dict[str, Any]]:

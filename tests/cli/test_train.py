@@ -132,7 +132,7 @@ from shardwise import Mesh, OptimizerChoice, Plan, Trainer
 
 points = Points()
 example = {{name: torch.stack([points[i][name] for i in range(4)]) for name in points[0]}}
-with Trainer(troubled("hang", {sample}), OptimizerChoice("sgd", lr=1e-3), Plan(mesh=Mesh.of(dp=2)), example) as trainer:
+with Trainer(troubled("hang", {sample}), OptimizerChoice("sgd", lr=1e-3), Plan.of(Mesh.of(dp=2)), example) as trainer:
     loader = trainer.loader(points)
     for _ in range(1000):
         trainer.step(next(loader))

@@ -19,6 +19,7 @@ from shardwise.config import (
 )
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
+from shardwise.core.numeric_options import NumericOptions
 from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data import Loader, PackedWindows
@@ -101,21 +102,21 @@ def test_orders_that_cannot_be_are_refused(more: list[str], words: str) -> None:
 
 def test_an_open_order_is_measured_with_a_named_schedule() -> None:
     open_ = load_config(None, PIPE, hardware=Hardware(cores=2))
-    assert (build_plan(open_).schedule, open_.parallel.stages_per_rank) == ("1f1b", None)
+    assert (build_plan(open_).pipeline.schedule, open_.parallel.stages_per_rank) == ("1f1b", None)
     several = load_config(None, [*PIPE, "parallel.stages=[1, 2, 2, 1]"], hardware=Hardware(cores=2))
-    assert (build_plan(several).schedule, several.parallel.stages_per_rank) == ("interleaved", 2)
+    assert (build_plan(several).pipeline.schedule, several.parallel.stages_per_rank) == ("interleaved", 2)
     given = load_config(None, [*PIPE, ORDER], hardware=Hardware(cores=2))
-    assert (build_plan(given).schedule, given.parallel.stages_per_rank) == ("auto", 1)
-    assert build_plan(given).timetable == given.parallel.timetable
+    assert (build_plan(given).pipeline.schedule, given.parallel.stages_per_rank) == ("auto", 1)
+    assert build_plan(given).pipeline.timetable == given.parallel.timetable
 
 
 def test_the_ranks_of_a_layer_are_neighbours() -> None:
     keys = ["pp=2", "dp=4", "dp_replicate=2", "zero=1", "tp=3", "tensor=1d-sp"]
     plan = build_plan(load_config(None, [f"parallel.{key}" for key in keys], hardware=Hardware(cores=24)))
-    assert plan.mesh == Mesh.of(pp=2, dp_replicate=2, dp=2, tp=3) and plan.tensor == "1d-sp"
+    assert plan.mesh == Mesh.of(pp=2, dp_replicate=2, dp=2, tp=3) and plan.tensor.recipe == "1d-sp"
     assert Plan.from_toml(plan.to_toml()) == plan
     one = build_plan(load_config(None, ["parallel.dp=2"], hardware=Hardware(cores=2)))
-    assert one.mesh == Mesh.of(dp=2) and one.tensor == "1d"
+    assert one.mesh == Mesh.of(dp=2) and one.tensor.recipe == "1d"
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +199,7 @@ def test_plan_and_optimizer() -> None:
     )  # fmt: skip
     plan, optimizer = build_plan(config), build_optimizer(config)
     assert plan.mesh == Mesh.of(dp=2)
-    assert (plan.microbatches, plan.recompute, plan.precision, plan.dropout) == (2, "full", "bf16", "fast")
+    assert (plan.microbatches, plan.memory.recompute, plan.numeric) == (2, "full", NumericOptions("bf16", "fast"))
     assert (optimizer.name, optimizer.lr, optimizer.betas, optimizer.weight_decay) == (
         "adamw",
         0.5,
@@ -220,8 +221,8 @@ def test_zero_in_the_plan() -> None:
     )  # fmt: skip
     plan = build_plan(config)
     assert plan.mesh == Mesh.of(dp_replicate=2, dp=2)
-    assert (plan.rule("w").rest, plan.rule("w").grad, plan.rule("w").state) == ("S", "S", "S")
-    assert (plan.gathered, plan.reduced, plan.prefetch, plan.reduce, plan.offload) == (
+    assert (plan.data.rule("w").rest, plan.data.rule("w").grad, plan.data.rule("w").state) == ("S", "S", "S")
+    assert (plan.data.gathered, plan.data.reduced, plan.data.prefetch, plan.data.reduce, plan.memory.offload) == (
         "forward",
         "step",
         2,

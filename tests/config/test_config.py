@@ -18,6 +18,7 @@ from shardwise.config.build import build_plan
 from shardwise.config.sections import SECTIONS, rules
 from shardwise.config.toml import dumps, inline, parse, shown
 from shardwise.core.errors import ConfigError
+from shardwise.core.tensor_options import TensorOptions
 
 CPU = Hardware(cores=2)
 
@@ -594,7 +595,7 @@ def test_pins_come_back(tmp_path: Path) -> None:
     config = load(toml=text, folder=tmp_path)
     assert list((config.parallel.pins or {}).items()) == list(pins.items())
     assert load(toml=config.resolved(), folder=tmp_path) == config
-    assert build_plan(config).pins == tuple(pins.items()) and build_plan(config).tensor_plan == "propagate"
+    assert build_plan(config).tensor == TensorOptions(plan="propagate", pins=tuple(pins.items()))
     given = load(
         "parallel.tp=2", "parallel.tensor_plan=table", 'parallel.pins={"*.q_proj.weight" = "0@tp"}'
     ).parallel.pins

@@ -16,8 +16,9 @@ TWO = ("F0.0 F0.1 B0.0 I0.1 W0.1", "F1.0 B1.0 F1.1 I1.1 W1.1")
 
 
 def plan(*texts: str, ranks: int = 2, stages_per_rank: int = 1, microbatches: int = 2) -> Plan:
-    return Plan(
-        Mesh.of(pp=ranks), microbatches, schedule="auto", stages_per_rank=stages_per_rank, timetable=tuple(texts)
+    return Plan.of(
+        Mesh.of(pp=ranks), microbatches=microbatches, schedule="auto", stages_per_rank=stages_per_rank,
+        timetable=tuple(texts),
     )  # fmt: skip
 
 
@@ -34,12 +35,13 @@ def test_every_schedule_can_be_written_down(name: str) -> None:
 
 
 def test_a_plan_keeps_it() -> None:
-    made = pipeline(Plan(microbatches=2), 2, "auto", timetable=TWO)
-    assert (made.stages_per_rank, made.timetable) == (1, TWO)
+    made = pipeline(Plan.of(microbatches=2), 2, "auto", timetable=TWO)
+    assert (made.pipeline.stages_per_rank, made.pipeline.timetable) == (1, TWO)
     assert Plan.from_toml(made.to_toml()) == made
-    assert made.replace(microbatches=1).timetable == TWO  # a batch of one row
+    assert made.replace(microbatches=1).pipeline.timetable == TWO  # a batch of one row
     looped = written(timetable("interleaved", 2, 2, 2))
-    assert pipeline(Plan(microbatches=2), 2, "auto", timetable=looped, stages=[1, 2, 1, 1]).stages_per_rank == 2
+    four = pipeline(Plan.of(microbatches=2), 2, "auto", timetable=looped, stages=[1, 2, 1, 1])
+    assert four.pipeline.stages_per_rank == 2
 
 
 @pytest.mark.parametrize(
@@ -70,8 +72,8 @@ def test_what_cannot_be_computed_is_refused(texts: Timetable, words: str) -> Non
 
 def test_other_schedules_have_their_own() -> None:
     with pytest.raises(ConfigError, match='timetable: "1f1b" has its own; legal: schedule = "auto"'):
-        Plan(Mesh.of(pp=2), 2, timetable=TWO)
+        Plan.of(Mesh.of(pp=2), microbatches=2, timetable=TWO)
     with pytest.raises(ConfigError, match='"auto" needs a timetable'):
-        pipeline(Plan(microbatches=2), 2, "auto")
+        pipeline(Plan.of(microbatches=2), 2, "auto")
     with pytest.raises(ConfigError, match=r"its stages are 0; legal: 2 \(stages_per_rank\)"):
-        pipeline(Plan(microbatches=2), 2, "auto", 2, timetable=TWO)
+        pipeline(Plan.of(microbatches=2), 2, "auto", 2, timetable=TWO)

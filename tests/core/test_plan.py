@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import operator
+import tomllib
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -8,11 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.core.data_options import DATA_PARALLEL_ROWS, ParameterRule
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.pins import PLANS, PinnedCut, cuts
-from shardwise.core.plan import CHOICES, DATA_PARALLEL_ROWS, OTHERS, ParameterRule, Plan
+from shardwise.core.pipeline_options import PipelineOptions
+from shardwise.core.plan import CHOICES, OPTIONS, OWN, Plan
 from shardwise.core.schedules import traits
+from shardwise.core.tensor_options import OTHERS, TensorOptions
 from shardwise.core.timetable import written
 from shardwise.parallel.schedule import timetable as timetable_of
 
@@ -55,7 +59,7 @@ def plans(draw: st.DrawFn) -> Plan:
     if traits(words["schedule"]).stages_alone:
         counts["microbatches"], sync = 1, draw(st.booleans())
         words["precision"] = draw(st.sampled_from(("fp32", "fp64", "bf16")))
-    return Plan(
+    return Plan.of(
         mesh=mesh, parameters=tuple(parameters), timetable=timetable, vertical_sync=sync, pins=pins, **counts, **words
     )
 
@@ -68,38 +72,64 @@ def test_toml_round_trip(plan: Plan) -> None:
 
 def test_toml_holds_every_field() -> None:
     """A field that the writer forgets would come back as its default."""
-    text = Plan().to_toml()
-    assert all(field.name in text for field in fields(Plan))
+    text = Plan.of().to_toml()
+    assert sorted({*tomllib.loads(text)}) == sorted((*OWN, *OPTIONS))
     assert all(f"{field.name} = " in text for kind in (Axis, ParameterRule) for field in fields(kind))
-    changed = Plan(Mesh((Axis("dp", 2),)), 3, "full", "bf16", "1f1b", (ParameterRule('a"\\\n\x7f*'),), "fast")
+    changed = Plan.of(
+        Mesh((Axis("dp", 2),)), microbatches=3, recompute="full", precision="bf16", dropout="fast",
+        parameters=(ParameterRule('a"\\\n\x7f*'),),
+    )  # fmt: skip
     assert Plan.from_toml(changed.to_toml()) == changed
-    assert changed != Plan()
+    assert changed != Plan.of()
 
 
 def test_what_toml_leaves_out_has_its_default() -> None:
-    assert Plan.from_toml("") == Plan()
+    assert Plan.from_toml("") == Plan.of()
     plan = Plan.from_toml('microbatches = 4\n[[mesh]]\nname = "dp"\nsize = 2\n[[parameters]]\npattern = "w*"\n')
-    assert plan == Plan(Mesh.of(dp=2), microbatches=4, parameters=(ParameterRule("w*"),))
+    assert plan == Plan.of(Mesh.of(dp=2), microbatches=4, parameters=(ParameterRule("w*"),))
 
 
 def test_the_default_is_one_device_with_plain_data_parallelism() -> None:
-    plan = Plan()
-    assert (plan.mesh.size, plan.microbatches, plan.recompute, plan.precision) == (1, 1, "none", "fp32")
-    rule = plan.rule("anything.weight")
+    plan = Plan.of()
+    assert (plan.mesh.size, plan.microbatches, plan.memory.recompute, plan.numeric.precision) == (1, 1, "none", "fp32")
+    rule = plan.data.rule("anything.weight")
     assert (rule.rest, rule.grad, rule.state) == ("R", "P", "R")
 
 
 def test_the_first_rule_that_matches_counts() -> None:
-    plan = Plan(parameters=(ParameterRule("*.bias"), ParameterRule("head.*")))
-    assert plan.rule("head.bias").pattern == "*.bias"
-    assert plan.rule("head.weight").pattern == "head.*"
+    plan = Plan.of(parameters=(ParameterRule("*.bias"), ParameterRule("head.*")))
+    assert plan.data.rule("head.bias").pattern == "*.bias"
+    assert plan.data.rule("head.weight").pattern == "head.*"
     with pytest.raises(ConfigError, match='no rule matches "embed.weight"; .*"\\*.bias", "head.\\*"'):
-        plan.rule("embed.weight")
+        plan.data.rule("embed.weight")
+
+
+def test_every_option_is_in_one_group_and_is_changed_there_by_its_flat_name() -> None:
+    groups = [field.name for field in fields(Plan) if field.name not in OWN]
+    assert len(OPTIONS) == sum(len(fields(getattr(Plan.of(), group))) for group in groups)
+    assert set(CHOICES) < set(OPTIONS)
+    plan = Plan.of(Mesh.of(pp=2, tp=2), schedule="gpipe", tensor="1d-sp", tensor_plan="auto", tensor_bytes=9)
+    assert plan.pipeline == PipelineOptions("gpipe") and plan.tensor == TensorOptions("1d-sp", "auto", bytes=9)
+    assert plan.replace(tensor_bytes=0, offload="all") == Plan.of(
+        plan.mesh, schedule="gpipe", tensor="1d-sp", tensor_plan="auto", offload="all"
+    )
+    assert plan == Plan(plan.mesh, pipeline=plan.pipeline, tensor=plan.tensor)
+
+
+def test_groups_refuse_what_they_alone_can_know() -> None:
+    with pytest.raises(ConfigError, match='tensor_plan: \'solver\' is not legal; legal: "recipe", "auto"'):
+        TensorOptions(plan="solver")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match='vertical_sync: true is not legal with schedule "1f1b"'):
+        PipelineOptions(vertical_sync=True)
+    with pytest.raises(ConfigError, match="stages: .3, 3. are 2 stages; legal: 3, for 3 ranks"):
+        Plan(Mesh.of(pp=3), pipeline=PipelineOptions(stages=(3, 3)))
+    with pytest.raises(ConfigError, match='plan: unknown key "data"'):
+        Plan.of(data=3)
 
 
 def test_replace_checks_anew() -> None:
-    plan = Plan().replace(microbatches=2, precision="bf16")
-    assert (plan.microbatches, plan.precision) == (2, "bf16")
+    plan = Plan.of().replace(microbatches=2, precision="bf16")
+    assert (plan.microbatches, plan.numeric.precision) == (2, "bf16")
     with pytest.raises(ConfigError, match="microbatches: 0"):
         plan.replace(microbatches=0)
     with pytest.raises(ConfigError, match='unknown key "microbatch"; .*Did you mean "microbatches"'):
@@ -134,7 +164,7 @@ def test_replace_checks_anew() -> None:
 )
 def test_bad_plans_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Plan(**change)  # type: ignore[arg-type]
+        Plan.of(**change)  # type: ignore[arg-type]
 
 
 PINNED = {"tensor_plan": "propagate", "mesh": Mesh.of(dp=2, tp=2)}
@@ -178,7 +208,7 @@ PINNED = {"tensor_plan": "propagate", "mesh": Mesh.of(dp=2, tp=2)}
 )
 def test_bad_pins_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Plan(**change)  # type: ignore[arg-type]
+        Plan.of(**change)  # type: ignore[arg-type]
 
 
 def test_what_pins_say() -> None:
@@ -230,11 +260,11 @@ def test_impossible_combinations_are_refused() -> None:
     with pytest.raises(
         ConfigError, match=r'parameters "w": S is a shard over the axis dp, which the mesh .* does not have'
     ):
-        Plan(mesh=Mesh.of(tp=2), parameters=(ParameterRule("w", state="S"),))
+        Plan.of(Mesh.of(tp=2), parameters=(ParameterRule("w", state="S"),))
     with pytest.raises(ConfigError, match='reduce: \'fp32\' is not legal; legal: "auto", "fp64"'):
-        Plan(precision="fp64", reduce="fp32")
+        Plan.of(precision="fp64", reduce="fp32")
     with pytest.raises(ConfigError, match="prefetch: -1 is not legal; legal: an integer of at least 0"):
-        Plan(prefetch=-1)
+        Plan.of(prefetch=-1)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +285,6 @@ def test_impossible_combinations_are_refused() -> None:
 )
 def test_what_asynchronous_schedules_cannot_do(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        Plan(Mesh.of(pp=2, dp=2), **changes)
+        Plan.of(Mesh.of(pp=2, dp=2), **changes)
     if "window" not in changes and changes.get("vertical_sync") is not True and changes.get("vertical_sync") != 1:
-        Plan(Mesh.of(pp=1, dp=2), **changes)  # nothing overlaps there
+        Plan.of(Mesh.of(pp=1, dp=2), **changes)  # nothing overlaps there

@@ -32,7 +32,7 @@ def trainer(device: torch.device, **changes: object) -> Trainer:
     """A small Llama in bf16."""
     torch.manual_seed(0)
     module = Llama(vocabulary=VOCABULARY, width=64, layers=2, heads=4, kv_heads=2, context=LENGTH)
-    plan = Plan(microbatches=2, precision="bf16").replace(**changes)
+    plan = Plan.of(microbatches=2, precision="bf16").replace(**changes)
     example = batch(0, plan.microbatches, device).fields
     compiled = Compiled(module, plan, example, device=device)
     comm = connect(plan.mesh, device)

@@ -102,7 +102,7 @@ def test_checkpoints_have_what_was_there_when_they_were_asked_for(
 def test_recorded_times_are_the_streams(device: torch.device) -> None:
     torch.manual_seed(0)
     example = {"x": torch.randn(12, 6), "y": torch.randn(12, 6)}
-    one = Compiled(Blocks(6), Plan(microbatches=2), example, device=device)
+    one = Compiled(Blocks(6), Plan.of(microbatches=2), example, device=device)
     engine = Engine(one, connect(one.plan.mesh, device=device), OptimizerChoice("adamw", lr=1e-2))
     engine.step(example, 12)
     Backend.of(device).synchronize(device)

@@ -29,7 +29,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: GPT(**SIZES, dropout=0.1),
     "llama": lambda: Llama(**SIZES, kv_heads=2),
 }
-BF16 = Plan(microbatches=2, precision="bf16")
+BF16 = Plan.of(microbatches=2, precision="bf16")
 PLANS: dict[str, Callable[[], Plan]] = {
     "one": lambda: BF16,
     "full": lambda: BF16.replace(recompute="full"),
@@ -116,7 +116,7 @@ def weighted(output: Tensor, fields: dict[str, Tensor]) -> Tensor:
 
 def test_tensors_of_the_host_come_along(device: torch.device) -> None:
     module, batches, loss = subject("literals")
-    report = verified(module, batches, data_parallel(Plan(microbatches=2), 2, 3), device, loss=loss)
+    report = verified(module, batches, data_parallel(Plan.of(microbatches=2), 2, 3), device, loss=loss)
     assert report.passed, (report.largest, report.worst[:3])
 
 

@@ -63,7 +63,7 @@ def counted(subject: Compiled, batch: Mapping[str, Tensor], choice: OptimizerCho
         engine = Engine(subject, counting, choice)  # type: ignore[arg-type]
         engine.interpreter.progress = lambda _, one: counting.seen.append((one, []))
         own = rows_of(batch, subject.plan, comm.rank)
-        engine.step({k: cast_field(v, subject.plan.precision) for k, v in own.items()}, rows)
+        engine.step({k: cast_field(v, subject.plan.numeric.precision) for k, v in own.items()}, rows)
         return counting.seen
 
     return run_ranks(subject.plan.mesh, rank, timeout=60)

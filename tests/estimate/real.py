@@ -15,7 +15,6 @@ from harness import Unseen
 from shardwise.capture.casts import cast_field
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_range
-from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.estimate.predict import Prediction, predict
@@ -59,7 +58,7 @@ def compiled(
     module: nn.Module, batch: Mapping[str, Tensor], loss: Any = None, precision: str = "fp32", microbatches: int = 1,
     recompute: str = "none",
 ) -> Compiled:  # fmt: skip
-    return Compiled(module, Plan(Mesh.of(dp=1), microbatches, recompute, precision), batch, loss)  # type: ignore[arg-type]
+    return Compiled(module, Plan.of(microbatches=microbatches, recompute=recompute, precision=precision), batch, loss)
 
 
 def predicted(
@@ -111,9 +110,11 @@ def measured(
                 bucket.updates  # noqa: B018, otherwise made by the first step
             made = tracker.mark()
 
+            precision = subject.plan.numeric.precision
+
             def given() -> Iterator[tuple[dict[str, Tensor], int, bool]]:
                 for _ in range(number):
-                    yield {k: cast_field(v, subject.plan.precision).clone() for k, v in own.items()}, rows, False
+                    yield {k: cast_field(v, precision).clone() for k, v in own.items()}, rows, False
 
             for progress in (None, look):
                 engine.interpreter.progress = progress
@@ -129,7 +130,7 @@ def measured(
 
 def rows_of(batch: Mapping[str, Tensor], plan: Plan, rank: int) -> dict[str, Tensor]:
     """A rank's rows of each microbatch, one after the other."""
-    rows, axes = len(next(iter(batch.values()))), batch_axes(plan)
+    rows, axes = len(next(iter(batch.values()))), batch_axes(plan.mesh)
     parts, index = plan.mesh.axis_size(axes), plan.mesh.index(rank, axes)
     number = min(plan.microbatches, rows)
     index_of: list[int] = []

@@ -37,6 +37,6 @@ def cases() -> list[Any]:
 def test_bytes(name: str, layout: dict[str, Any]) -> None:
     assert layout["recompute"] in CHOICES["recompute"]
     module, batch = classes.made(name, 31)
-    subject = Compiled(module, Plan(**layout), batch)
+    subject = Compiled(module, Plan.of(**layout), batch)
     compared(subject, batch)
     assert differences(subject, batch) == []

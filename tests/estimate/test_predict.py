@@ -102,7 +102,7 @@ SIZES: dict[str, tuple[Callable[[int], Any], int, dict[str, Any], OptimizerChoic
 
 
 def planned(ranks: int = 1, zero: int = 0, replicas: int = 1, **fields: Any) -> Plan:
-    return data_parallel(Plan(**fields), ranks, zero, replicas)
+    return data_parallel(Plan.of(**fields), ranks, zero, replicas)
 
 
 @pytest.mark.few(3)

@@ -110,16 +110,16 @@ def chosen(
 
 def test_a_gpu_gathers_as_far_ahead_as_hides_it_and_fits(monkeypatch: pytest.MonkeyPatch, sharded: list[str]) -> None:
     found = chosen(monkeypatch, sharded)
-    best = found.plan.prefetch
+    best = found.plan.data.prefetch
     assert 1 < best <= MOST and f"parallel.prefetch = {best}" in str(found.note)
     needs = [found.predict(found.plan.replace(prefetch=ahead)).peak_bytes for ahead in range(1, best + 1)]
     assert needs == sorted(needs) and needs[0] < needs[-1]
     ahead = next(a for a in range(1, best) if needs[a - 1] < needs[a])
-    assert chosen(monkeypatch, sharded, budget=needs[ahead] - 1).plan.prefetch == ahead
+    assert chosen(monkeypatch, sharded, budget=needs[ahead] - 1).plan.data.prefetch == ahead
 
 
 def test_what_the_config_says_stays(monkeypatch: pytest.MonkeyPatch, sharded: list[str]) -> None:
-    assert chosen(monkeypatch, sharded, "parallel.prefetch=1").plan.prefetch == 1
-    assert chosen(monkeypatch, sharded, "parallel.prefetch=3").plan.prefetch == 3
-    assert chosen(monkeypatch, sharded, kind="cpu").plan.prefetch == 1
-    assert chosen(monkeypatch, sharded, "parallel.zero=0").plan.prefetch == 1
+    assert chosen(monkeypatch, sharded, "parallel.prefetch=1").plan.data.prefetch == 1
+    assert chosen(monkeypatch, sharded, "parallel.prefetch=3").plan.data.prefetch == 3
+    assert chosen(monkeypatch, sharded, kind="cpu").plan.data.prefetch == 1
+    assert chosen(monkeypatch, sharded, "parallel.zero=0").plan.data.prefetch == 1

@@ -94,12 +94,12 @@ def alone(name: str, precision: Any) -> Compiled:
 @functools.cache
 def traced(name: str, plan: Plan) -> Compiled:
     """A trace serves all plans with these tensor axes."""
-    return alone(name, plan.precision).under(plan)
+    return alone(name, plan.numeric.precision).under(plan)
 
 
 def planned(one: dict[str, Any]) -> Plan:
     fields = {k: v for k, v in one.items() if k not in ("ranks", "zero", "replicas", "pp", "schedule", "tp")}
-    plan = data_parallel(Plan(**fields), one.get("ranks", 1), one.get("zero", 0), one.get("replicas", 1))
+    plan = data_parallel(Plan.of(**fields), one.get("ranks", 1), one.get("zero", 0), one.get("replicas", 1))
     if "pp" in one:
         plan = pipeline(plan, one["pp"], one["schedule"])
     sizes = one.get("tp", {})

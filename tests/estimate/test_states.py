@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from zero_states import model_states
 
 import sharded
+from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatShard
 from shardwise.core.instruction import Buffer
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import FUSED, OptimizerChoice
-from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.estimate.memory import accounts, bucket_widths
 from shardwise.estimate.predict import fullest
@@ -92,7 +93,9 @@ def allocated(
 ) -> tuple[dict[Buffer, int], ...]:
     """Bytes of a rank's storages by buffer: on the device, and on the host."""
     shares = [(b, Share.of(b, plan, choice, comm.rank, found.opaque is not None)) for b in found.buckets]
-    buckets = {b.index: BucketMemory.allocate(b, one, comm, choice, plan.offloads_optimizer) for b, one in shares}
+    buckets = {
+        b.index: BucketMemory.allocate(b, one, comm, choice, plan.memory.offloads_optimizer) for b, one in shares
+    }
     memory = RankMemory(buckets, {}, comm, plan, None)
     memory.slots.reserve(program.slots, buckets)
     memory.unreduced.reserve(program.unreduced, buckets)
@@ -105,14 +108,14 @@ def allocated(
         there[Buffer("param", b.bucket.index)] = sum(param.values())
         there[Buffer("grad", b.bucket.index)] = sum(grad.values())
         here[Buffer("grad", b.bucket.index)] = sum(taken.values())
-        (here if plan.offload == "optimizer" else there)[Buffer("state", b.bucket.index)] = sum(state.values())
+        (here if plan.memory.offload == "optimizer" else there)[Buffer("state", b.bucket.index)] = sum(state.values())
     for kind, pool in (("slot", memory.slots), ("unreduced", memory.unreduced)):
         there.update({Buffer(kind, k): slot.nbytes for k, slot in enumerate(pool.slots)})
     return +there, +here
 
 
 def check_states(plan: Plan, choice: OptimizerChoice, captured: bool = True) -> None:
-    compare_states(traced(plan.precision, captured), plan, choice)
+    compare_states(traced(plan.numeric.precision, captured), plan, choice)
 
 
 def compare_states(found: Trace, plan: Plan, choice: OptimizerChoice) -> list[dict[Buffer, int]]:
@@ -145,7 +148,7 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
     for (ranks, replicas), offload, (reduced, prefetch) in itertools.product(
         MESHES, ("none", "optimizer"), (("auto", 1), ("fp64" if precision == "fp64" else "bf16", 2))
     ):
-        plan = Plan(precision=precision, offload=offload, reduce=reduced, prefetch=prefetch, microbatches=2)
+        plan = Plan.of(precision=precision, offload=offload, reduce=reduced, prefetch=prefetch, microbatches=2)
         check_states(data_parallel(plan, ranks, zero, replicas), next(optimizers))
 
 
@@ -154,15 +157,15 @@ def test_predicted_states_are_those_allocated(zero: int, precision: Any) -> None
 def test_states_of_every_optimizer(choice: OptimizerChoice, precision: Any) -> None:
     """Also with one optimizer for each parameter, as of a model that could not be captured."""
     for zero, ranks, offload in itertools.product(range(3), (1, 3), ("none", "optimizer")):
-        plan = data_parallel(Plan(precision=precision, offload=offload), ranks, zero)
+        plan = data_parallel(Plan.of(precision=precision, offload=offload), ranks, zero)
         check_states(plan, choice)
         check_states(plan, choice, captured=False)
 
 
 def test_parameters_under_different_rules() -> None:
     rules = (ParameterRule("layers.*", "S", "S", "S"), ParameterRule("frozen.*", "R", "S", "S"), ParameterRule("*"))
-    found = trace(Net(), {"x": torch.randn(6, 9)}, group=Plan(Mesh.of(dp=2), parameters=rules).rule)
-    plan = Plan(Mesh.of(dp=2), parameters=rules)
+    found = trace(Net(), {"x": torch.randn(6, 9)}, group=Plan.of(Mesh.of(dp=2), parameters=rules).data.rule)
+    plan = Plan.of(Mesh.of(dp=2), parameters=rules)
     program, choice = lower(found, plan)[0], OptimizerChoice()
     real = run_ranks(plan.mesh, lambda comm: allocated(found, plan, choice, program, comm), timeout=30)
     for rank in range(2):
@@ -177,7 +180,7 @@ def test_states_of_parameters_in_pieces(zero: int) -> None:
         ({"tp": 2}, {"precision": "bf16"}), ({"tp": 3}, {}), ({"tp": 3, "ep": 2}, {"offload": "optimizer"}),
     ):  # fmt: skip
         plan = sharded.planned(tensor, dp=2, zero=zero, **{"precision": "fp32", **fields})
-        found = trace(sharded.net().float(), sharded.batch(), precision=plan.precision, group=plan.rule)
+        found = trace(sharded.net().float(), sharded.batch(), precision=plan.numeric.precision, group=plan.data.rule)
         sharded.place(found, sharded.net(), plan, sharded.layouts("tp", "ep" if "ep" in tensor else "tp"))
         ours = compare_states(found, plan, OptimizerChoice("adamw"))
         assert len({sum(one.values()) for one in ours}) > 1  # pieces are uneven
@@ -193,7 +196,7 @@ def _most(ours: list[dict[Buffer, int]]) -> int:
 @pytest.mark.parametrize("stage", range(4))
 def test_ranges_of_all_ranks_make_up_the_whole(stage: int) -> None:
     found, choice = traced("bf16"), OptimizerChoice("sgd", momentum=0.9)
-    whole, plan = Plan(Mesh.of(dp=1)), data_parallel(Plan(), 3, stage)
+    whole, plan = Plan.of(Mesh.of(dp=1)), data_parallel(Plan.of(), 3, stage)
     for bucket in found.buckets:
         each = bucket_widths(choice, bucket)
         ranks = [bucket_states(Share.of(bucket, plan, choice, i), each, learns=bucket.learns)[0] for i in range(3)]

@@ -46,7 +46,7 @@ CASES: list[Case] = [
 def planned(
     tp: int | dict[str, int], kind: str, dp: int = 1, zero: int = 0, pp: int = 1, replicas: int = 1, **fields: Any
 ) -> Plan:  # fmt: skip
-    plan = pipeline(data_parallel(Plan(**fields), dp, zero, replicas), pp)
+    plan = pipeline(data_parallel(Plan.of(**fields), dp, zero, replicas), pp)
     axes = {"tp": tp} if isinstance(tp, int) else tp
     return plan.replace(mesh=Mesh((*plan.mesh.axes, *(Axis(name, size) for name, size in axes.items()))), tensor=kind)
 
@@ -62,7 +62,7 @@ def check(name: str, plan: Plan, anew: bool = False) -> None:
     """Every instruction of every rank: the same operations, of as many bytes."""
     find = captured.__wrapped__ if anew else captured
     tensor = Mesh(tuple(axis for axis in plan.mesh.axes if axis.name.startswith("tp")))
-    model, one = find(name, plan.tensor, tensor, plan.precision)
+    model, one = find(name, plan.tensor.recipe, tensor, plan.numeric.precision)
     assert compared(one.under(plan), model.batch) > 20
 
 

@@ -103,7 +103,7 @@ def products(kind: str, q: int, d: int, rows: int, width: int, hidden: int) -> T
 
 def planned(kind: str, q: int, d: int, recompute: Literal["none", "full"] = "none") -> Plan:
     mesh = Mesh((Axis("dp", 1), *(Axis(name, size) for name, size in axes_of(kind, q, d).items())))
-    return Plan(mesh, tensor=kind, recompute=recompute)  # type: ignore[arg-type]
+    return Plan.of(mesh, tensor=kind, recompute=recompute)
 
 
 def elements(several: Sequence[Traffic], plan: Plan) -> Fraction:

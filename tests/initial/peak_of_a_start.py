@@ -50,9 +50,9 @@ def start(how: str, width: int, layers: int) -> Engine:
     recorded = record(lambda: Tower(width, layers))
     batch = {"x": torch.zeros(4, width)}
     if how == "whole":
-        compiled = Compiled(recorded.materialise_all(1, "cpu"), Plan(Mesh.of(dp=1)), batch)
+        compiled = Compiled(recorded.materialise_all(1, "cpu"), Plan.of(Mesh.of(dp=1)), batch)
     else:
-        compiled = Compiled(recorded.module, Plan(Mesh.of(dp=1)), batch, initial=Values.of_recorded(recorded, 1))
+        compiled = Compiled(recorded.module, Plan.of(Mesh.of(dp=1)), batch, initial=Values.of_recorded(recorded, 1))
     return run_ranks(Mesh.of(dp=1), lambda comm: Engine(compiled, comm, OptimizerChoice("sgd", lr=0.1)))[0]
 
 

@@ -159,7 +159,7 @@ def make(name: str) -> zoo.Model:
 
 def begin(model: zoo.Model, module: nn.Module, initial: Mapping[str, Tensor] | None, precision: str = "fp32") -> Any:
     """An engine on one rank, its whole state at the start, and the losses of two steps."""
-    compiled = Compiled(module, Plan(Mesh.of(dp=1), precision=precision), model.batch, model.loss, initial=initial)  # type: ignore[arg-type]
+    compiled = Compiled(module, Plan.of(Mesh.of(dp=1), precision=precision), model.batch, model.loss, initial=initial)
 
     def rank(comm: Any) -> Any:
         engine = Engine(compiled, comm, OptimizerChoice("sgd", lr=0.1))
@@ -321,7 +321,8 @@ def test_several_ranks_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Recorded, "materialise", slow)
     values = Values.of_recorded(recorded, SEED)
-    compiled = Compiled(recorded.module, Plan(Mesh.of(dp=4), precision="fp64"), model.batch, model.loss, initial=values)
+    plan = Plan.of(Mesh.of(dp=4), precision="fp64")
+    compiled = Compiled(recorded.module, plan, model.batch, model.loss, initial=values)
     choice = OptimizerChoice("sgd", lr=0.1)
     states = run_ranks(Mesh.of(dp=4), lambda comm: Engine(compiled, comm, choice).state_dict())
     expected = {
@@ -359,7 +360,7 @@ def test_boxes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_module_without_values_is_refused() -> None:
     with torch.device("meta"):
         module = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-    batch, choice, plan = {"input": rows()["x"]}, OptimizerChoice("sgd", lr=0.1), Plan(Mesh.of(dp=1))
+    batch, choice, plan = {"input": rows()["x"]}, OptimizerChoice("sgd", lr=0.1), Plan.of(Mesh.of(dp=1))
     loss: Any = lambda output, fields: output.square().mean()  # noqa: E731
 
     def train(module: nn.Module, initial: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
@@ -405,7 +406,7 @@ def test_one_value_lives_at_a_time(lazy: bool, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(Recorded, "materialise", counted)
     values = Values.of_recorded(recorded, SEED)
-    compiled = Compiled(recorded.module, Plan(Mesh.of(dp=1)), model.batch, initial=values if lazy else dict(values))
+    compiled = Compiled(recorded.module, Plan.of(Mesh.of(dp=1)), model.batch, initial=values if lazy else dict(values))
     gc.collect()
     buffers, most[0] = sum(alive.values()) if lazy else 0, 0
     run_ranks(Mesh.of(dp=1), lambda comm: Engine(compiled, comm, OptimizerChoice("sgd", lr=0.1)))

@@ -115,7 +115,7 @@ def net(plan: Plan) -> Compiled:
 def test_all_ranks_hear_that_rank_0_cannot_write(tmp_path: Path) -> None:
     """Nobody waits in a gather that rank 0 does not come to."""
     (tmp_path / "file").write_text("no folder")
-    plan = data_parallel(Plan(), 3)
+    plan = data_parallel(Plan.of(), 3)
     made = net(plan)
 
     def rank(comm: ThreadCommunicator) -> str:
@@ -229,7 +229,7 @@ class Net(nn.Module):
     def forward(self, x):
         return self.linear(x).square().mean()
 example = {"x": torch.ones(4, 4)}
-with Trainer(Net(), OptimizerChoice("sgd", lr=0.1), data_parallel(Plan(), 2), example) as trainer:
+with Trainer(Net(), OptimizerChoice("sgd", lr=0.1), data_parallel(Plan.of(), 2), example) as trainer:
     assert type(trainer.comm).__name__ == "DistributedCommunicator", trainer.comm
     batches = trainer.loader([{"x": torch.ones(4)}] * 64, 4)
     for step in range(4):

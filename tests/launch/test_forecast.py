@@ -57,16 +57,16 @@ def test_gathered_is_the_longest_that_fits(microbatches: int) -> None:
         word: predict(found.compiled.general, plan.replace(gathered=word), choice, rows=16, device="gpu").peak_bytes
         for word in ("step", "forward", "use")
     }
-    assert found.plan.gathered == "step" and f"({size(needs['step'])} needed)" in str(found.note)
+    assert found.plan.data.gathered == "step" and f"({size(needs['step'])} needed)" in str(found.note)
     assert needs["step"] > needs["use"]
     for budget in sorted({n + d for n in needs.values() for d in (-1, 0)}):
         expected = next((word for word, n in needs.items() if n <= budget), "use")
         now = bare(open_, budget)
-        assert now.plan.gathered == expected and now.plan == plan.replace(gathered=expected)
+        assert now.plan.data.gathered == expected and now.plan == plan.replace(gathered=expected)
         assert now.fits == (budget >= needs[expected])
         assert ("longest that fits" in str(now.note)) == now.fits
     fixed = bare(config("parallel.dp=4", "parallel.zero=3", "parallel.gathered=forward"))
-    assert fixed.plan.gathered == "forward" and fixed.note is None
+    assert fixed.plan.data.gathered == "forward" and fixed.note is None
     assert bare(config("parallel.dp=4", "parallel.zero=2")).note is None
 
 
@@ -83,9 +83,9 @@ def test_gathered_and_reduced_are_what_communicates_least() -> None:
     for budget in sorted({n + d for n in needs.values() for d in (-1, 0)}):
         now = bare(open_, budget)
         expected = next((way for way, n in needs.items() if n <= budget), WAYS[-1])
-        assert (now.plan.gathered, now.plan.reduced) == expected
+        assert (now.plan.data.gathered, now.plan.data.reduced) == expected
     half = bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4"))
-    assert half.plan.reduced == "step" and half.plan.gathered == "use" and "gathered" not in str(half.note)
+    assert half.plan.data.reduced == "step" and half.plan.data.gathered == "use" and "gathered" not in str(half.note)
     assert (
         bare(config("parallel.dp=4", "parallel.zero=2", "parallel.microbatches=4", "parallel.reduced=microbatch")).note
         is None
@@ -97,10 +97,10 @@ def test_a_run_that_goes_on_keeps_its_way() -> None:
     compiled = bare(open_).compiled.under(build_plan(open_))
     before = Before(WAYS.index(("forward", "microbatch")), 0)
     again = Forecast.of(open_, compiled, device(1 << 40), before=before)
-    assert (again.plan.gathered, again.plan.reduced) == WAYS[before.way] and Before.of(again.plan) == before
+    assert (again.plan.data.gathered, again.plan.data.reduced) == WAYS[before.way] and Before.of(again.plan) == before
     fitting = again.predict(again.plan.replace(gathered="use", reduced="microbatch")).peak_bytes
     tight = Forecast.of(open_, compiled, device(fitting), before=before)
-    assert (tight.plan.gathered, tight.plan.reduced) == WAYS[-1]
+    assert (tight.plan.data.gathered, tight.plan.data.reduced) == WAYS[-1]
     same = replace(open_, train=replace(open_.train, deterministic=True))
     assert Before.of(Forecast.of(same, compiled, device(1 << 40), before=before).plan) == before
     with pytest.raises(
@@ -159,7 +159,7 @@ def test_all_commands_choose_alike() -> None:
     given = config("parallel.dp=2", "parallel.zero=3", "train.memory_gib=1")
     found = forecast(given)
     compiled = settled(given, Compiled(found.compiled.module, build_plan(given), found.compiled.example))
-    assert compiled.plan == found.plan and compiled.plan.gathered == "step"
+    assert compiled.plan == found.plan and compiled.plan.data.gathered == "step"
     assert found.note in compiled.general.notes
     closed = config("parallel.dp=2", "parallel.zero=1")
     one = Compiled(found.compiled.module, build_plan(closed), found.compiled.example)
@@ -260,12 +260,12 @@ def test_auto_finds_the_fastest_tensor_plan_that_fits() -> None:
         "parallel.tp=2", "parallel.dp=1", "parallel.pp=2", "parallel.microbatches=2", "parallel.tensor_plan=auto"
     )
     free = bare(open_, kind="cpu")
-    assert free.note is None and not free.plan.tensor_bytes
+    assert free.note is None and not free.plan.tensor.bytes
     fastest, seconds = free.worst.peak_bytes, []
     for part in (1.0, 0.8, 0.6):
         now = bare(open_, int(fastest * part), kind="cpu")
         assert now.fits and now.worst.peak_bytes <= now.budget
-        assert (now.plan.tensor_bytes == 0) == (part == 1.0)
+        assert (now.plan.tensor.bytes == 0) == (part == 1.0)
         assert Plan.from_toml(now.plan.to_toml()) == now.plan
         seconds.append(predicted(now.compiled).total)
     assert seconds == sorted(set(seconds))

@@ -61,13 +61,14 @@ def test_all_ranks_go_by_what_was_found(tmp_path: Path, more: tuple[str, ...]) -
     found = ranks(given, made(given))
     plan, p = found[0].plan, given.parallel.pp
     assert all(one.plan == plan and one.note == found[0].note for one in found)
-    assert plan.schedule == "auto" and sum(plan.stages) == 6 and len(plan.stages) == p * plan.stages_per_rank
+    assert plan.pipeline.schedule == "auto" and sum(plan.pipeline.stages) == 6
+    assert len(plan.pipeline.stages) == p * plan.pipeline.stages_per_rank
     changed = {"schedule": "1f1b", "timetable": (), "stages": (), "stages_per_rank": 1}
-    assert plan.replace(**changed).mesh == build_plan(given).mesh and plan.gathered == found[0].plan.gathered
+    assert plan.replace(**changed).mesh == build_plan(given).mesh and plan.data.gathered == found[0].plan.data.gathered
     before = chosen_before(tmp_path)
     assert before is not None
     name, timetable, costs = before
-    assert timetable == read(plan.timetable, p, plan.stages_per_rank, 4)
+    assert timetable == read(plan.pipeline.timetable, p, plan.pipeline.stages_per_rank, 4)
     assert min(costs.forward) > 0 and min(costs.backward) > 0 and min(costs.input) > 0 and max(costs.weight) > 0
     note = str(found[0].note)
     assert f"{milliseconds(simulate(timetable, costs).seconds)} a step simulated" in note
@@ -79,7 +80,7 @@ def test_stages_in_pieces_are_measured_too(tmp_path: Path) -> None:
     """Each rank by itself, on what it has of parameters and activations."""
     given = config(f"train.run_dir={tmp_path}")
     found = ranks(given, made(given, tp=2))
-    assert all(one.plan == found[0].plan for one in found) and sum(found[0].plan.stages) == 6
+    assert all(one.plan == found[0].plan for one in found) and sum(found[0].plan.pipeline.stages) == 6
     assert found[0].plan.mesh.axis_size("tp") == 2 and chosen_before(tmp_path) is not None
 
 
@@ -102,10 +103,10 @@ def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.
             again(),
             again("parallel.recompute=full"),
             again("parallel.dp=2"),
-            again(f"parallel.stages={list(plan.stages)}"),
+            again(f"parallel.stages={list(plan.pipeline.stages)}"),
         ):
             found = kept()
-            assert {(one.plan.timetable, one.plan.stages) for one in found} == {(plan.timetable, plan.stages)}
+            assert {one.plan.pipeline for one in found} == {plan.pipeline}
             assert PLAN in str(found[0].note)
         others = ["parallel.microbatches=2", "parallel.pp=3", "parallel.stages=[1, 5]", "parallel.stages_per_rank=3"]
         for other in others:
@@ -115,7 +116,7 @@ def test_a_run_that_goes_on_keeps_its_order(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(Exception, match="measured again"):
             again()()
     found = again("parallel.microbatches=2")()
-    assert found[0].plan.microbatches == 2 and found[0].plan.timetable != plan.timetable
+    assert found[0].plan.microbatches == 2 and found[0].plan.pipeline.timetable != plan.pipeline.timetable
 
 
 def test_within_the_memory(tmp_path: Path) -> None:
@@ -127,10 +128,10 @@ def test_within_the_memory(tmp_path: Path) -> None:
 
     most = bare(1 << 40)
     needed = most.worst.peak_bytes
-    assert most.plan.schedule == "auto" and "FLOPs" in str(most.note)
+    assert most.plan.pipeline.schedule == "auto" and "FLOPs" in str(most.note)
     assert most.peaks(most.plan) == [most.predict(most.plan, rank).peak_bytes for rank in range(2)]
     less = bare(needed - 1)
-    assert less.fits and less.plan.timetable != most.plan.timetable
+    assert less.fits and less.plan.pipeline.timetable != most.plan.pipeline.timetable
     with pytest.raises(
         ConfigError, match='parallel.schedule = "auto": no timetable was found that fits in 1,000 bytes a rank'
     ):

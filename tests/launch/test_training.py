@@ -161,7 +161,7 @@ def saved_by(state: dict[str, torch.Tensor], module: nn.Module, path: Path) -> N
             yield from state.items()
 
     comm = AloneCommunicator(Mesh(()), 0, torch.device("cpu"))
-    save_weights(Known(comm, Plan(), OptimizerChoice(), None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
+    save_weights(Known(comm, Plan.of(), OptimizerChoice(), None, module, (), {}, {}, {}), path)  # type: ignore[arg-type]
 
 
 def test_weights_of_a_tied_model_load_into_it(tmp_path: Path) -> None:

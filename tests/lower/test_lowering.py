@@ -35,7 +35,7 @@ def gpt() -> Trace:
 def lowered(
     one: Trace, zero: int, *, ranks: int = 2, replicas: int = 1, training: bool = True, **changes: Any
 ) -> Program:
-    plan = data_parallel(Plan(**changes), ranks, zero, replicas)
+    plan = data_parallel(Plan.of(**changes), ranks, zero, replicas)
     programs = lower(one, plan, training=training)
     check(programs, plan.mesh)
     return programs[0]
@@ -146,7 +146,7 @@ def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero
     """Loss and norm: every rank has a part of them.  Ranks that differ in tensor axes have the same rows, and other
     gradients.
     """
-    plan = pipeline(data_parallel(Plan(mesh=Mesh.of(tp=2, one=1, ep=2), microbatches=2), 4, zero, 2), 2)
+    plan = pipeline(data_parallel(Plan.of(Mesh.of(tp=2, one=1, ep=2), microbatches=2), 4, zero, 2), 2)
     batch, tensor = ("dp_replicate", "dp"), ("tp", "ep")
     for training in (True, False):
         programs = lower(gpt, plan, training=training)
@@ -169,7 +169,7 @@ def test_tensor_axes_are_in_what_is_summed_over_all_ranks_alone(gpt: Trace, zero
 
 
 def test_a_stage_that_does_not_wait_sums_its_norm_over_its_own_ranks(gpt: Trace) -> None:
-    plan = pipeline(data_parallel(Plan(mesh=Mesh.of(tp=2), microbatches=2, norm="post-validate", window=3), 2, 1), 2)
+    plan = pipeline(data_parallel(Plan.of(Mesh.of(tp=2), microbatches=2, norm="post-validate", window=3), 2, 1), 2)
     for program in lower(gpt, plan, batches=3):
         norms = [one.axes for one in program.instructions if one.op is Op.REDUCE and one.writes[0].kind == "norm"]
         assert norms == [("dp", "tp"), ("pp",)] * 2 + [("pp", "dp", "tp")]

@@ -78,7 +78,7 @@ def synchronous() -> Iterator[tuple[Any, ...]]:
 def planned(schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches: int, way: tuple[Any, ...]) -> Plan:
     recompute, gathered, reduced, reduce, prefetch = way
     precision: Any = "bf16" if reduce == "bf16" else "fp32"
-    plan = Plan(
+    plan = Plan.of(
         microbatches=microbatches,
         recompute=recompute,
         gathered=gathered,
@@ -169,7 +169,7 @@ def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_def
 ) -> None:
     name, *rest = case
     plan = late(*rest)
-    assert wrong(traces[name], plan, batches=plan.window) == []
+    assert wrong(traces[name], plan, batches=plan.pipeline.window) == []
 
 
 # ---- the oracle finds what is wrong ----------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ FAULTY = [
 """A few plans that have all instructions."""
 
 
-@pytest.mark.parametrize("plan", FAULTY, ids=lambda plan: plan.schedule)
+@pytest.mark.parametrize("plan", FAULTY, ids=lambda plan: plan.pipeline.schedule)
 def test_without_a_fault_they_are_right(traces: dict[str, Trace], plan: Plan) -> None:
     assert wrong(traces["gpt"], plan) == []
 

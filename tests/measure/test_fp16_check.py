@@ -22,7 +22,7 @@ from shardwise.parallel.tensor import tensor_parallel
 from shardwise.units.tracing import trace
 from verify.models import CASES
 
-FP16 = Plan(precision="fp16")
+FP16 = Plan.of(precision="fp16")
 
 
 class Block(nn.Module):
@@ -79,7 +79,7 @@ def test_op_without_a_kernel(op: Any, named: str, kernel: str) -> None:
     words = ('precision = "fp16"', f"{named} in layers.1", kernel, 'legal: precision = "bf16" or "fp32", or a GPU')
     assert all(word in str(found.value) for word in words), str(found.value)
     for precision in ("fp32", "fp64"):
-        Compiled(Model(torch.relu, op), Plan(precision=precision), batch())  # type: ignore[arg-type]
+        Compiled(Model(torch.relu, op), Plan.of(precision=precision), batch())
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def gradients_of(precision: str, product: WideProduct | None, monkeypatch: pytes
     """Of one step of 16 microbatches."""
     torch.manual_seed(0)
     batch = {"x": torch.randn(64, 32)}
-    plan = Plan(microbatches=16, precision=precision)  # type: ignore[arg-type]
+    plan = Plan.of(microbatches=16, precision=precision)
     compiled = Compiled(Net(), plan, batch)
     asked: list[torch.dtype | None] = []
 
@@ -181,7 +181,7 @@ def test_an_engine_sums_gradients_of_microbatches_without_rounding(monkeypatch: 
 def test_memory_is_predicted_without_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer's gradient comes last in backward, where its rounded copy is the most that is there."""
     found = {}
-    compiled = Compiled(Net(), Plan(precision="bf16"), {"x": torch.randn(2, 32)})
+    compiled = Compiled(Net(), Plan.of(precision="bf16"), {"x": torch.randn(2, 32)})
     for product in (None, reference):
         monkeypatch.setattr(Backend, "wide_product", lambda self, dtype, product=product: product)
         found[product is None] = profile(compiled.general, 2, device="gpu", split=True).units

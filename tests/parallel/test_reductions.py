@@ -32,7 +32,7 @@ def told(found: tuple[Reduction, ...]) -> str:
 
 @pytest.mark.parametrize(("ranks", "zero", "replicas", "summed", "each", "once"), TABLE)
 def test_reductions(ranks: int, zero: int, replicas: int, summed: tuple[str, ...], each: str, once: str) -> None:
-    plan = tensor_parallel(Plan(), 2, "1d") if summed else Plan()
+    plan = tensor_parallel(Plan.of(), 2, "1d") if summed else Plan.of()
     plan = data_parallel(plan, ranks, zero=zero, replicas=replicas)
-    found = reductions(plan, placement(plan, "any"), summed)
+    found = reductions(plan.mesh, placement(plan, "any"), summed)
     assert tuple(map(told, found)) == (each, once)

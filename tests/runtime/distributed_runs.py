@@ -32,7 +32,7 @@ ROWS = 4
 
 
 def plan() -> Plan:
-    return pipeline(data_parallel(Plan(microbatches=2, precision="fp64"), 2, 2), 3, "1f1b")
+    return pipeline(data_parallel(Plan.of(microbatches=2, precision="fp64"), 2, 2), 3, "1f1b")
 
 
 def batch() -> dict[str, Tensor]:

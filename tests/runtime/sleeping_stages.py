@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import Norm, Plan
+from shardwise.core.pipeline_options import Norm
+from shardwise.core.plan import Plan
 from shardwise.core.schedules import SCHEDULES
 from shardwise.data.loader import Batch
 from shardwise.ops import weight_gradients
@@ -127,7 +128,7 @@ def seconds(comm: Any, schedule: str, wanted: int, steps: int) -> list[float]:
     them take.  Before them come such without sleep."""
     cut, (name, norm), m = list(stages(schedule)), parts(schedule), microbatches(schedule, wanted)
     cut[0], cut[-1] = cut[0] + 1, cut[-1] + 1  # what comes before and after the blocks takes no time
-    plan = pipeline(Plan(microbatches=m, norm=norm), RANKS, name, stages=cut)
+    plan = pipeline(Plan.of(microbatches=m, norm=norm), RANKS, name, stages=cut)
     batch = {"x": torch.ones(m, 3)}
     torch.manual_seed(0)
     trainer = Trainer(Sleeper(), OptimizerChoice("sgd", lr=0.1), plan, batch, comm=comm)
@@ -147,7 +148,7 @@ def main() -> None:
     backend, m, steps, *schedules = sys.argv[1:]
     torch.set_num_threads(1)
     slow_weights()
-    comm = connect(pipeline(Plan(), RANKS).mesh, backend=backend)  # type: ignore[arg-type]
+    comm = connect(pipeline(Plan.of(), RANKS).mesh, backend=backend)
     print(json.dumps({one: seconds(comm, one, int(m), int(steps)) for one in schedules}), flush=True)
     comm.close()
 

@@ -36,7 +36,7 @@ def found(ranks: int, what: str) -> list[Any]:
 def alone() -> dict[str, float]:
     """The same on one rank."""
     return run_ranks(
-        Mesh.of(dp=1), lambda comm: runs.results(comm, runs.compiled(Plan(microbatches=2, precision="fp64")))
+        Mesh.of(dp=1), lambda comm: runs.results(comm, runs.compiled(Plan.of(microbatches=2, precision="fp64")))
     )[0]
 
 

@@ -53,7 +53,7 @@ def subject(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
 @pytest.mark.parametrize(("dp", "microbatches"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 3)])
 @pytest.mark.parametrize("name", ["normed", "gpt"])
 def test_evaluation(name: str, dp: int, microbatches: int) -> None:
-    check(name, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"))
+    check(name, Plan.of(Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"))
 
 
 @pytest.mark.few(3)
@@ -65,7 +65,7 @@ def test_evaluation(name: str, dp: int, microbatches: int) -> None:
 )  # fmt: skip
 def test_evaluation_in_a_pipeline(name: str, pp: int, schedule: str, microbatches: int, dp: int, zero: int) -> None:
     """The first and the last stage have the same embedding, one has the running statistics."""
-    check(name, pipeline(data_parallel(Plan(microbatches=microbatches, precision="fp64"), dp, zero), pp, schedule))
+    check(name, pipeline(data_parallel(Plan.of(microbatches=microbatches, precision="fp64"), dp, zero), pp, schedule))
 
 
 @pytest.mark.few(3)
@@ -81,10 +81,8 @@ def test_evaluation_by_ranks_that_share_layers(
     name: str, tensor: Any, tp: int, microbatches: int, dp: int, pp: int
 ) -> None:
     """Parameters lie as in training, whatever the evaluated graph would have liked."""
-    check(
-        name,
-        pipeline(data_parallel(tensor_parallel(Plan(microbatches=microbatches, precision="fp64"), tp, tensor), dp), pp),
-    )
+    plan = tensor_parallel(Plan.of(microbatches=microbatches, precision="fp64"), tp, tensor)
+    check(name, pipeline(data_parallel(plan, dp), pp))
 
 
 def check(name: str, plan: Plan) -> None:

@@ -40,7 +40,7 @@ def captured(model: str, tp: bool) -> Compiled:
     """Under a plan of one rank, or of two that share out tensors; captures serve all plans."""
     torch.manual_seed(0)
     module: nn.Module = MODELS[model](vocabulary=32, width=16, layers=4, heads=2, context=4)
-    return Compiled(module, tensor_parallel(Plan(), 2, "1d") if tp else Plan(), batch())
+    return Compiled(module, tensor_parallel(Plan.of(), 2, "1d") if tp else Plan.of(), batch())
 
 
 def batch() -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ def batch() -> dict[str, Tensor]:
 
 
 def plan_of(schedule: str, microbatches: int, sharding: str, stages: int = RANKS) -> Plan:
-    plan = Plan(microbatches=microbatches, prefetch=1)
+    plan = Plan.of(microbatches=microbatches, prefetch=1)
     plan = tensor_parallel(plan, 2, "1d") if sharding == "tp" else data_parallel(plan, 2, int(sharding[-1]))
     return pipeline(plan, stages, schedule)
 
@@ -81,7 +81,7 @@ CHOSEN = set(covering(list(cases())))
 def used(comm: Communicator, one: Compiled) -> float:
     """A step, a window of steps where they overlap, an evaluation, and the state."""
     engine = Engine(one, comm, OptimizerChoice("sgd", lr=0.1))
-    axes = batch_axes(one.plan)
+    axes = batch_axes(one.plan.mesh)
     index, parts = comm.mesh.index(comm.rank, axes), comm.mesh.axis_size(axes)
     size = ROWS // one.plan.microbatches
     rows = [
@@ -119,7 +119,7 @@ def test_three_stages_run_where_first_uses_block(schedule: str, model: str, shar
 
 
 def test_groups_of_replicas_run_where_first_uses_block() -> None:
-    plan = pipeline(data_parallel(Plan(microbatches=2, prefetch=1), 4, 3, 2), RANKS, "1f1b")
+    plan = pipeline(data_parallel(Plan.of(microbatches=2, prefetch=1), 4, 3, 2), RANKS, "1f1b")
     one = captured("tied gpt", False).under(plan)
     assert len(set(run_ranks(plan.mesh, lambda comm: used(comm, one), timeout=20, first_use_blocks=True))) == 1
 
@@ -157,7 +157,7 @@ def test_what_is_derived_is_exactly_what_is_used(monkeypatch: pytest.MonkeyPatch
     """Of a step with tensor parallelism within two stages, tied weights and ZeRO-3: nothing in excess, in one order on
     all ranks.
     """
-    plan = pipeline(tensor_parallel(data_parallel(Plan(microbatches=2), 2, 3), 2, "1d"), 2, "1f1b")
+    plan = pipeline(tensor_parallel(data_parallel(Plan.of(microbatches=2), 2, 3), 2, "1d"), 2, "1f1b")
     one = captured("tied gpt", True).under(plan)
     derived = one.communicators([one.general] * 2)
     assert len(set(derived)) == len(derived)
@@ -181,7 +181,7 @@ def test_what_is_derived_is_exactly_what_is_used(monkeypatch: pytest.MonkeyPatch
 
 def test_neighbours_in_the_order_have_few_ranks_in_common() -> None:
     """Of a pipeline of five ranks all pairs one way are started in two turns."""
-    one = captured("llama", False).under(pipeline(Plan(microbatches=4), 5, "1f1b", stages=(2, 1, 1, 1, 1)))
+    one = captured("llama", False).under(pipeline(Plan.of(microbatches=4), 5, "1f1b", stages=(2, 1, 1, 1, 1)))
     found = [each for each in communicators(one.programs(one.general, 4), one.plan.mesh) if each.pair]
     assert len(found) == 8
     turns: list[set[int]] = [set()]

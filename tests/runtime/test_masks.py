@@ -69,7 +69,7 @@ def compiled(plan: Plan, batch_norm: bool = False) -> Compiled:
     return Compiled(Reader(batch_norm), plan, batch((0,)))
 
 
-FP64 = Plan(precision="fp64")
+FP64 = Plan.of(precision="fp64")
 
 
 @pytest.mark.few(4)

@@ -97,7 +97,7 @@ def test_steps(narrow: Narrow, precision: Any) -> None:
     torch.manual_seed(0)
     module = GPT(vocabulary=32, width=16, layers=2, heads=2, context=4, dropout=0.1)
     batches = [{"input_ids": torch.randint(0, 32, (8, 4)), "labels": torch.randint(0, 32, (8, 4))} for _ in range(2)]
-    compiled = Compiled(module, data_parallel(Plan(precision=precision, microbatches=2), 2, 2), batches[0])
+    compiled = Compiled(module, data_parallel(Plan.of(precision=precision, microbatches=2), 2, 2), batches[0])
 
     def rank(comm: ThreadCommunicator, within: Any) -> list[float]:
         with within:  # of this thread alone

@@ -59,14 +59,14 @@ def assert_same(ours: tuple[list[float], dict[str, Tensor]], theirs: tuple[list[
     ],
 )
 def test_the_host_takes_the_same_step(dp: int, zero: int, precision: Any) -> None:
-    plan = data_parallel(Plan(precision=precision, microbatches=2), dp, zero)
+    plan = data_parallel(Plan.of(precision=precision, microbatches=2), dp, zero)
     assert_same(run(plan.replace(offload="optimizer")), run(plan))
 
 
 def test_masters_and_state_are_on_the_host_alone() -> None:
     """The gradient that the optimizer takes is a copy there, and so are its parameters."""
     module = GPT(vocabulary=23, width=18, layers=1, heads=3, context=8)
-    compiled = Compiled(module, Plan(offload="optimizer"), batch(0))
+    compiled = Compiled(module, Plan.of(offload="optimizer"), batch(0))
 
     def rank(comm: ThreadCommunicator) -> None:
         for memory in Engine(compiled, comm, OptimizerChoice("adamw", lr=1e-2)).memory.buckets.values():
@@ -94,7 +94,7 @@ def test_offloaded_activations_change_no_bit(
             copied.append(kept.host.nbytes)
         return kept
 
-    plan = data_parallel(Plan(microbatches=2, recompute=recompute), dp, zero)
+    plan = data_parallel(Plan.of(microbatches=2, recompute=recompute), dp, zero)
     truth = run(plan)
     monkeypatch.setattr(gathered, "LEAST_OFFLOAD", 0)
     monkeypatch.setattr(gathered.Gathered, "keep", count)
@@ -104,4 +104,4 @@ def test_offloaded_activations_change_no_bit(
 
 def test_refused_on_a_cpu() -> None:
     with pytest.raises(ConfigError, match='offload: "activations" is not legal on a CPU'):
-        run(Plan(offload="activations"))
+        run(Plan.of(offload="activations"))

@@ -27,7 +27,7 @@ from shardwise.verify.verify import run_steps
 from streams import Streams, run_in_streams
 
 N = 3
-BF16 = Plan(microbatches=2, precision="bf16")
+BF16 = Plan.of(microbatches=2, precision="bf16")
 SIZES: dict[str, Any] = {"vocabulary": 31, "width": 16, "layers": 2, "heads": 4, "context": 8}
 PLANS: dict[str, Callable[[], Plan]] = {
     "zero 1": lambda: data_parallel(BF16, 2, 1),

@@ -32,7 +32,7 @@ ROWS = 12
 
 def compiled(dp: int, zero: int, microbatches: int, device: str = "cpu") -> Compiled:
     torch.manual_seed(0)
-    plan = data_parallel(Plan(microbatches=microbatches), dp, zero)
+    plan = data_parallel(Plan.of(microbatches=microbatches), dp, zero)
     return Compiled(
         Blocks(6), plan, {"x": torch.randn(ROWS, 6), "y": torch.randn(ROWS, 6)}, device=torch.device(device)
     )

@@ -14,10 +14,10 @@ from shardwise.core.instruction import Op
 from shardwise.core.layout import Factor, Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.data.loader import rank_rows
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
-from shardwise.parallel.tensor import tensor_axes
 from shardwise.runtime.batch import BatchState, StepInput
 from shardwise.runtime.buffers import local_part
 from shardwise.runtime.engine import Engine
@@ -79,7 +79,7 @@ def test_every_rank_starts_with_its_piece_and_all_together_have_the_whole(
     found = made(*plan)
     truth = sharded.net().state_dict()
     other = {name: torch.randn(value.shape, dtype=value.dtype) for name, value in truth.items()}
-    narrow = found.plan.precision != "fp64"
+    narrow = found.plan.numeric.precision != "fp64"
 
     def rank(comm: ThreadCommunicator) -> list[dict[str, Tensor]]:
         engine = Engine(found, comm, CHOICE)
@@ -140,7 +140,7 @@ def test_the_norm_counts_every_element_once(plan: tuple[dict[str, int], dict[str
         batch.decide()
         return batch.norm, engine.everywhere(batch.gradients())
 
-    exact = 1e-14 if found.plan.precision == "fp64" else 1e-6
+    exact = 1e-14 if found.plan.numeric.precision == "fp64" else 1e-6
     expected = torch.linalg.vector_norm(torch.cat([g.reshape(-1) for g in whole.values()]))
     results = run_ranks(found.plan.mesh, rank, timeout=60)
     for norm, joined in results:
@@ -150,7 +150,7 @@ def test_the_norm_counts_every_element_once(plan: tuple[dict[str, int], dict[str
 
 
 def _rows(mesh: Mesh, rank: int, found: Compiled) -> dict[str, Tensor]:
-    axes = batch_axes(found.plan)
+    axes = batch_axes(found.plan.mesh)
     ((start, stop),) = rank_rows(5, 1, mesh.axis_size(axes), mesh.index(rank, axes))
     return {name: value[start:stop] for name, value in sharded.batch().items()}
 
@@ -192,5 +192,5 @@ def test_traces_that_lay_parameters_differently_are_refused() -> None:
 
 def test_tensor_axes_are_those_of_no_other_parallelism() -> None:
     plan = sharded.planned({"tp": 2, "one": 1, "ep": 3}, dp=4, replicas=2, zero=1, pp=2)
-    assert plan.mesh.names == ("pp", "dp_replicate", "dp", "tp", "one", "ep") and tensor_axes(plan) == ("tp", "ep")
-    assert tensor_axes(sharded.planned({})) == ()
+    assert plan.mesh.names == ("pp", "dp_replicate", "dp", "tp", "one", "ep") and tensor_axes(plan.mesh) == ("tp", "ep")
+    assert tensor_axes(sharded.planned({}).mesh) == ()

@@ -91,17 +91,17 @@ def trained(
 
 
 PLANS = {
-    "one rank": (Plan(precision="fp64"), OptimizerChoice("adamw", lr=1e-2)),
+    "one rank": (Plan.of(precision="fp64"), OptimizerChoice("adamw", lr=1e-2)),
     "zero 3 in bf16": (
-        data_parallel(Plan(precision="bf16", microbatches=2), 3, 3),
+        data_parallel(Plan.of(precision="bf16", microbatches=2), 3, 3),
         OptimizerChoice("adam", lr=1e-2, weight_decay=0.1),
     ),
-    "fp16": (data_parallel(Plan(precision="fp16"), 2, 1), OptimizerChoice("adamw", lr=1e-2)),
+    "fp16": (data_parallel(Plan.of(precision="fp16"), 2, 1), OptimizerChoice("adamw", lr=1e-2)),
     "stages": (
-        pipeline(Plan(precision="fp64", microbatches=3), 2, "1f1b"),
+        pipeline(Plan.of(precision="fp64", microbatches=3), 2, "1f1b"),
         OptimizerChoice("sgd", lr=1e-2, momentum=0.9),
     ),
-    "without a fused kernel": (Plan(mesh=Mesh.of(dp=2), precision="fp64"), OptimizerChoice("radam", lr=1e-2)),
+    "without a fused kernel": (Plan.of(Mesh.of(dp=2), precision="fp64"), OptimizerChoice("radam", lr=1e-2)),
 }
 
 
@@ -110,7 +110,7 @@ PLANS = {
 def test_the_bits_are_those_of_a_bucket_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under fp16 the first steps overflow, and are skipped."""
     plan, choice = PLANS[name]
-    scale = ScaleChoice(initial=2.0**40) if plan.precision == "fp16" else None
+    scale = ScaleChoice(initial=2.0**40) if plan.numeric.precision == "fp16" else None
     ours = trained(plan, choice, scale)
     monkeypatch.setattr(interpreter, "kind", lambda memory: None)
     apart = trained(plan, choice, scale)

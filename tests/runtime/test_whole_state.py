@@ -28,7 +28,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.threads import run_ranks
 from shardwise.runtime.whole_state import aliases
 
-BASE = Plan(microbatches=2)
+BASE = Plan.of(microbatches=2)
 PLANS: dict[str, Callable[[], Plan]] = {
     "one": lambda: BASE,
     "dp": lambda: data_parallel(BASE, 2),

@@ -57,7 +57,7 @@ def test_a_block_says_which_ops_need_what(tensor: Any, block: int) -> None:
     torch.manual_seed(0)
     batch = {name: torch.randint(0, 32, (ROWS, 8)) for name in ("input_ids", "labels")}
     module = GPT(vocabulary=32, width=16, layers=2, heads=4, context=8, dropout=0.1)
-    compiled = Compiled(module, tensor_parallel(Plan(), 2, tensor), batch)
+    compiled = Compiled(module, tensor_parallel(Plan.of(), 2, tensor), batch)
     found = causes(compiled, f"blocks.{block}", Env(rows=ROWS, tensor={"tp": (2, 1)}))
     assert found == [
         (Cause(op, f"blocks.{block}.{path}"), (forward,) if forward else (), (backward,) if backward else ())
@@ -79,7 +79,7 @@ class Normed(nn.Module):
 
 
 def test_ops_that_mix_rows_say_so() -> None:
-    compiled = Compiled(Normed(), data_parallel(Plan(), 3), {"x": torch.randn(ROWS, 6)})
+    compiled = Compiled(Normed(), data_parallel(Plan.of(), 3), {"x": torch.randn(ROWS, 6)})
     units = compiled.general.units
     found = [one for u in units for one in causes(compiled, u.name, Env(None, ("dp",), 3, 0, ROWS))]
     assert (Cause("sync_batch_norm", "net.1"), ("all_gather",), ("all_reduce",)) in found

@@ -27,12 +27,12 @@ def gpt() -> Compiled:
         record(lambda: GPT(vocabulary=50257, width=768, layers=1, heads=12, context=1024)), 0
     ).structure()
     example = {n: torch.zeros(2, 1024, dtype=torch.int64) for n in ("input_ids", "labels")}
-    return Compiled(module, Plan(precision="bf16", mesh=Mesh(())), example, batch_rows=8, kind="gpu")
+    return Compiled(module, Plan.of(precision="bf16", mesh=Mesh(())), example, batch_rows=8, kind="gpu")
 
 
 def on(per_host: int, kind: Any = "1d", **changes: int) -> Compiled:
     one = gpt()
-    plan = tensor_parallel(Plan(precision="bf16", mesh=Mesh(())), 4, kind, "auto")
+    plan = tensor_parallel(Plan.of(precision="bf16", mesh=Mesh(())), 4, kind, "auto")
     return Compiled(
         one.module, plan, one.example, batch_rows=8, kind="gpu", per_host=per_host, _captures=one._captures, **changes
     )  # fmt: skip
@@ -66,8 +66,8 @@ def test_each_axis_has_the_link_that_it_needs() -> None:
 
 def test_a_trace_depends_on_who_is_on_a_host() -> None:
     """Of hosts of 6 ranks the first has all of one group of 4, and half of the next."""
-    one = tensor_parallel(Plan(mesh=Mesh(())), 4, "1d", "auto")
-    two = tensor_parallel(data_parallel(Plan(mesh=Mesh(()), microbatches=2), 2), 4, "1d", "auto")
+    one = tensor_parallel(Plan.of(mesh=Mesh(())), 4, "1d", "auto")
+    two = tensor_parallel(data_parallel(Plan.of(mesh=Mesh(()), microbatches=2), 2), 4, "1d", "auto")
     assert traced_for(one, 6)[2][-1] == () and traced_for(two, 6)[2][-1] == ("tp",)
 
 

@@ -61,7 +61,7 @@ def test_the_same_loop_gives_the_same_numbers(name: str) -> None:
 
     plain, ours = net(), net()
     expected = run(plain, OPTIMIZERS[name](plain.parameters()))
-    plan = Plan(mesh=Mesh.of(dp=1), microbatches=2)
+    plan = Plan.of(Mesh.of(dp=1), microbatches=2)
     model, optimizer = distribute(ours, OPTIMIZERS[name](ours.parameters()), plan)
     assert run(model, optimizer) == pytest.approx(expected, rel=2e-5)
     for key, value in model.state_dict().items():
@@ -261,7 +261,7 @@ def made(module):
 theirs, rates = made(plain)
 expected = run(plain, theirs, rates, lambda: torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3))
 theirs, rates = made(ours)
-plan = tensor_parallel(Plan(precision="fp64", microbatches=4), tp, tensor)
+plan = tensor_parallel(Plan.of(precision="fp64", microbatches=4), tp, tensor)
 plan = pipeline(data_parallel(plan, dp, zero), pp, schedule)
 model, optimizer = distribute(ours, theirs, plan, clip_norm=0.3, comm=connect(plan.mesh, backend=backend))
 found = run(model, optimizer, rates, lambda: None)

@@ -96,14 +96,14 @@ def check_skipped(ranks: list[list[dict[str, Any]]]) -> None:
 )
 def test_an_overflow_in_one_rank_skips_the_step_on_all(zero: int, dp: int, microbatches: int) -> None:
     """The spike is in the rows of the last rank, or of the first; nothing of a skipped step is left."""
-    plan = data_parallel(Plan(precision="fp16", microbatches=microbatches), dp, zero)
+    plan = data_parallel(Plan.of(precision="fp16", microbatches=microbatches), dp, zero)
     ranks = run(plan, SPIKES)
     check_skipped(ranks)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_stages_skip_at_the_same_steps_with_the_same_bits(zero: int) -> None:
-    plan = Plan(precision="fp16")
+    plan = Plan.of(precision="fp16")
     first, other = run(data_parallel(plan, 3, 0), SPIKES)[0], run(data_parallel(plan, 3, zero), SPIKES)[0]
     for a, b in zip(first, other, strict=True):
         assert all(torch.equal(v, b["state"][n]) for n, v in a["state"].items())
@@ -112,14 +112,14 @@ def test_stages_skip_at_the_same_steps_with_the_same_bits(zero: int) -> None:
 
 
 def test_the_scale_grows_after_so_many_good_steps() -> None:
-    plan = data_parallel(Plan(precision="fp16"), 2, 2)
+    plan = data_parallel(Plan.of(precision="fp16"), 2, 2)
     seen = run(plan, [batch(i) for i in range(5)], ScaleChoice(initial=8.0, interval=2))[1]
     assert [step["scale"] for step in seen] == [8.0, 8.0, 16.0, 16.0, 32.0]
 
 
 def test_a_power_of_two_changes_nothing_but_the_range() -> None:
     """The norm, clipping and the update are those of the unscaled gradients."""
-    plan = Plan(precision="fp16")
+    plan = Plan.of(precision="fp16")
     small, large = (run(plan, [batch(i) for i in range(3)], ScaleChoice.fixed(scale))[0] for scale in (1024.0, 4096.0))
     for a, b in zip(small, large, strict=True):
         assert a["norm"] == pytest.approx(b["norm"], rel=1e-3)
@@ -128,7 +128,7 @@ def test_a_power_of_two_changes_nothing_but_the_range() -> None:
 
 @pytest.mark.parametrize("zero", [0, 3])
 def test_overflows_without_end_stop_the_run_with_advice(zero: int) -> None:
-    plan = data_parallel(Plan(precision="fp16"), 2, zero)
+    plan = data_parallel(Plan.of(precision="fp16"), 2, zero)
     with pytest.raises(
         LossScaleError, match=r"step 5: .* 4 steps in a row, the loss scale is down to 8192; .* lower the learning rate"
     ) as error:
@@ -142,7 +142,7 @@ def test_overflows_without_end_stop_the_run_with_advice(zero: int) -> None:
 def test_first_gradients_are_as_near_to_the_truth_as_one_device(zero: int, dp: int) -> None:
     torch.manual_seed(0)
     report = verify(
-        Spiked(), [batch(i) for i in range(2)], data_parallel(Plan(precision="fp16", microbatches=2), dp, zero)
+        Spiked(), [batch(i) for i in range(2)], data_parallel(Plan.of(precision="fp16", microbatches=2), dp, zero)
     )
     assert report.passed, (report.worst[:3], report.low_precision)
     assert report.low_precision is not None
@@ -185,7 +185,7 @@ PROBES = [probed(0), probed(1), probed(2, 0), probed(3), probed(4, 3), probed(5,
 )
 def test_an_overflow_on_one_stage_skips_the_step_on_all(schedule: str, microbatches: int, dp: int, zero: int) -> None:
     """On the first stage, on the last, on one in between; nothing of a skipped step is left on any."""
-    plan = pipeline(data_parallel(Plan(precision="fp16", microbatches=microbatches), dp, zero), 2, schedule)
+    plan = pipeline(data_parallel(Plan.of(precision="fp16", microbatches=microbatches), dp, zero), 2, schedule)
     ranks = run(plan, PROBES, module=Probed())
     assert len(ranks) == 2 * dp
     check_skipped(ranks)
@@ -196,7 +196,7 @@ def test_the_stage_whose_gradients_overflow_without_end_is_named(block: int, uni
     """A probe belongs to the block that reads it; the first one is an input of the model, the last comes after all
     blocks.
     """
-    plan = pipeline(Plan(precision="fp16", microbatches=2), 2)
+    plan = pipeline(Plan.of(precision="fp16", microbatches=2), 2)
     with pytest.raises(LossScaleError, match=r"step 4: .* 3 steps in a row") as error:
         run(plan, [probed(0), probed(1), *(probed(i, block) for i in range(2, 9))], ScaleChoice(patience=3), Probed())
     assert error.value.unit == unit
@@ -217,7 +217,7 @@ def test_first_gradients_of_pipelines_are_as_near_to_the_truth(
     precision: Any, schedule: str, dp: int, zero: int
 ) -> None:
     torch.manual_seed(0)
-    plan = pipeline(data_parallel(Plan(precision=precision, microbatches=2), dp, zero), 2, schedule)
+    plan = pipeline(data_parallel(Plan.of(precision=precision, microbatches=2), dp, zero), 2, schedule)
     report = verify(Spiked(), [batch(i) for i in range(2)], plan)
     assert report.passed, (report.worst[:3], report.low_precision)
     assert report.ranks_agree
@@ -277,7 +277,7 @@ WIDE = [widely(0), widely(1), widely(2, 0, 15), widely(3), widely(4, 3, 0), wide
 )
 def test_an_overflow_in_one_piece_skips_the_step_on_all(kind: Any, tp: int, dp: int, zero: int, pp: int) -> None:
     """In the last piece of a parameter, or in the first; the ranks that have others see only the norm of it."""
-    base = Plan(precision="fp16", microbatches=2)
+    base = Plan.of(precision="fp16", microbatches=2)
     plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp), tp, kind)
     module = Wide()
     trace = Compiled(module, plan, WIDE[0]).general

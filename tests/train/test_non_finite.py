@@ -34,7 +34,7 @@ def train(
 ) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:
     """Four steps, before the last two of which a bad one is tried or not: errors, weights, and loss scales."""
     torch.manual_seed(0)
-    plan = data_parallel(Plan(precision=precision), RANKS, zero)
+    plan = data_parallel(Plan.of(precision=precision), RANKS, zero)
     compiled = Compiled(Blocks(5), plan, batch(0, False))
 
     def rank(comm: ThreadCommunicator) -> tuple[list[str], dict[str, Tensor], dict[str, Tensor]]:

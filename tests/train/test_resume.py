@@ -110,7 +110,7 @@ def compiled(
         batch = {name: torch.stack([Rows()[i][name] for i in range(2)]) for name in ("input_ids", "labels")}
         module = MODELS[model]().double() if precision == "fp64" else MODELS[model]()
         replicas = 2 if ranks == 4 and zero else 1
-        plan = tensor_parallel(Plan(precision=precision), tp, tensor)  # type: ignore[arg-type]
+        plan = tensor_parallel(Plan.of(precision=precision), tp, tensor)
         plan = data_parallel(plan, ranks, zero, replicas)
         COMPILED[key] = Compiled(module, pipeline(plan, pp, schedule), batch)
     return COMPILED[key]

@@ -250,7 +250,7 @@ def test_a_step_keeps_of_each_block_what_its_tape_does() -> None:
     batch = {k: torch.randint(0, 31, (ROWS, LENGTH)) for k in ("input_ids", "labels")}
 
     def alive(recompute: str) -> int:
-        compiled = Compiled(module, Plan(recompute=recompute), batch)  # type: ignore[arg-type]
+        compiled = Compiled(module, Plan.of(recompute=recompute), batch)
         found: list[int] = []
 
         def rank(comm: ThreadCommunicator) -> None:

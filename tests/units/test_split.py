@@ -49,6 +49,6 @@ def test_what_follows_from_parameters_alone_is_made_where_it_is_read() -> None:
 
 def test_and_is_right_under_zero() -> None:
     torch.manual_seed(0)
-    plan = data_parallel(Plan(microbatches=2), 2, 3)
+    plan = data_parallel(Plan.of(microbatches=2), 2, 3)
     report = verify(ScaledHead(), [batch(rows) for rows in (5, 4)], plan)
     assert report.passed and report.ranks_agree

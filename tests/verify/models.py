@@ -198,7 +198,7 @@ def captured(name: str) -> tuple[Compiled, Callable[[int], dict[str, Tensor]], A
     """One of these in training mode, whose capture serves all plans, what makes its batches, and its loss."""
     torch.manual_seed(len(name))
     module, make, loss = CASES[name]()
-    return Compiled(module.train(), Plan(precision="fp64"), make(13), loss), make, loss
+    return Compiled(module.train(), Plan.of(precision="fp64"), make(13), loss), make, loss
 
 
 def deep(name: str, layers: int) -> tuple[nn.Module, Callable[[int], dict[str, Tensor]]]:

@@ -22,7 +22,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.connect import connect
 from shardwise.train.trainer import Trainer
 
-ONE = Plan(microbatches=3, precision="fp64", norm="post-validate")
+ONE = Plan.of(microbatches=3, precision="fp64", norm="post-validate")
 PLANS = {"gloo": pipeline(ONE, 3, "zb-h2"), "shared": pipeline(data_parallel(ONE, 2, 3), 2, "zb-h2")}
 """By backend; the second has its parameters in memory that replicas have in common."""
 ROWS, STEPS = 6, 6

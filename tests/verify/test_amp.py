@@ -70,7 +70,7 @@ def torchs(dtype: torch.dtype | None, module: nn.Module, lr: float = LR) -> list
 
 def ours(precision: str, module: nn.Module, lr: float = LR) -> list[float]:
     data, optimizer = batches(), OptimizerChoice("adamw", lr=lr, weight_decay=DECAY, eps=EPS)
-    with shardwise.Trainer(module, optimizer, Plan(precision=precision), data[0]) as trainer:  # type: ignore[arg-type]
+    with shardwise.Trainer(module, optimizer, Plan.of(precision=precision), data[0]) as trainer:
         return [float(trainer.step(Batch(batch, ROWS, (0,), (ROWS,))).loss) for batch in data]
 
 

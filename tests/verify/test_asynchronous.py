@@ -36,7 +36,7 @@ ROWS = 9  # of a batch: uneven parts of microbatches and ranks
 
 
 def plan_of(schedule: str, pp: int, microbatches: int = 1, dp: int = 1, **changes: Any) -> Plan:
-    return pipeline(data_parallel(Plan(microbatches=microbatches, **changes), dp), pp, schedule)
+    return pipeline(data_parallel(Plan.of(microbatches=microbatches, **changes), dp), pp, schedule)
 
 
 def batches(number: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
@@ -48,7 +48,7 @@ def batches(number: int, rows: int = ROWS) -> list[dict[str, Tensor]]:
 def alone(name: str) -> Compiled:
     """Four blocks, whose capture serves all plans."""
     torch.manual_seed(0)
-    return Compiled(deep(name, 4)[0], Plan(precision="fp64"), batches(1)[0])
+    return Compiled(deep(name, 4)[0], Plan.of(precision="fp64"), batches(1)[0])
 
 
 CASES: list[tuple[str, str, int, int, int, dict[str, Any]]] = [

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import classes
-from shardwise.core.plan import Tensor as Kind
+from shardwise.core.tensor_options import Tensor as Kind
 from shardwise.lower.compiled import Compiled
 from shardwise.models import GPT
 from shardwise.ops.collectives import Env

@@ -74,11 +74,11 @@ def model(name: str) -> Compiled:
     torch.manual_seed(2)
     gpt = GPT(vocabulary=32, width=32, layers=1, heads=4, context=8, dropout=0.1)
     llama = Llama(vocabulary=32, width=32, layers=1, heads=4, kv_heads=2, context=8)
-    return Compiled(gpt if name == "gpt" else llama, Plan(precision="bf16", mesh=Mesh(())), tokens(4))
+    return Compiled(gpt if name == "gpt" else llama, Plan.of(precision="bf16", mesh=Mesh(())), tokens(4))
 
 
 def plan_of(precision: Any, kind: Any = "1d", tp: int = 2, dropout: Any = "exact") -> Plan:
-    return tensor_parallel(Plan(precision=precision, dropout=dropout, mesh=Mesh(())), tp, kind, "auto")
+    return tensor_parallel(Plan.of(precision=precision, dropout=dropout, mesh=Mesh(())), tp, kind, "auto")
 
 
 FAST, SLOW = Rates(1e9, 1e9, Link(0.0, 1e12)), Rates(1e9, 1e9, Link(0.0, 1e9))
@@ -100,8 +100,8 @@ def test_what_runs_in_fp64_is_what_trains(
     training = replace(model(name), rates=rates, batch_rows=rows).under(plan)
     report = verify(training.module, [tokens(rows)], plan, run=spy, captured=training)
     assert report.passed, report.worst
-    assert [one.plan.precision for one in spy.seen] == ["fp64", precision][: 1 + (precision != "fp32")]
-    assert all(one.plan.dropout == "exact" and same(one, training) for one in spy.seen)
+    assert [one.plan.numeric.precision for one in spy.seen] == ["fp64", precision][: 1 + (precision != "fp32")]
+    assert all(one.plan.numeric.dropout == "exact" and same(one, training) for one in spy.seen)
     assert any(layout.sharding_axes for layout, _ in placed(training).values()) or rates is not FAST
     assert not any("other ops" in note for note in report.notes)
 

@@ -40,7 +40,7 @@ def subject(heads: int, shared: int, how: str) -> tuple[nn.Module, list[dict[str
 @functools.cache
 def compiled(heads: int, shared: int, how: str, tp: int, kind: Any) -> Compiled:
     module, batches = subject(heads, shared, how)
-    return Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
+    return Compiled(module, tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
 
 
 def parity(case: Case, kind: str) -> None:
@@ -72,7 +72,7 @@ def test_every_parity(case: Case, kind: str) -> None:
 )
 def test_together_with_all_else(kind: str, dp: int, zero: int, pp: int, recompute: Any, m: int) -> None:
     one, (module, batches) = compiled(8, 2, "split", 2, kind), subject(8, 2, "split")
-    plan = pipeline(data_parallel(Plan(microbatches=m, recompute=recompute, precision="fp64"), dp, zero), pp)
+    plan = pipeline(data_parallel(Plan.of(microbatches=m, recompute=recompute, precision="fp64"), dp, zero), pp)
     check(one.under(tensor_parallel(plan, 2, kind)), batches, oracle(module, None, batches, OPTIMIZER, m), OPTIMIZER)  # type: ignore[arg-type]
 
 

@@ -55,7 +55,7 @@ def oracle(
 def planned(
     pins: Mapping[str, str], tp: int = 2, how: Any = "propagate", kind: Any = "1d", plan: Plan | None = None
 ) -> Plan:
-    return tensor_parallel(plan or Plan(precision="fp64", mesh=Mesh(())), tp, kind, how, pins)
+    return tensor_parallel(plan or Plan.of(precision="fp64", mesh=Mesh(())), tp, kind, how, pins)
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def compiled_for(
 @pytest.mark.parametrize("tp", [2, 3])
 def test_megatrons_plan_follows_from_three_pins(tp: int) -> None:
     module, batches = tiny(2, vocabulary=41)
-    recipe = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, "1d"), batches[0])
+    recipe = Compiled(module, tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), tp, "1d"), batches[0])
     pinned = Compiled(module, planned(MEGATRON, tp), batches[0])
     assert layouts(pinned) == layouts(recipe) and len(layouts(pinned)) == 13
     assert communicated(pinned.general) == communicated(recipe.general)
@@ -108,7 +108,7 @@ def test_megatrons_plan_follows_for_llama_too() -> None:
     torch.manual_seed(0)
     module = Llama(vocabulary=32, width=16, layers=2, heads=4, kv_heads=2, context=8).double()
     batch = {name: torch.randint(0, 32, (4, 8)) for name in ("input_ids", "labels")}
-    recipe = layouts(Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 2, "1d"), batch))
+    recipe = layouts(Compiled(module, tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), 2, "1d"), batch))
     pins = {
         "*.o_proj.weight": "row",
         "*.down_proj.weight": "row",
@@ -235,7 +235,7 @@ def test_together(name: str, dp: int, zero: int, pp: int, recompute: Any, pins: 
     torch.manual_seed(3)
     module, make = deep(name, 3)
     batches = [make(rows) for rows in (7, 5)]
-    base = Plan(microbatches=2, recompute=recompute, precision="fp64")
+    base = Plan.of(microbatches=2, recompute=recompute, precision="fp64")
     plan = planned(pins, plan=pipeline(data_parallel(base, dp, zero), pp, "1f1b"))
     compiled = Compiled(module.train(), plan, batches[0])
     assert layouts(compiled)
@@ -269,7 +269,7 @@ def on_one_device() -> tuple[nn.Module, list[dict[str, Tensor]], list[OracleStep
 
 def on_a_mesh(kind: str, pp: int, dp: int, zero: int, recompute: Any) -> None:
     (tp, pins), (module, batches, truth) = ON[kind], on_one_device()
-    base = pipeline(data_parallel(Plan(microbatches=2, recompute=recompute, precision="fp64"), dp, zero), pp, "1f1b")
+    base = pipeline(data_parallel(Plan.of(microbatches=2, recompute=recompute, precision="fp64"), dp, zero), pp, "1f1b")
     compiled = Compiled(module, planned(pins, tp, kind=kind, plan=base), batches[0])
     assert layouts(compiled)
     check(compiled, batches, truth, OPTIMIZER)

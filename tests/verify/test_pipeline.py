@@ -65,7 +65,7 @@ def subject(name: str) -> tuple[nn.Module, list[dict[str, Tensor]], Compiled]:
     torch.manual_seed(len(name))
     module, make = deep(name, 6)
     batches = [make(rows) for rows in ROWS]
-    return module.train(), batches, Compiled(module, Plan(precision="fp64"), batches[0])
+    return module.train(), batches, Compiled(module, Plan.of(precision="fp64"), batches[0])
 
 
 @functools.cache
@@ -85,7 +85,7 @@ def truth(name: str, microbatches: int) -> list[OracleStep]:
 
 def plan_of(case: Case) -> Plan:
     _, schedule, pp, m, zero, dp, recompute = case
-    base: Any = Plan(microbatches=m, recompute=recompute, precision="fp64")  # type: ignore[arg-type]
+    base: Any = Plan.of(microbatches=m, recompute=recompute, precision="fp64")
     return pipeline(data_parallel(base, dp, zero), pp, schedule)
 
 
@@ -136,7 +136,7 @@ def test_schedules_with_the_same_order_of_sums_agree_bitwise(name: str) -> None:
         kind = SCHEDULES[schedule]
         if kind.most == 1 or (tied and kind.v_shaped):
             continue
-        plan = Plan(microbatches=6, precision="fp64")
+        plan = Plan.of(microbatches=6, precision="fp64")
         found[schedule] = steps(name, pipeline(plan, 4 // kind.stages_per_rank, schedule, stages=(2, 2, 2, 2)))[0]
     assert len(found) >= 5
     one = found.pop("gpipe")
@@ -182,7 +182,7 @@ class Skips(nn.Module):
 def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp: int, zero: int) -> None:
     torch.manual_seed(0)
     dp = 2 if zero else 1
-    plan = pipeline(data_parallel(Plan(microbatches=5), dp, zero), pp, schedule)
+    plan = pipeline(data_parallel(Plan.of(microbatches=5), dp, zero), pp, schedule)
     report = verify(
         Skips(),
         [{k: v % 31 for k, v in tokens(rows).items() if k in ("input_ids", "labels")} for rows in (12, 11)],
@@ -198,7 +198,7 @@ def test_tensors_that_skip_stages_and_weights_that_many_share(schedule: str, pp:
 def test_other_models(name: str, schedule: str) -> None:
     one, make, loss = captured(name)
     torch.manual_seed(0)
-    plan = pipeline(data_parallel(Plan(microbatches=3), 2, 1), 2, schedule)
+    plan = pipeline(data_parallel(Plan.of(microbatches=3), 2, 1), 2, schedule)
     report = verify(one.module, [make(rows) for rows in (13, 12, 7)], plan, loss=loss, captured=one)
     assert report.passed, (report.largest, report.worst[:3])
     assert report.ranks_agree
@@ -248,19 +248,19 @@ def test_clipping_counts_weights_that_several_stages_have_once(case: Case, monke
 def test_what_cannot_be_cut_is_refused() -> None:
     module, batches, _ = subject("gpt")
     with pytest.raises(ConfigError, match=r"pp: 9 stages of 8 units are not legal; legal: at most 8 stages"):
-        Compiled(module, pipeline(Plan(), 9), batches[0])
+        Compiled(module, pipeline(Plan.of(), 9), batches[0])
     with pytest.raises(ConfigError, match=r"stages: \[3, 4\] are 7 units; legal: 8 in all: head, blocks.0"):
-        Compiled(module, pipeline(Plan(), 2, stages=(3, 4)), batches[0])
+        Compiled(module, pipeline(Plan.of(), 2, stages=(3, 4)), batches[0])
     with pytest.raises(ConfigError, match=r"stages: \[8\] are 1 stages; legal: 2"):
-        pipeline(Plan(), 2, stages=(8,))
+        pipeline(Plan.of(), 2, stages=(8,))
     with pytest.raises(ConfigError, match=r'stages_per_rank: 1 is not legal with schedule "zbv"; legal: 2'):
-        pipeline(Plan(), 2, "zbv", 1)
+        pipeline(Plan.of(), 2, "zbv", 1)
     with pytest.raises(ConfigError, match=r'microbatches: 2 is not legal with schedule "naive"'):
-        pipeline(Plan(microbatches=2), 2, "naive")
+        pipeline(Plan.of(microbatches=2), 2, "naive")
     torch.manual_seed(0)
     opaque, make, loss = CASES["data-dependent"]()
     with pytest.raises(ConfigError, match=r"pp: a model that could not be captured cannot be cut into stages"):
-        Compiled(opaque, pipeline(Plan(), 2), make(4), loss)
+        Compiled(opaque, pipeline(Plan.of(), 2), make(4), loss)
 
 
 class Picks(nn.Module):
@@ -279,8 +279,8 @@ class Picks(nn.Module):
 
 def test_a_size_that_depends_on_data_does_not_cross() -> None:
     batch = {"input_ids": tokens(6)["input_ids"] % 31}
-    assert Compiled(Picks(), Plan(), batch).general.opaque is None
-    two = Compiled(Picks(), pipeline(Plan(), 2, stages=(2, 2)), batch)
+    assert Compiled(Picks(), Plan.of(), batch).general.opaque is None
+    two = Compiled(Picks(), pipeline(Plan.of(), 2, stages=(2, 2)), batch)
     with pytest.raises(
         ConfigError, match=r"pp: the size of a tensor that .* makes and another stage reads depends on data"
     ):
@@ -293,7 +293,7 @@ def test_a_size_that_depends_on_data_does_not_cross() -> None:
 def test_gradients_of_tied_weights_that_are_not_summed_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tied", "shared"):
         monkeypatch.setattr(lowering, name, lambda *args: iter(()))
-    ours = steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
+    ours = steps("gpt", pipeline(Plan.of(microbatches=3, precision="fp64"), 2))
     assert not compare(ours[0], truth("gpt", 3)).passes(TOLERANCE)
 
 
@@ -301,7 +301,7 @@ def test_messages_in_another_order_are_refused(monkeypatch: pytest.MonkeyPatch) 
     original = lowering_of_messages._receive
     monkeypatch.setattr(lowering_of_messages, "_receive", lambda here, mine, *rest: original(here, mine[::-1], *rest))
     with pytest.raises(ProgramError, match="mismatched messages"):
-        steps("gpt", pipeline(Plan(microbatches=3, precision="fp64"), 2))
+        steps("gpt", pipeline(Plan.of(microbatches=3, precision="fp64"), 2))
 
 
 # ---- orders of one's own ---------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def test_any_order_that_can_be_computed_equals_one_device(seed: int) -> None:
     home, m, dp = HOMES[seed], 4, 1 + seed % 2
     ranks = 1 + max(home)
     order = any_order(home, m, random.Random(seed))
-    base: Any = Plan(microbatches=m, recompute=RECOMPUTE[seed % 3], precision="fp64")  # type: ignore[arg-type]
+    base: Any = Plan.of(microbatches=m, recompute=RECOMPUTE[seed % 3], precision="fp64")
     plan = pipeline(data_parallel(base, dp, seed % 4 if dp > 1 else 0), ranks, "auto", timetable=written(order))
     plan = Plan.from_toml(plan.to_toml())
     name = MODELS[seed % 3]
@@ -338,6 +338,6 @@ def test_what_auto_finds_equals_one_device(pp: int, v: int, m: int, seed: int) -
     order = auto(pp, m, Costs(*seconds, transfer=[0.2] * (pp * v - 1)), events=50_000).timetable
     named = [name for name in SYNCHRONOUS if SCHEDULES[name].takes(v) and SCHEDULES[name].most is None]
     assert order not in [timetable(name, pp, m, v) for name in named]
-    plan = pipeline(Plan(microbatches=m, precision="fp64"), pp, "auto", timetable=written(order))
+    plan = pipeline(Plan.of(microbatches=m, precision="fp64"), pp, "auto", timetable=written(order))
     found = compare(steps("gpt", plan)[0], truth("gpt", m))
     assert found.passes(TOLERANCE), (found.largest, found.worst(3))

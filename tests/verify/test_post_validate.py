@@ -52,7 +52,7 @@ Case = tuple[str, str, int, str, int, int, str, float]
 
 def plan_of(schedule: str, pp: int, microbatches: int, dp: int = 1, zero: int = 0, **changes: Any) -> Plan:
     return pipeline(
-        data_parallel(Plan(microbatches=microbatches, norm="post-validate", **changes), dp, zero), pp, schedule
+        data_parallel(Plan.of(microbatches=microbatches, norm="post-validate", **changes), dp, zero), pp, schedule
     )
 
 
@@ -69,7 +69,7 @@ def batches(number: int = STEPS, rows: int = ROWS) -> list[dict[str, Tensor]]:
 def alone(name: str, layers: int, precision: Any = "fp64") -> Compiled:
     """Its capture serves all plans of this precision."""
     torch.manual_seed(0)
-    return Compiled(deep(name, layers)[0].train(), Plan(precision=precision), batches(1)[0])
+    return Compiled(deep(name, layers)[0].train(), Plan.of(precision=precision), batches(1)[0])
 
 
 def verified(name: str, plan: Plan, clip: float, **changes: Any) -> tuple[Report, int]:
@@ -129,9 +129,8 @@ def test_what_it_goes_back_to_matters(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_order_on_any_backend(home: tuple[int, ...], ranks: dict[str, Any]) -> None:
     """Whatever ranks compute first, and however slow messages are: the bits are those with a barrier."""
     order = any_order(home, 3, random.Random(len(home)))
-    plan = pipeline(
-        data_parallel(Plan(microbatches=3, norm="post-validate"), 2, 3), 1 + max(home), "auto", timetable=written(order)
-    )
+    plan = data_parallel(Plan.of(microbatches=3, norm="post-validate"), 2, 3)
+    plan = pipeline(plan, 1 + max(home), "auto", timetable=written(order))
     ours, theirs = (
         trained(one, batches(), alone("gpt", 6, "fp32"), clip_norm=OFTEN, ranks=more)[0]
         for one, more in ((plan, ranks), (plan.replace(norm="barrier"), {}))
@@ -301,7 +300,7 @@ def test_what_cannot_be_run_again_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_where_it_is_not_legal() -> None:
     with pytest.raises(ConfigError, match=r"norm: 'late' is not legal; legal: \"barrier\", \"post-validate\""):
-        Plan(norm="late")  # type: ignore[arg-type]
+        Plan.of(norm="late")
     with pytest.raises(
         ConfigError, match=r'norm: "post-validate" is not legal with schedule "pipedream-2bw", which has no barrier'
     ):

@@ -62,7 +62,7 @@ def subject(name: str, heads: int, shared: int) -> tuple[nn.Module, list[dict[st
 @functools.cache
 def compiled(name: str, heads: int, shared: int, tp: int, kind: Any) -> Compiled:
     module, batches = subject(name, heads, shared)
-    return Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
+    return Compiled(module, tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), tp, kind), batches[0])
 
 
 def parity(case: Case, kind: Any) -> None:
@@ -122,7 +122,7 @@ def test_keys_and_values_are_whole_over_a_sub_axis(name: str) -> None:
 )
 def test_together_with_all_else(kind: str, dp: int, zero: int, pp: int, recompute: Any, m: int) -> None:
     one, (module, batches) = compiled("own", 8, 2, 4, kind), subject("own", 8, 2)
-    plan = pipeline(data_parallel(Plan(microbatches=m, recompute=recompute, precision="fp64"), dp, zero), pp)
+    plan = pipeline(data_parallel(Plan.of(microbatches=m, recompute=recompute, precision="fp64"), dp, zero), pp)
     check(one.under(tensor_parallel(plan, 4, kind)), batches, oracle(module, None, batches, OPTIMIZER, m), OPTIMIZER)  # type: ignore[arg-type]
 
 
@@ -135,6 +135,6 @@ def test_a_forgotten_sum_over_the_sub_axis_is_found(monkeypatch: pytest.MonkeyPa
     plain = reduce.reductions
     monkeypatch.setattr(reduce, "reductions", lambda plan, rule, summed: plain(plan, rule))
     module, batches = subject("own", 8, 2)
-    one = Compiled(module, tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 4, "1d"), batches[0])
+    one = Compiled(module, tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), 4, "1d"), batches[0])
     with pytest.raises(AssertionError):
         check(one, batches, oracle(module, None, batches, PLAIN, 1), PLAIN)

@@ -32,7 +32,7 @@ def steps(name: str, plan: Plan, order: str | None, ranks: int = 1, zero: int = 
         module, make, loss = CASES[name]()
         TRACES[name] = module.train(), [make(7) for _ in range(2)], loss, {}
     module, batches, loss, traces = TRACES[name]
-    known: dict[tuple[tuple[str, ...], int | None], Trace] = traces.setdefault(plan.precision, {})
+    known: dict[tuple[tuple[str, ...], int | None], Trace] = traces.setdefault(plan.numeric.precision, {})
     compiled = Compiled(module, data_parallel(plan, ranks, zero), batches[0], loss, _traces=known)
 
     def run() -> list[VerifiedStep]:
@@ -80,7 +80,7 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "microbatches", "recompute", "ranks", "zero"), list(cases()))
 def test_the_parts_are_the_whole(name: str, microbatches: int, recompute: Any, ranks: int, zero: int) -> None:
     """Bit for bit where no sum changes its order, else to rounding."""
-    plan = Plan(microbatches=microbatches, recompute=recompute, precision="fp64")
+    plan = Plan.of(microbatches=microbatches, recompute=recompute, precision="fp64")
     truth = steps(name, plan, None, ranks, zero)
     for order in ORDERS:
         found = difference(steps(name, plan, order, ranks, zero), truth)
@@ -94,7 +94,7 @@ def test_the_parts_are_the_whole(name: str, microbatches: int, recompute: Any, r
 @pytest.mark.parametrize("name", ["gpt", "conv", "mixtral", "gpt2"])
 def test_in_every_precision(name: str, precision: Any) -> None:
     """Each weight's gradients are added in the order of microbatches: the bits are the same."""
-    plan = Plan(microbatches=2, precision=precision, recompute="selective")
+    plan = Plan.of(microbatches=2, precision=precision, recompute="selective")
     truth = steps(name, plan, None, 2, 3)
     if name not in TIED or precision == "fp32":
         assert difference(steps(name, plan, "at once", 2, 3), truth) <= (1e-6 if name in TIED else 0)
@@ -105,7 +105,7 @@ def test_in_every_precision(name: str, precision: Any) -> None:
 @pytest.mark.parametrize("reduced", ["microbatch", "step"])
 @pytest.mark.parametrize("summed", ["auto", "bf16"])
 def test_slots_that_both_parts_write(reduced: Any, summed: Any) -> None:
-    plan = Plan(microbatches=3, precision="fp32", reduced=reduced, reduce=summed)
+    plan = Plan.of(microbatches=3, precision="fp32", reduced=reduced, reduce=summed)
     truth = steps("conv", plan, None, 2, 2)
     assert difference(steps("conv", plan, "at once", 2, 2), truth) <= (0 if summed == "auto" else 1e-2)
 
@@ -131,7 +131,7 @@ def test_a_parameter_that_is_kept_for_the_second_part_is_found(monkeypatch: pyte
 
     torch.manual_seed(0)
     TRACES["square"] = Square(), [{"x": torch.randn(5, 6)}] * 2, None, {}
-    plan = Plan(microbatches=2, precision="fp64", prefetch=0)
+    plan = Plan.of(microbatches=2, precision="fp64", prefetch=0)
     truth = steps("square", plan, None, 2, 3)
     assert difference(steps("square", plan, "at the end", 2, 3), truth) <= 1e-12
     monkeypatch.setattr(interpreter.Gathered, "own", lambda self, value, update=False: value)
@@ -139,7 +139,7 @@ def test_a_parameter_that_is_kept_for_the_second_part_is_found(monkeypatch: pyte
 
 
 def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan(microbatches=1, precision="fp64")
+    plan = Plan.of(microbatches=1, precision="fp64")
     truth = steps("gpt", plan, None)
     original = computing.Computing.backward_weight
 
@@ -156,7 +156,7 @@ def test_a_lost_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_not_a_product_stays_with_autograd() -> None:
-    steps("mixtral", Plan(precision="fp64"), None)
+    steps("mixtral", Plan.of(precision="fp64"), None)
     units = next(iter(TRACES["mixtral"][3]["fp64"].values())).units
     block = next(u for u in units if "experts" in " ".join(u.parameters))
     assert {n.partition("layers.0.")[2] for n in block.products} == {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from communicating import communicated
-from shardwise.core.plan import Tensor as Kind
+from shardwise.core.tensor_options import Tensor as Kind
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.tensor import tensor_parallel
 

@@ -37,7 +37,7 @@ ROWS = (7, 5)
 WORDS = 67
 """Enough for a table to be cut among 8 ranks (`shard/recipe/walk.py`, TABLE), and not a multiple."""
 CLIP = 1.0
-ALONE = Plan(precision="fp64", mesh=Mesh(()))
+ALONE = Plan.of(precision="fp64", mesh=Mesh(()))
 PLAIN = OptimizerChoice("sgd", lr=0.1)
 """For models with parameters whose gradient is zero but for rounding, which Adam would make as large as any."""
 
@@ -185,7 +185,7 @@ def captured(name: str, kind: str, tp: int) -> Compiled:
 
 def together(case: Case) -> None:
     name, (kind, tp), dp, zero, pp, recompute, m = case
-    base: Any = Plan(microbatches=m, recompute=recompute, precision="fp64")  # type: ignore[arg-type]
+    base: Any = Plan.of(microbatches=m, recompute=recompute, precision="fp64")
     plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp, "zbv" if pp > 1 and m > 1 else "1f1b"), tp, kind)
     check(captured(name, kind, tp).under(plan), subject(name)[1], truth_of(name, m), OPTIMIZER)
 
@@ -309,7 +309,7 @@ def test_a_model_that_is_not_captured_is_refused() -> None:
             return y.sum() if float(y.sum()) > 0 else y.square().sum()
 
     with pytest.raises(ConfigError, match="tp: the model could not be captured"):
-        Compiled(Branches(), tensor_parallel(Plan(mesh=Mesh(())), 2, "1d"), {"x": torch.zeros(4, 4)})
+        Compiled(Branches(), tensor_parallel(Plan.of(mesh=Mesh(())), 2, "1d"), {"x": torch.zeros(4, 4)})
 
 
 @pytest.mark.parametrize(
@@ -317,10 +317,10 @@ def test_a_model_that_is_not_captured_is_refused() -> None:
 )
 def test_sizes_that_make_no_mesh_are_refused(kind: Any, size: int, legal: str) -> None:
     with pytest.raises(ConfigError, match=legal):
-        tensor_parallel(Plan(), size, kind)
+        tensor_parallel(Plan.of(), size, kind)
 
 
 def test_an_axis_of_another_recipe_is_refused() -> None:
     module, batches = subject("gpt")
     with pytest.raises(ConfigError, match='"tp_i" is not one of tensor "1d"; legal: tp'):
-        Compiled(module, Plan(mesh=Mesh.of(tp_i=2)), batches[0])
+        Compiled(module, Plan.of(Mesh.of(tp_i=2)), batches[0])

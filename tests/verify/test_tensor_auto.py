@@ -35,7 +35,7 @@ MESHES = (("1d", 2), ("1d", 4), ("2d", 4))
 def solved(name: str, kind: Any, tp: int, rates: Rates, dp: int = 1, zero: int = 0) -> Compiled:
     """Compiled, run, and compared with one device."""
     one, batches, truth = model(name)
-    plan = data_parallel(tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), tp, kind, "auto"), dp, zero)
+    plan = data_parallel(tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), tp, kind, "auto"), dp, zero)
     compiled = replace(one, rates=rates).under(plan)
     check(compiled, batches, truth, PLAIN)
     return compiled
@@ -76,7 +76,7 @@ def test_on_the_meshes_of_other_recipes(name: str, kind: str, tp: int) -> None:
 def together(kind: Any, tp: int, pp: int, dp: int, zero: int, recompute: Any, rates: Rates) -> None:
     """A plan with everything, against one device."""
     module, batches, truth = stacked()
-    base = Plan(microbatches=2, recompute=recompute, precision="fp64")
+    base = Plan.of(microbatches=2, recompute=recompute, precision="fp64")
     plan = tensor_parallel(pipeline(data_parallel(base, dp, zero), pp, "1f1b"), tp, kind, "auto")
     compiled = replace(module, rates=rates).under(plan)
     assert any(b.axes for b in compiled.general.buckets) or rates is SLOW
@@ -92,7 +92,7 @@ def stacked() -> tuple[Compiled, list[dict[str, Tensor]], list[OracleStep]]:
         module.train(), None, plain_optimizer(OPTIMIZER), microbatches=2, seed=0, clip_norm=1.0, decays=OPTIMIZER.decays
     )
     truth = [one.step(batch, OPTIMIZER.learning_rate(i)) for i, batch in enumerate(batches)]
-    return Compiled(module, Plan(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth
+    return Compiled(module, Plan.of(precision="fp64", mesh=Mesh(()), microbatches=2), batches[0]), batches, truth
 
 
 @pytest.mark.parametrize(("kind", "tp", "pp", "dp", "zero", "recompute"), [
@@ -151,7 +151,7 @@ def test_every_legal_plan_is_right(monkeypatch: pytest.MonkeyPatch, seed: int, n
 def test_another_trace_keeps_where_parameters_lie() -> None:
     """Evaluation, of fewer rows and without dropout: its plan is solved for the layouts of training."""
     one, batches, _ = model("own gpt")
-    plan = tensor_parallel(Plan(precision="fp64", mesh=Mesh(())), 2, "1d", "auto")
+    plan = tensor_parallel(Plan.of(precision="fp64", mesh=Mesh(())), 2, "1d", "auto")
     compiled = Compiled(one.module, plan, batches[0], one.loss, rates=FAST)
     other = compiled.evaluation()
     here, there = ({p.name: p.placed for b in c.general.buckets for p in b.parameters} for c in (compiled, other))

@@ -16,8 +16,9 @@ from torch import Tensor
 import zoo
 from models import captured
 from shardwise.core.mesh import Mesh
+from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import CHOICES, LOW_PRECISIONS, Plan
+from shardwise.core.plan import CHOICES, Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import data_parallel
@@ -48,7 +49,7 @@ def planned(
 ) -> Plan:
     kind, tp = mesh
     dp, zero, pp = beside
-    base: Any = Plan(mesh=Mesh(()), microbatches=MICROBATCHES, recompute=recompute, precision=precision)  # type: ignore[arg-type]
+    base: Any = Plan.of(mesh=Mesh(()), microbatches=MICROBATCHES, recompute=recompute, precision=precision)
     return tensor_parallel(pipeline(data_parallel(base, dp, zero), pp), tp, kind)  # type: ignore[arg-type]
 
 
@@ -61,7 +62,7 @@ def subject(name: str) -> tuple[Compiled, dict[str, Tensor], dict[str, Tensor]]:
     torch.manual_seed(len(name))
     if name == "mlp":
         batch = {field: torch.randn(5 * ROWS, 32) for field in ("x", "y")}
-        one = Compiled(zoo.Blocks(32).train(), Plan(precision="fp64"), batch)
+        one = Compiled(zoo.Blocks(32).train(), Plan.of(precision="fp64"), batch)
     else:
         one, make, _ = captured(name)
         batch = make(ROWS)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from models import CASES, ConvNet, captured, image_loss, tokens
 from shardwise.core.mesh import Mesh
-from shardwise.core.plan import Plan, Precision
+from shardwise.core.numeric_options import Precision
+from shardwise.core.plan import Plan
 from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.ops import cross_entropy, norms, random_ops
@@ -40,7 +41,7 @@ def check(name: str, dp: int, microbatches: int, recompute: str, precision: str 
     one, make, loss = captured(name)
     torch.manual_seed(len(name) + dp)
     batches = [make(rows) for rows in (13, 12, 7)]
-    plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute, precision=precision)  # type: ignore[arg-type]
+    plan = Plan.of(Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute, precision=precision)
     report = verify(one.module, batches, plan, loss=loss, captured=one)
     assert report.compared > 20
     assert report.passed, (report.largest, report.worst[:3], report.low_precision)
@@ -83,7 +84,7 @@ def _gpt_report(dp: int = 2, microbatches: int = 2, recompute: str = "none", dro
     torch.manual_seed(0)
     module = GPT(vocabulary=31, width=16, layers=2, heads=2, context=12, dropout=dropout).train()
     batches = [{k: v % 31 if k == "input_ids" else v.clamp(max=30) for k, v in tokens(7).items()} for _ in range(2)]
-    plan = Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute)  # type: ignore[arg-type]
+    plan = Plan.of(Mesh.of(dp=dp), microbatches=microbatches, recompute=recompute)
     return verify(module, batches, plan).passed
 
 
@@ -126,7 +127,7 @@ def test_unsynchronised_batch_norm_is_found(monkeypatch: pytest.MonkeyPatch) -> 
     torch.manual_seed(0)
     batch = {"image": torch.randn(8, 3, 8, 8), "label": torch.randint(0, 5, (8,))}
     module = ConvNet().train()
-    assert not verify(module, [batch], Plan(mesh=Mesh.of(dp=2)), loss=image_loss).passed
+    assert not verify(module, [batch], Plan.of(Mesh.of(dp=2)), loss=image_loss).passed
 
 
 def test_a_wrong_kept_result_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +159,7 @@ def test_recomputation_changes_no_bit(name: str, precision: str) -> None:
     torch.manual_seed(2)
     module, make, loss = CASES[name]()
     batches = [make(6) for _ in range(2)]
-    plans = {r: Plan(recompute=r, precision=precision) for r in RECOMPUTE}  # type: ignore[arg-type]
+    plans = {r: Plan.of(recompute=r, precision=precision) for r in RECOMPUTE}
     traces: dict[tuple[tuple[str, ...], int | None], Trace] = {}
     for dp, microbatches in ((1, 1), (1, 3), (2, 1), (3, 3)):
         steps = {}
@@ -189,7 +190,7 @@ def test_microbatches_of_unequal_masks_equal_one() -> None:
     batch = {"input_ids": ids, "labels": labels}
     truth = module(**batch).item()
     for dp, microbatches in ((1, 1), (1, 2), (2, 1), (3, 2), (2, 6)):
-        compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"), batch)
+        compiled = Compiled(module, Plan.of(Mesh.of(dp=dp), microbatches=microbatches, precision="fp64"), batch)
         steps = run_threads(
             compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, [batch], OPTIMIZER, None, 0)
         )  # type: ignore[misc]
@@ -212,7 +213,7 @@ def test_targets_chosen_by_their_values_are_counted() -> None:
     x, y = torch.randint(0, 31, (7, 6)), torch.randint(0, 31, (7, 6))
     y[:3, 1:] = 0  # few in the first microbatch
     for dp, microbatches in ((1, 1), (1, 3), (2, 1), (2, 2), (3, 3)):
-        report = verify(Selecting(), [{"x": x, "y": y}] * 2, Plan(mesh=Mesh.of(dp=dp), microbatches=microbatches))
+        report = verify(Selecting(), [{"x": x, "y": y}] * 2, Plan.of(Mesh.of(dp=dp), microbatches=microbatches))
         assert report.passed, report.summary
 
 
@@ -220,7 +221,7 @@ def test_a_loss_that_is_not_finite_on_one_device_either_is_said() -> None:
     module = CASES["mlp"]()[0]
     with torch.no_grad():
         next(module.parameters()).fill_(float("nan"))
-    report = verify(module, [CASES["mlp"]()[1](4)], Plan(mesh=Mesh.of(dp=2)))
+    report = verify(module, [CASES["mlp"]()[1](4)], Plan.of(Mesh.of(dp=2)))
     assert not report.passed
     assert any("one device's own loss is nan at step 0" in note for note in report.notes)
 
@@ -231,7 +232,7 @@ def test_dropout_curves_are_the_same_on_any_number_of_ranks() -> None:
     batches = [{k: v.clamp(max=30) for k, v in tokens(8).items()} for _ in range(6)]
     curves = []
     for dp in (1, 2, 4):
-        compiled = Compiled(module, Plan(mesh=Mesh.of(dp=dp), precision="fp64"), batches[0])
+        compiled = Compiled(module, Plan.of(Mesh.of(dp=dp), precision="fp64"), batches[0])
         steps = run_threads(
             compiled, lambda comm, compiled=compiled: run_steps(compiled, comm, batches, OPTIMIZER, None, 7)
         )  # type: ignore[misc]
@@ -246,7 +247,7 @@ def test_a_model_in_evaluation_mode_trains_on_both_sides(precision: Precision) -
     torch.manual_seed(0)
     module = GPT(vocabulary=11, width=8, layers=1, heads=2, context=4, dropout=0.3).eval()
     batch = {name: torch.randint(0, 11, (5, 4)) for name in ("input_ids", "labels")}
-    report = verify(module, [batch], Plan(mesh=Mesh.of(dp=2), precision=precision))
+    report = verify(module, [batch], Plan.of(Mesh.of(dp=2), precision=precision))
     assert report.passed, report.worst
     assert not module.training
 
@@ -260,21 +261,21 @@ def test_an_overflow_of_the_plan_alone_lowers_the_scale_of_both(monkeypatch: pyt
 
     def overflowing(compiled: Compiled, comm: Any, *given: Any, **named: Any) -> list[VerifiedStep]:
         steps = run_steps(compiled, comm, *given, **named)
-        if compiled.plan.precision == "fp16":
+        if compiled.plan.numeric.precision == "fp16":
             scales.append(named["scale"].initial)
             if scales[-1] > 2.0**12:
                 steps[0].gradients = {name: value / 0 for name, value in steps[0].gradients.items()}
         return steps
 
     monkeypatch.setattr("shardwise.verify.verify.run_steps", overflowing)
-    report = verify(module, [batch], Plan(precision="fp16"))
+    report = verify(module, [batch], Plan.of(precision="fp16"))
     assert report.passed and min(scales) == 2.0**12 < max(scales), scales
 
 
 def test_uncapturable_model_says_what_it_loses() -> None:
     torch.manual_seed(0)
     module, make, _ = CASES["data-dependent"]()
-    report = verify(module.train(), [make(6)], Plan(mesh=Mesh.of(dp=2)))
+    report = verify(module.train(), [make(6)], Plan.of(Mesh.of(dp=2)))
     assert report.passed
     assert any("not captured" in note for note in report.notes)
     assert any("overlap" in note and "own rows" in note for note in report.notes)

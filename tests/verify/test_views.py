@@ -125,6 +125,6 @@ PLANS: list[tuple[int, dict[str, Any]]] = [
 def test_views_have_the_values_of_their_time(name: str, zero: int, choices: dict[str, Any]) -> None:
     torch.manual_seed(0)
     batches = [{"x": torch.randn(rows, WIDTH), "y": torch.randn(rows, WIDTH)} for rows in (13, 12, 7)]
-    report = verify(MODELS[name]().train(), batches, data_parallel(Plan(microbatches=2, **choices), 2, zero))
+    report = verify(MODELS[name]().train(), batches, data_parallel(Plan.of(microbatches=2, **choices), 2, zero))
     assert report.passed, (report.largest, report.worst[:3])
     assert report.ranks_agree

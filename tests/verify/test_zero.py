@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from covering import covering
 from models import CASES, captured, tokens
+from shardwise.core.data_options import ParameterRule
 from shardwise.core.errors import ConfigError
-from shardwise.core.plan import CHOICES, ParameterRule, Plan
+from shardwise.core.plan import CHOICES, Plan
 from shardwise.lower import gather
 from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
@@ -37,20 +38,20 @@ def check(name: str, plan: Plan) -> None:
 @pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), list(covering(PRODUCT)))
 def test_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
-    check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
+    check(name, data_parallel(Plan.of(microbatches=microbatches, recompute=recompute), dp, zero))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "zero", "dp", "microbatches", "recompute"), PRODUCT)
 def test_every_stage_equals_one_device(name: str, zero: int, dp: int, microbatches: int, recompute: Any) -> None:
-    check(name, data_parallel(Plan(microbatches=microbatches, recompute=recompute), dp, zero))
+    check(name, data_parallel(Plan.of(microbatches=microbatches, recompute=recompute), dp, zero))
 
 
 @pytest.mark.few(8)
 @pytest.mark.parametrize("name", ["mlp", "contrastive", "static", "own-llama", "mixtral", "vit"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_frozen_uneven_and_static_models(name: str, zero: int) -> None:
-    check(name, data_parallel(Plan(microbatches=2), 3, zero))
+    check(name, data_parallel(Plan.of(microbatches=2), 3, zero))
 
 
 class Spectral(nn.Module):
@@ -73,7 +74,7 @@ class Spectral(nn.Module):
 def test_complex_parameters(zero: int) -> None:
     torch.manual_seed(0)
     batches = [{"x": torch.randn(rows, 8), "y": torch.randn(rows, 1)} for rows in (7, 6)]
-    plan = data_parallel(Plan(microbatches=2), 3, zero)
+    plan = data_parallel(Plan.of(microbatches=2), 3, zero)
     report = verify(Spectral(real=True), batches, plan)
     assert report.passed and report.ranks_agree and report.compared > 10
     with pytest.raises(
@@ -86,7 +87,7 @@ def test_complex_parameters(zero: int) -> None:
 @pytest.mark.parametrize(("size", "replicas"), [(4, 2), (6, 3), (4, 4)])
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
-    check("gpt", data_parallel(Plan(microbatches=2), size, zero, replicas))
+    check("gpt", data_parallel(Plan.of(microbatches=2), size, zero, replicas))
 
 
 @pytest.mark.few(8)
@@ -94,7 +95,7 @@ def test_hybrid_sharding(size: int, replicas: int, zero: int) -> None:
 @pytest.mark.parametrize("reduced", CHOICES["reduced"])
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
 def test_every_choice_of_slots(gathered: Any, reduced: Any, prefetch: int) -> None:
-    plan = Plan(
+    plan = Plan.of(
         microbatches=3,
         recompute="full" if prefetch == 1 else "none",
         gathered=gathered,
@@ -107,13 +108,13 @@ def test_every_choice_of_slots(gathered: Any, reduced: Any, prefetch: int) -> No
 @pytest.mark.parametrize("offload", ["none", "optimizer"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_offload_and_bf16(offload: Any, precision: Any) -> None:
-    check("gpt", data_parallel(Plan(microbatches=2, precision=precision, offload=offload), 2, 3))
+    check("gpt", data_parallel(Plan.of(microbatches=2, precision=precision, offload=offload), 2, 3))
 
 
 def test_rows_of_the_table_side_by_side() -> None:
     """Parameters of one unit under different rows do not share a buffer."""
     rules = (ParameterRule("*attention*", "S", "S", "S"), ParameterRule("*mlp*", state="S"), ParameterRule("*"))
-    plan = data_parallel(Plan(microbatches=2), 3).replace(parameters=rules)
+    plan = data_parallel(Plan.of(microbatches=2), 3).replace(parameters=rules)
     check("gpt", plan)
 
 
@@ -144,7 +145,7 @@ def test_stages_agree_bitwise(precision: Any, microbatches: int, reduced: Any) -
     """Where the order of sums is the same, also the norm's: clipping is on in all of these steps."""
     torch.manual_seed(0)
     module = CASES["gpt"]()[0].train()
-    plan = Plan(precision=precision, microbatches=microbatches, reduced=reduced)
+    plan = Plan.of(precision=precision, microbatches=microbatches, reduced=reduced)
     first = steps(data_parallel(plan, 3, 0), module)
     assert first[0][0].grad_norm > 0.1
     for zero in (1, 2, 3):
@@ -154,7 +155,7 @@ def test_stages_agree_bitwise(precision: Any, microbatches: int, reduced: Any) -
 def test_how_long_parameters_stay_changes_no_bit() -> None:
     torch.manual_seed(0)
     module = CASES["gpt"]()[0].train()
-    plan = data_parallel(Plan(microbatches=3), 2, 3)
+    plan = data_parallel(Plan.of(microbatches=3), 2, 3)
     first = steps(plan, module)
     for change in (
         {"gathered": "forward"},
@@ -169,7 +170,7 @@ def test_how_long_parameters_stay_changes_no_bit() -> None:
 def test_sums_in_bf16_are_rounded_and_the_same_on_all_stages() -> None:
     torch.manual_seed(0)
     module = CASES["gpt"]()[0].train()
-    wide, narrow = Plan(), Plan(reduce="bf16")
+    wide, narrow = Plan.of(), Plan.of(reduce="bf16")
     truth = steps(data_parallel(wide, 2, 0), module)[0][0].gradients
     found = [steps(data_parallel(narrow, 2, zero), module) for zero in (0, 1)]
     assert_same_bits(*found)
@@ -204,14 +205,14 @@ def test_a_parameter_without_a_gradient_takes_no_step(zero: int, dp: int) -> Non
         {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.full((6,), side)}
         for side in (True, False, False, True, True)
     ]
-    report = verify(Branches(), batches, data_parallel(Plan(), dp, zero))
+    report = verify(Branches(), batches, data_parallel(Plan.of(), dp, zero))
     assert report.passed, report.worst[:3]
 
 
 def test_what_is_not_captured_cannot_rest_in_shards() -> None:
     batch = {"x": torch.randn(6, 6), "y": torch.randn(6), "left": torch.ones(6, dtype=torch.bool)}
     with pytest.raises(ConfigError, match="ZeRO-3: a model that could not be captured .*; legal: ZeRO-0, 1 or 2"):
-        verify(Branches(), [batch], data_parallel(Plan(), 2, 3))
+        verify(Branches(), [batch], data_parallel(Plan.of(), 2, 3))
 
 
 # ---- negative controls: each of these errors must be found -----------------------------------------------------------
@@ -221,7 +222,7 @@ def _passes(**changes: Any) -> bool:
     torch.manual_seed(0)
     module = GPT(vocabulary=31, width=15, layers=5, heads=3, context=12).train()
     batches = [{k: v % 31 if k == "input_ids" else v.clamp(max=30) for k, v in tokens(7).items()} for _ in range(2)]
-    return verify(module, batches, data_parallel(Plan(microbatches=2, **changes), 2, 3)).passed
+    return verify(module, batches, data_parallel(Plan.of(microbatches=2, **changes), 2, 3)).passed
 
 
 def test_control_passes() -> None:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.capture.intercept import Proceed
-from shardwise.core.plan import LOW_PRECISIONS
+from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.graph.torch_private import BatchNormBase
 from shardwise.kernels.flop_counter import tensors_in
 

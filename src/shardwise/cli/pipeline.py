@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.core.errors import ConfigError, check_count
+from shardwise.core.pipeline_options import Norm
 from shardwise.core.schedules import AUTO, traits
 from shardwise.core.timetable import read
 from shardwise.estimate.search import auto
@@ -94,7 +95,8 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
     schedules too.
     """
     plan = plan_of(folder)
-    batch, usual = (plan.microbatches, plan.norm) if plan is not None and plan.post_validates else (None, "barrier")
+    batch = plan.microbatches if plan is not None and plan.post_validates else None
+    usual: Norm = "barrier" if batch is None else "post-validate"
     own, costs = measured(folder, step, batch)
     before = chosen_before(folder)
     ranks, stages = len(own), len(costs.forward)

@@ -13,10 +13,13 @@ from rich.text import Text
 
 from shardwise.backend import Backend
 from shardwise.config import Config, build_optimizer
+from shardwise.core.data_options import DATA_PARALLEL_ROWS, DataOptions
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Mesh
 from shardwise.core.pins import starred
-from shardwise.core.plan import DATA_PARALLEL_ROWS, Plan
+from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.traffic import step_traffic
 from shardwise.launch.subject import compiled_here, load_anywhere, ranks_of_a_host, settled, subject
 from shardwise.lower.stages import EVERYWHERE, StageSplit
@@ -24,7 +27,7 @@ from shardwise.lower.versions import steady
 from shardwise.measure.unit_cost import UnitCost, cost
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import across_hosts, row_parts, tensor_axes
+from shardwise.parallel.tensor import across_hosts, row_parts
 from shardwise.report.collectives import Caused, Sum, of_step, of_units, step_tables, unit_table
 from shardwise.report.picture import picture as draw
 from shardwise.report.plot import check_format
@@ -43,13 +46,13 @@ def run(
         check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
     found = subject(config, 1, weights=False)
-    per_host = per_host or ranks_of_a_host(found.plan)
+    per_host = per_host or ranks_of_a_host(found.plan.mesh)
     with config.answering():
         compiled = settled(config, compiled_here(config, found, per_host))
     trace, plan = compiled.general, compiled.plan
-    trace.notes += [note] if (note := across_hosts(plan, per_host)) is not None else []
+    trace.notes += [note] if (note := across_hosts(plan.mesh, per_host)) is not None else []
     rows = trace.rows or config.data.batch_size // plan.microbatches
-    costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), Backend.here().kind)
+    costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), Backend.here().kind)
     batches = steady(plan)
     programs = compiled.programs(trace, plan.microbatches, batches)
     if picture is not None:
@@ -58,7 +61,7 @@ def run(
         draw(programs[0], title).write(picture, "--picture")
         print(f"{programs[0].name}: {len(programs[0].instructions)} instructions drawn in {picture}")
         return
-    units, step = of_units(trace, plan, rows, programs), _of_step(config, plan, trace, programs)
+    units, step = of_units(trace, plan.mesh, rows, programs), _of_step(config, plan, trace, programs)
     if json:
         print_json({**_plain(plan, trace, rows, costs, programs, units, step), "links": plan.mesh.links(per_host)})
     else:
@@ -85,6 +88,7 @@ def _plain(
     units: Sequence[Caused],
     step: Sequence[Sum],
 ) -> dict[str, Any]:  # fmt: skip
+    axes = tensor_axes(plan.mesh)
     return {
         "plan": plan.to_toml(),
         "parameters": [
@@ -95,7 +99,7 @@ def _plain(
                 "summed": p.summed,
                 "bucket": b.index,
                 "units": b.units,
-                **_rule(plan, p.name),
+                **_rule(plan.data, p.name),
                 **({"decided": trace.decided[p.name]} if p.name in trace.decided else {}),
             }
             for b in trace.buckets
@@ -105,7 +109,7 @@ def _plain(
         "units": [{**asdict(one), "backward_flops": one.backward_flops} for one in costs],
         "collectives": [one.plain(plan.mesh) for one in units],
         "collectives_of_step": [asdict(one) for one in step],
-        **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and tensor_axes(plan) else {}),
+        **({"predicted_seconds": trace.predicted().total} if trace.predicted is not None and axes else {}),
         "without_rule": [one._asdict() for one in trace.without_rule(rows)],
         "notes": [*trace.notes, *trace.everywhere(rows)],
         "programs": [jsonlib.loads(program.to_json()) for program in programs],
@@ -120,24 +124,24 @@ def _show(
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
     each = config.data.batch_size // plan.microbatches
-    most = -(-each // (plan.mesh.axis_size(batch_axes(plan)) * row_parts(plan)))  # of uneven shares
+    most = -(-each // (plan.mesh.axis_size(batch_axes(plan.mesh)) * row_parts(plan)))  # of uneven shares
     values = {
-        "mesh": mesh, "links": _links(plan, per_host),
+        "mesh": mesh, "links": _links(plan.mesh, per_host),
         "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
-        "tensor": _tensor(config, plan), "microbatches": plan.microbatches, "recompute": plan.recompute,
-        "precision": plan.precision, "schedule": plan.schedule,
-        "dropout": plan.dropout, **_predicted(plan, trace),
+        "tensor": _tensor(config, plan), "microbatches": plan.microbatches, "recompute": plan.memory.recompute,
+        "precision": plan.numeric.precision, "schedule": plan.pipeline.schedule,
+        "dropout": plan.numeric.dropout, **_predicted(plan.mesh, trace),
     }  # fmt: skip
     show(
         console,
         pairs("plan", values),
         _parameter_table(plan, trace, console.width),
-        _unit_table(plan, trace, costs, cut, console.width),
+        _unit_table(plan.mesh, trace, costs, cut, console.width),
     )
     show(
         console,
         *_decided_table(trace),
-        *unit_table(plan, units),
+        *unit_table(plan.mesh, units),
         *step_tables(plan, step),
     )
     for note in [*trace.notes, *trace.everywhere(rows)]:
@@ -148,19 +152,18 @@ def _show(
         print(f"\n{program.text()}")  # one instruction a line, whatever the width
 
 
-def _links(plan: Plan, per_host: int) -> str | None:
+def _links(mesh: Mesh, per_host: int) -> str | None:
     """``dp across hosts, tp within``; None where there is but one host."""
-    if plan.mesh.size <= per_host:
+    if mesh.size <= per_host:
         return None
     words = {"device": "within", "host": "across"}
     return (
-        f"{', '.join(f'{axis} {words[link]}' for axis, link in plan.mesh.links(per_host).items())} hosts of "
-        f"{per_host} ranks"
+        f"{', '.join(f'{axis} {words[link]}' for axis, link in mesh.links(per_host).items())} hosts of {per_host} ranks"
     )
 
 
-def _rule(plan: Plan, name: str) -> dict[str, str]:
-    rule = plan.rule(name)
+def _rule(options: DataOptions, name: str) -> dict[str, str]:
+    rule = options.rule(name)
     return {
         "rest": rule.rest,
         "grad": rule.grad,
@@ -180,7 +183,7 @@ def _parameter_table(plan: Plan, trace: Trace, width: int) -> Any:
             one = starred(p.name)
             name = one if len(alike[one]) == 1 else starred(p.name, count=1)  # blocks' own parts have numbers too
             shape = str(p.placed)[1:-1].replace(", ", "x")
-            key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan, p.name)))
+            key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan.data, p.name)))
             found.setdefault(key, []).append(bucket.index)
     room = width - 38  # for names and shapes, beside the other columns
     longest = max((len(shape) for _, shape, _ in found), default=0)
@@ -191,26 +194,25 @@ def _parameter_table(plan: Plan, trace: Trace, width: int) -> Any:
         for (name, shape, rule), buckets in found.items()
     ]
     columns = ("parameter", "shape", ">count", ">bucket", "rest grad state")
-    pieces = ", :axis over axis" if tensor_axes(plan) else ""
+    pieces = ", :axis over axis" if tensor_axes(plan.mesh) else ""
     return grid(f"parameters (R replicated, P partial sum, S sharded over dp{pieces})", columns, rows)
 
 
 def _tensor(config: Config, plan: Plan) -> str | None:
     """``1d``, or ``propagate`` where pins say what is sharded; where nothing is, what was asked for in vain."""
-    if not tensor_axes(plan):
+    if not tensor_axes(plan.mesh):
         return "; ".join(notice for notice in config.notices if "parallel.tensor" in notice) or None
-    return plan.tensor if plan.tensor_plan == "recipe" else plan.tensor_plan
+    return plan.tensor.chosen_by
 
 
-def _predicted(plan: Plan, trace: Trace) -> dict[str, str]:
+def _predicted(mesh: Mesh, trace: Trace) -> dict[str, str]:
     """The time by which a solver of tensor plans goes, whoever made this one."""
-    if trace.predicted is None or not tensor_axes(plan):
+    axes = tensor_axes(mesh)
+    if trace.predicted is None or not axes:
         return {}
     found = trace.predicted()
     total, computing, communicating = (f"{1e3 * x:.3g} ms" for x in (found.total, found.computing, found.communicating))
-    return {
-        "predicted": f"{total} a microbatch: computing {computing}, over {', '.join(tensor_axes(plan))} {communicating}"
-    }
+    return {"predicted": f"{total} a microbatch: computing {computing}, over {', '.join(axes)} {communicating}"}
 
 
 def _decided_table(trace: Trace) -> list[Any]:
@@ -228,7 +230,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return str(low) if low == high else f"{low}-{high}"
 
 
-def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: StageSplit, width: int) -> Any:
+def _unit_table(mesh: Mesh, trace: Trace, costs: Sequence[UnitCost], cut: StageSplit, width: int) -> Any:
     """A parameter that several units read is in the row of each, and once in the sum."""
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1
@@ -253,7 +255,7 @@ def _unit_table(plan: Plan, trace: Trace, costs: Sequence[UnitCost], cut: StageS
     ]  # fmt: skip
     totals = (
         *(("",) if pipe else ()), "", "total",
-        count(sum(math.prod(p.local_shape(plan.mesh, plan.mesh.size - 1)) for p in trace.parameters)),
+        count(sum(math.prod(p.local_shape(mesh, mesh.size - 1)) for p in trace.parameters)),
         count(sum(one.forward_flops for one in costs)),
         count(sum(one.backward_flops for one in costs)), size(sum(one.saved_bytes for one in costs)), "",
     )  # fmt: skip

@@ -49,7 +49,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     backend = Backend.here()
     if config.train.deterministic:
         backend.prepare_repeatable(os.environ)
-    build_plan(config).check_device(backend.kind)
+    build_plan(config).memory.check_device(backend.kind)
     check_ranks(
         config.train.devices, int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if under_torchrun() else config.train.devices
     )

@@ -159,7 +159,7 @@ def build_plan(config: Config) -> Plan:
     with.
     """
     parallel = config.parallel
-    plan = Plan(
+    plan = Plan.of(
         microbatches=parallel.microbatches,
         recompute=parallel.recompute,
         precision=parallel.precision,

@@ -7,8 +7,10 @@ import os
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.optim import APPLIES
-from shardwise.core.plan import check_asynchronous, check_pins
+from shardwise.core.pipeline_options import PipelineOptions
+from shardwise.core.plan import check_asynchronous
 from shardwise.core.schedules import AUTO, SCHEDULES
+from shardwise.core.tensor_options import TensorOptions
 from shardwise.core.timetable import homes, read
 from shardwise.data.tokenizer import BYTE_VOCABULARY, BYTES
 from shardwise.models.llama import swiglu_hidden
@@ -175,7 +177,8 @@ def _pins(draft: ConfigDraft) -> None:
         return
     axes = tuple(ROLES[draft["parallel.tensor"]]) if draft["parallel.tp"] > 1 else ()
     try:
-        check_pins(draft["parallel.tensor_plan"], tuple((draft["parallel.pins"] or {}).items()), axes)
+        pins = tuple((draft["parallel.pins"] or {}).items())
+        TensorOptions(plan=draft["parallel.tensor_plan"], pins=pins).check_axes(axes)
     except ConfigError as error:
         draft.refuse_field(error)
     if not axes:
@@ -273,12 +276,11 @@ def _pipeline(draft: ConfigDraft) -> None:
         if draft.sound(
             "parallel.zero", "parallel.precision", "parallel.reduce", "parallel.vertical_sync", "parallel.norm"
         ):
-            check_asynchronous(
-                name, pp, microbatches, draft["parallel.precision"], draft["parallel.reduce"],
-                draft["parallel.vertical_sync"],
-                draft["parallel.norm"],
-                sharded=draft["parallel.zero"] > 0 and draft["parallel.dp"] > 1,
-            )  # fmt: skip
+            options = PipelineOptions(name, vertical_sync=draft["parallel.vertical_sync"], norm=draft["parallel.norm"])
+            options.check_ranks(pp, microbatches)
+            if pp > 1:
+                sharded = draft["parallel.zero"] > 0 and draft["parallel.dp"] > 1
+                check_asynchronous(name, draft["parallel.precision"], draft["parallel.reduce"], sharded=sharded)
     except ConfigError as error:
         draft.refuse_field(error, f'With schedule "{name}" over {pp} ranks')
         return

@@ -12,19 +12,12 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from shardwise.core import optim, plan
+from shardwise.core.data_options import Gathered, Reduced, ReduceDtype
+from shardwise.core.memory_options import Offload, Recompute
+from shardwise.core.numeric_options import Dropout, Precision
 from shardwise.core.optim import OptimizerName, Schedule
-from shardwise.core.plan import (
-    Dropout,
-    Gathered,
-    Norm,
-    Offload,
-    Precision,
-    Recompute,
-    Reduced,
-    ReduceDtype,
-    Tensor,
-    TensorPlan,
-)
+from shardwise.core.pipeline_options import Norm
+from shardwise.core.tensor_options import Tensor, TensorPlan
 from shardwise.data.sources import LEGAL as LEGAL_SOURCE
 
 from .rules import (
@@ -128,15 +121,15 @@ class ParallelConfig:
     the numbers of units in each stage, by default so that their costs are balanced.  Stages wait for each other's
     ``norm`` ("barrier"), or update by their own and go back where that was wrong ("post-validate").  There, and under
     an asynchronous schedule, the pipeline is empty after every ``window`` steps, and before evaluations and
-    checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``, as in
-    :class:`shardwise.Plan`; without one the launcher measures the units before the first step and looks for the best,
-    of as many stages as that takes. ``tp`` ranks share each layer: parameters, and what is computed with them, are
-    sharded over them by the recipe ``tensor``, or on its axes as ``tensor_plan`` says: by a solver ("auto"), or by
-    ``pins``, a table of patterns of names, each with where to cut what it matches. ``dp`` is the number of
-    data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards. ``gathered``,
-    ``prefetch``, ``reduced`` and ``reduce`` are those of :class:`shardwise.Plan`; ``gathered`` and ``reduced`` are by
-    default what communicates least of all that fits into the memory, ``prefetch`` is 1, and on GPUs as much as it takes
-    to hide gathers under computing, if that fits.
+    checkpoints; ``vertical_sync`` is PipeDream's.  Schedule "auto" goes by ``timetable``
+    (``core/pipeline_options.py``); without one the launcher measures the units before the first step and looks for the
+    best, of as many stages as that takes.  ``tp`` ranks share each layer: parameters, and what is computed with them,
+    are sharded over them by the recipe ``tensor``, or on its axes as ``tensor_plan`` says: by a solver ("auto"), or by
+    ``pins``, a table of patterns of names, each with where to cut what it matches.  ``dp`` is the number of
+    data-parallel ranks, in ``dp_replicate`` groups that each hold all that stage ``zero`` of ZeRO shards.
+    ``gathered``, ``prefetch``, ``reduced`` and ``reduce`` are explained in ``core/data_options.py``; ``gathered`` and
+    ``reduced`` are by default what communicates least of all that fits into the memory, ``prefetch`` is 1, and on GPUs
+    as much as it takes to hide gathers under computing, if that fits.
     """
 
     pp: int = key(integer(1), 1)

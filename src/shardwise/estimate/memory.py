@@ -57,13 +57,14 @@ def accounts(
     here.hold(BufferKind.UNUSED.of(), trace.beside.unused)
     there.hold(BufferKind.BUFFER.of(), trace.beside.buffers)
     there.hold(BufferKind.BATCH.of(), trace.beside.row * sum(rows_of(plan, rows, rank)))
-    there.hold(BufferKind.SCALAR.of(), _scalars(plan))
+    there.hold(BufferKind.SCALAR.of(), _scalars(plan.numeric.precision))
     return there, here
 
 
 def rows_of(plan: Plan, rows: int, rank: int) -> list[int]:
     """The rows that ``rank`` has in each microbatch of a batch of ``rows`` rows."""
-    parts, index = plan.mesh.axis_size(batch_axes(plan)), plan.mesh.index(rank, batch_axes(plan))
+    axes = batch_axes(plan.mesh)
+    parts, index = plan.mesh.axis_size(axes), plan.mesh.index(rank, axes)
     return [shard_sizes(size, parts)[index] for size in shard_sizes(rows, min(plan.microbatches, rows))]
 
 
@@ -72,7 +73,7 @@ def _buckets(
     device: str,
     common: bool, per_parameter: bool,
 ) -> None:  # fmt: skip
-    offload = plan.offloads_optimizer
+    offload = plan.memory.offloads_optimizer
     for bucket in buckets:
         share = Share.of(bucket, plan, choice, rank, per_parameter)
         each = bucket_widths(choice, bucket)
@@ -88,7 +89,7 @@ def _buckets(
         # torch rounds on the host what it copies to a GPU in another dtype.
         rounded = share.held.numel * bucket.dtype.itemsize if taker is not there and bucket.dtype != bucket.wide else 0
         taker.steps[bucket.index] = max(peak, rounded)
-        scaled = share.held.numel * bucket.wide.itemsize if plan.precision == "fp16" and not offload else 0
+        scaled = share.held.numel * bucket.wide.itemsize if plan.numeric.precision == "fp16" and not offload else 0
         taker.changed[bucket.index] = (
             sum(changed(one.spans, each, bucket.wide.itemsize) for one in share.updates) + scaled
         )
@@ -99,7 +100,7 @@ def _pools(
     account: Account, trace: Trace, plan: Plan, choice: OptimizerChoice, program: Program, rank: int, common: bool
 ) -> None:  # fmt: skip
     """Slots, each as large as the largest bucket that it has to hold; none for parameters that lie in common memory."""
-    summed = COMPUTE_DTYPE.get(plan.reduce)
+    summed = COMPUTE_DTYPE.get(plan.data.reduce)
     numels = {
         b: trace.buckets[b].layout(choice, plan.mesh, rank).numel
         for held in (*program.slots, *program.unreduced, *program.stashes)
@@ -119,14 +120,14 @@ def goals(trace: Trace, plan: Plan) -> dict[str, torch.dtype]:
     """The dtypes of the slots to which backward writes gradients, by parameter; those of others go to their buckets'
     buffers.
     """
-    summed = COMPUTE_DTYPE.get(plan.reduce)
+    summed = COMPUTE_DTYPE.get(plan.data.reduce)
     names = (p.name for b in trace.buckets if placement(plan, b.parameters[0].name).grad == "S" for p in b.parameters)
     return {} if summed is None else dict.fromkeys(names, summed)
 
 
-def _scalars(plan: Plan) -> int:
+def _scalars(precision: str) -> int:
     """Loss, norm and the wish to stop; whether steps are halted; the loss scale, its counters, and that of the step."""
-    return 3 * (8 if plan.precision == "fp64" else 4) + 4 + (16 if plan.precision == "fp16" else 0)
+    return 3 * (8 if precision == "fp64" else 4) + 4 + (16 if precision == "fp16" else 0)
 
 
 def bucket_widths(choice: OptimizerChoice, bucket: Bucket) -> Widths:

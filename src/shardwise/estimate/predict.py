@@ -14,6 +14,7 @@ from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.memory import ProgramSizes, accounts, bucket_widths, goals, rows_of
 from shardwise.estimate.states import bucket_states
 from shardwise.estimate.subject import Subject
@@ -24,7 +25,6 @@ from shardwise.lower.versions import steady
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import REPLICAS
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.share import Share
 from shardwise.units.trace import Bucket, Trace
 
@@ -103,9 +103,9 @@ def predict(
     sizes = shard_sizes(rows, number)
     by_size = {size: trace if isinstance(trace, Trace) else trace(size) for size in set(sizes)}
     general = by_size[sizes[0]]
-    if general.precision != plan.precision:
+    if general.precision != plan.numeric.precision:
         raise ConfigError(
-            f"memory: the plan's precision is {plan.precision}, and the model was traced in {general.precision}"
+            f"memory: the plan's precision is {plan.numeric.precision}, and the model was traced in {general.precision}"
         )
     cut = split(general, plan)
     batches = steady(plan)
@@ -132,7 +132,7 @@ class _Memory(Subject):
         parts, split = envs[0].parts, any(one.op is Op.BACKWARD_INPUT for one in program.instructions)
         options = {
             "microbatches": len(self.sizes), "index": envs[0].index, "goals": goals(trace, plan), "split": split,
-            "tensor": envs[0].tensor, "recompute": plan.recompute,
+            "tensor": envs[0].tensor, "recompute": plan.memory.recompute,
         }  # fmt: skip
         by_size = dict(zip(self.sizes, self.traces, strict=True))
         profiles = {n: self.profiled(one, n, parts, self.device, **options) for n, one in by_size.items()}
@@ -144,7 +144,7 @@ class _Memory(Subject):
             [*self.traces] * times,
             alike * times,
             there,
-            parts * mesh.axis_size(tensor_axes(plan)),
+            parts * mesh.axis_size(tensor_axes(mesh)),
             envs * times,
             len(self.sizes),
         )
@@ -188,7 +188,7 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
     for b in trace.buckets:
         names = [p.name for p in b.parameters]
         shapes = tuple((p.placed, choice.decays(p.name, p.shape)) for p in b.parameters)
-        alike.setdefault((shapes, b.dtype, b.learns, plan.rule(names[0]), cut.holders(b)), []).append(b)
+        alike.setdefault((shapes, b.dtype, b.learns, plan.data.rule(names[0]), cut.holders(b)), []).append(b)
 
     @functools.cache
     def states(rank: int) -> int:
@@ -205,7 +205,7 @@ def fullest(trace: Trace, plan: Plan, choice: OptimizerChoice, rows: int, cut: S
         first = plan.mesh.group(rank, REPLICAS)[0]  # replicas have the same
         return states(first) + trace.beside.row * sum(each[rank]), -rank
 
-    found, last = [], tuple((axis, plan.mesh.axis_size(axis) - 1) for axis in tensor_axes(plan))
+    found, last = [], tuple((axis, plan.mesh.axis_size(axis) - 1) for axis in tensor_axes(plan.mesh))
     for pipe in range(cut.ranks):
         ranks = plan.mesh.members((*last, *(((PIPELINE, pipe),) if cut.ranks > 1 else ())))
         found.append(max((r for r in ranks if max(each[r]) == most), key=needs))

@@ -20,7 +20,7 @@ def depth(trace: Trace, plan: Plan, costs: Sequence[UnitCost], rates: Rates) -> 
     ``costs`` are those of the units of ``trace`` for a rank's rows of a microbatch.  Backward takes about twice as long
     to compute and gathers as much, so forward decides.
     """
-    axes = shard_axes(plan)
+    axes = shard_axes(plan.mesh)
     parts = plan.mesh.axis_size(axes)
     first = {
         b.index: min(b.units) for b in trace.buckets if b.units and placement(plan, b.parameters[0].name).state != "R"

@@ -31,7 +31,8 @@ class Subject:
 
     def envs(self, rank: int) -> list[Env]:
         """The place of ``rank`` in each microbatch."""
-        mesh, axes = self.plan.mesh, batch_axes(self.plan)
+        mesh = self.plan.mesh
+        axes = batch_axes(mesh)
         real = tuple(axis for axis in axes if mesh.axis_size(axis) > 1)
         parts, index, tensor = (
             mesh.axis_size(axes),

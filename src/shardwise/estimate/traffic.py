@@ -10,6 +10,7 @@ from shardwise.core.instruction import OP_INFO, BufferKind, Instruction, Op
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program, class_of
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.estimate.memory import COUNTER, norms_of
 from shardwise.estimate.subject import Subject
 from shardwise.lower.step import lower
@@ -17,7 +18,6 @@ from shardwise.lower.versions import steady
 from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.parallel.data import SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.share import Share
 from shardwise.units.trace import Trace
 
@@ -89,7 +89,7 @@ class _RankTraffic:
                 number = 2
                 if one.writes[0].kind == BufferKind.NORM:
                     number = norms_of(self.traces[0]) * self.plan.mesh.axis_size(
-                        (*batch_axes(self.plan), *tensor_axes(self.plan))
+                        (*batch_axes(self.plan.mesh), *tensor_axes(self.plan.mesh))
                     )
                 return [Traffic("all_reduce", one.axes, self.scalar * number)]
             case Op.SEND | Op.RECEIVE:
@@ -116,7 +116,7 @@ class _RankTraffic:
     def reduced(self, one: Instruction) -> Traffic:
         """A whole gradient, or of one whose optimizer takes a shard that shard."""
         share, wide = self.share(one.bucket), self.traces[0].buckets[one.bucket].wide
-        dtype = wide if one.slot < 0 else COMPUTE_DTYPE.get(self.plan.reduce, wide)
+        dtype = wide if one.slot < 0 else COMPUTE_DTYPE.get(self.plan.data.reduce, wide)
         whole = one.scatters or share.rule.state == "R"
         numel = share.layout.numel if whole else share.layout.numel // self.plan.mesh.axis_size(SHARDS)
         return Traffic(

@@ -67,7 +67,7 @@ def _about(run: Ready) -> dict[str, Any]:
 def utilisation(run: Ready) -> Callable[[int, float], float] | None:
     """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
     trainer, rows = run.trainer, run.config.data.batch_size
-    peak = peak_flops(trainer.comm.device, trainer.plan.precision)
+    peak = peak_flops(trainer.comm.device, trainer.plan.numeric.precision)
     flops = None if peak is None else model_flops(_whole(trainer.compiled), rows, trainer.plan.microbatches)
     if peak is None or flops is None:
         return None
@@ -78,7 +78,7 @@ def _whole(compiled: Compiled) -> Trace:
     """A trace of the whole model, as one rank would compute it."""
     if not compiled.general.tensor:
         return compiled.general
-    return compiled.under(Plan(precision=compiled.plan.precision, dropout=compiled.plan.dropout)).general
+    return compiled.under(Plan(numeric=compiled.plan.numeric)).general
 
 
 def _phases(timeline: Sequence[tuple[str, float]]) -> str:

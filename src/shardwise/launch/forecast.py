@@ -55,7 +55,7 @@ class Before(NamedTuple):
     @staticmethod
     def of(plan: Plan) -> Before:
         """What stands in its plan."""
-        return Before(WAYS.index(tuple(getattr(plan, key) for key in OPEN)), plan.tensor_bytes)
+        return Before(WAYS.index((plan.data.gathered, plan.data.reduced)), plan.tensor.bytes)
 
 
 @dataclass
@@ -151,14 +151,14 @@ class Forecast:
         in two parts.
         """
         plan, trace = self.plan, self._trace(self.plan)
-        parts, rows = plan.mesh.axis_size(batch_axes(plan)), self.config.data.batch_size // plan.microbatches
+        parts, rows = plan.mesh.axis_size(batch_axes(plan.mesh)), self.config.data.batch_size // plan.microbatches
         options: dict[str, Any] = {
             "microbatches": plan.microbatches,
             "index": 0,
             "goals": goals(trace, plan),
             "split": True,
         }
-        options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.recompute}
+        options |= {"tensor": plan.mesh.places(0, tuple(trace.tensor)), "recompute": plan.memory.recompute}
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:
@@ -207,7 +207,7 @@ class Forecast:
         if needed > free:
             wrong = f"rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} free for it"
             legal = "fewer ranks a host, or parallel.zero of at least 1, which shards what is offloaded"
-            raise ConfigError.on(f'parallel.offload = "{self.plan.offload}"', wrong, legal)
+            raise ConfigError.on(f'parallel.offload = "{self.plan.memory.offload}"', wrong, legal)
 
     def misfit(self) -> str:
         """By how much the plan does not fit, and where."""
@@ -269,15 +269,15 @@ class Forecast:
     def _gather_ahead(self) -> None:
         """On GPUs: gather as many units ahead as it takes to hide gathers under computing, or as fit.  On CPUs
         computing and communication share the cores, and there is nothing to hide under."""
-        plan, axes = self.plan, shard_axes(self.plan)
+        plan, axes = self.plan, shard_axes(self.plan.mesh)
         if self.device.kind != "gpu" or not axes or self.compiled.general.opaque is not None:
             return
         trace, rows = self._trace(plan), self.config.data.batch_size // plan.microbatches
         links = plan.mesh.links(self.compiled.per_host or plan.mesh.size)
         across = [axis for axis in axes if links[axis] != "device"]
-        costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan)), self.device.kind)
-        wanted = depth(trace, plan, costs, rates(self.device.kind, plan.precision, across, self.compiled.model))
-        for ahead in range(wanted, plan.prefetch, -1):
+        costs = cost(trace, rows, plan.mesh.axis_size(batch_axes(plan.mesh)), self.device.kind)
+        wanted = depth(trace, plan, costs, rates(self.device.kind, plan.numeric.precision, across, self.compiled.model))
+        for ahead in range(wanted, plan.data.prefetch, -1):
             deeper = plan.replace(prefetch=ahead)
             if self.predict(deeper).peak_bytes <= self.budget:
                 self.take(
@@ -307,7 +307,7 @@ class Forecast:
         what = "a plan" if self.predict(plan).peak_bytes <= self.budget else "the least plan, and even so too large,"
         why = (
             "as this run began"
-            if plan.tensor_bytes == before
+            if plan.tensor.bytes == before
             else f"for that of {fast} does not fit into {size(self.budget)} a rank"
         )
         note = f'parallel.tensor_plan = "auto": {what} of {found} a microbatch, {why}'
@@ -347,7 +347,7 @@ class Forecast:
         """
 
         def key(plan: Plan) -> tuple[Any, ...]:
-            return traced_for(plan.replace(parameters=self.plan.parameters), self.compiled.per_host)
+            return traced_for(plan.replace(parameters=self.plan.data.parameters), self.compiled.per_host)
 
         self._compiled.setdefault(key(self.plan), self.compiled)
         if key(plan) not in self._compiled:
@@ -375,7 +375,7 @@ class Forecast:
 def left_open(config: Config) -> tuple[str, ...]:
     """Those of ``gathered`` and ``reduced`` that have a meaning for the plan of ``config`` and no value in it."""
     plan, parallel = build_plan(config), config.parallel
-    rules = plan.parameters if shard_axes(plan) else ()
+    rules = plan.data.parameters if shard_axes(plan.mesh) else ()
     gathers = any(rule.rest == "S" for rule in rules)
     reduces = any(rule.grad == "S" for rule in rules) and plan.microbatches > 1
     meant = {"gathered": gathers and parallel.gathered is None, "reduced": reduces and parallel.reduced is None}
@@ -416,15 +416,14 @@ def headline(forecast: Forecast) -> str:
     model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
     stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
-    words = [f"{plan.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
-    words += (
-        [f"{plan.tensor if plan.tensor_plan == 'recipe' else plan.tensor_plan} over {dp.tp} ranks"] if dp.tp > 1 else []
-    )
+    words = [f"{plan.pipeline.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
+    words += [f"{plan.tensor.chosen_by} over {dp.tp} ranks"] if dp.tp > 1 else []
     words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
-    words += [plan.precision] + ([f"recompute {plan.recompute}"] if plan.recompute != "none" else [])
-    words += [f"gathered {plan.gathered}"] if dp.zero == 3 else []
-    words += [f"reduced by {plan.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []
-    words += ["optimizer on the host"] if plan.offloads_optimizer else []
+    words += [plan.numeric.precision]
+    words += [f"recompute {plan.memory.recompute}"] if plan.memory.recompute != "none" else []
+    words += [f"gathered {plan.data.gathered}"] if dp.zero == 3 else []
+    words += [f"reduced by {plan.data.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []
+    words += ["optimizer on the host"] if plan.memory.offloads_optimizer else []
     return f"{model}, {number} parameters, on {plan.mesh.size} x {forecast.device.name}\n{', '.join(words)}"
 
 

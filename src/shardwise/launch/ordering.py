@@ -108,7 +108,8 @@ def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
     try:
         values = json.loads(path.read_bytes())
         plan = Plan.from_toml(values["plan"])
-        return values["name"], read(plan.timetable, plan.mesh.axis_size(PIPELINE), None, 1), Costs(**values["costs"])
+        timetable = read(plan.pipeline.timetable, plan.mesh.axis_size(PIPELINE), None, 1)
+        return values["name"], timetable, Costs(**values["costs"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
@@ -123,14 +124,12 @@ def _kept(forecast: Forecast, folder: Path) -> str:
     if before is None:
         return ""
     now, given = forecast.plan, forecast.config.parallel
-    same = ("microbatches", "schedule")
-    if [getattr(before, key) for key in same] != [now.microbatches, AUTO] or before.mesh.axis_size(
-        PIPELINE
-    ) != given.pp:
+    then, ranks = before.pipeline, before.mesh.axis_size(PIPELINE)
+    if (before.microbatches, then.schedule, ranks) != (now.microbatches, AUTO, given.pp):
         return ""
-    if given.stages not in (None, before.stages) or given.stages_per_rank not in (None, before.stages_per_rank):
+    if given.stages not in (None, then.stages) or given.stages_per_rank not in (None, then.stages_per_rank):
         return ""
-    plan = _planned(now, before.stages, read(before.timetable, given.pp, before.stages_per_rank, before.microbatches))
+    plan = _planned(now, then.stages, read(then.timetable, given.pp, then.stages_per_rank, before.microbatches))
     return plan.to_toml() if max(forecast.peaks(plan)) <= forecast.budget else TOO_LARGE.decode()
 
 
@@ -269,9 +268,8 @@ def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCo
     cut = forecast.compiled.cut(trace)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
     outputs = {u.index: profile.units[u.index].outputs * (cut.stage[u.index] != EVERYWHERE) for u in trace.units}
-    ways = [
-        one.none if forecast.plan.recompute == "none" else one.again for one in (profile.units[u.index] for u in units)
-    ]
+    again = forecast.plan.memory.recompute != "none"
+    ways = [one.again if again else one.none for one in (profile.units[u.index] for u in units)]
     before = [cut.producers[u.index] for u in units]
     held = [
         sum(outputs[p] for p in (*made, u.index) if set(trace.units[p].outputs) & set(u.held))

@@ -115,7 +115,7 @@ class Run(Ready):
         if not plan.overlaps:
             return step + 1
         every = [n for n in (self.config.checkpoint.every, train.eval_every, train.sample_every) if n > 0]
-        stop = min(train.steps, step + plan.window, *(step + n - step % n for n in every))
+        stop = min(train.steps, step + plan.pipeline.window, *(step + n - step % n for n in every))
         return min(stop, step + steady(plan)) if self._measures(step) and not self._traced(step, stop) else stop
 
     def _traced(self, step: int, stop: int) -> list[int]:

@@ -63,7 +63,7 @@ def compiled_here(
 ) -> Compiled:
     """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it;
     on ``device``, by default the CPU."""
-    per_host, device = per_host or ranks_of_a_host(found.plan), device or torch.device("cpu")
+    per_host, device = per_host or ranks_of_a_host(found.plan.mesh), device or torch.device("cpu")
     there = _device(config)
     return Compiled(
         found.module,
@@ -77,9 +77,9 @@ def compiled_here(
     )
 
 
-def ranks_of_a_host(plan: Plan) -> int:
+def ranks_of_a_host(mesh: Mesh) -> int:
     """As many as this machine has GPUs; of CPUs all."""
-    return Hardware.here().gpus or plan.mesh.size
+    return Hardware.here().gpus or mesh.size
 
 
 def settled(config: Config, compiled: Compiled) -> Compiled:
@@ -144,7 +144,7 @@ def _compiled(
         plan = build_plan(config)
         return Compiled(
             module, plan, example, loss, device or torch.device("cpu"), batch_rows=config.data.batch_size, kind=kind,
-            model=model, per_host=ranks_of_a_host(plan),
+            model=model, per_host=ranks_of_a_host(plan.mesh),
         )  # fmt: skip
 
 

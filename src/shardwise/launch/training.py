@@ -109,7 +109,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
     samples = Samples(data.train)
     example = samples.read(range(min(EXAMPLE_ROWS, samples.size)))
     progress.phase("choosing kernels")
-    rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan)))
+    rows = config.data.batch_size // (plan.microbatches * plan.mesh.axis_size(batch_axes(plan.mesh)))
     matmul = _choose_matmul(module, rows * tokens_per_row(example), plan, comm)
     progress.phase("capturing the model")
     per_host = ranks_of_a_host(comm)
@@ -152,7 +152,7 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     told = torch.zeros(5, comm.mesh.size, dtype=torch.float64)
     told[:3, comm.rank] = torch.tensor([device.budget, device.memory, host.budget], dtype=torch.float64)
     if comm.rank == 0 and (kept := plan_of(Path(config.train.run_dir))) is not None:
-        told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor_bytes], dtype=torch.float64)
+        told[3:, 0] = torch.tensor([Before.of(kept).way + 1, kept.tensor.bytes], dtype=torch.float64)
     host_sum(comm, told, "the memory of all ranks")
     before = Before(int(told[3, 0]) - 1, int(told[4, 0])) if told[3, 0] else None
     found = Forecast.of(
@@ -160,7 +160,7 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
     )
     per_host = compiled.per_host or comm.mesh.size
     found.compiled.general.notes += [TF32[Backend.of(comm.device).kind]] if config.train.tf32 else []
-    found.compiled.general.notes += [note] if (note := across_hosts(found.plan, per_host)) is not None else []
+    found.compiled.general.notes += [note] if (note := across_hosts(found.plan.mesh, per_host)) is not None else []
     found.compiled.general.notes += [note] if (note := mixed(cards)) is not None else []
     check_free(comm, cards, found)
     found.check()
@@ -191,7 +191,7 @@ def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator)
     """Set the fast float32 kernels if they are accurate on the machines of all ranks; None where there is nothing to
     choose.
     """
-    if comm.device.type != "cpu" or plan.precision != "fp32":
+    if comm.device.type != "cpu" or plan.numeric.precision != "fp32":
         return None
     choice = choose_matmul(typical_shapes(module, rows))
     refused = torch.tensor([float(choice.precision == SAFE)])

@@ -26,6 +26,7 @@ from shardwise.core.mesh import Axes
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.rates import Machine, Rates, rates
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.initial.values import Values
 from shardwise.lower.stages import StageSplit, Weights, weights_of
 from shardwise.lower.step import lower
@@ -35,7 +36,7 @@ from shardwise.measure.unit_traffic import communicating_axes
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import REPLICAS, SHARDS, batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import tensor_axes
+from shardwise.parallel.tensor import axes_across
 from shardwise.shard.assignment import TensorParallelSpec
 from shardwise.units.trace import Bucket, Parameter, Trace
 from shardwise.units.tracing import Captures, trace
@@ -101,7 +102,7 @@ class Compiled:
         self.buckets, self._axes = self.buckets or self.general.buckets, self._axes or self.general.tensor
         self._check_placed(self.general, self.like.buckets if self.like is not None else ())
         self._stages = self._stages or StageSplit.of(self.general, self.plan, weights=self.unit_weights).names
-        if self.training and self.plan.precision == "fp16" and self.device.type == "cpu":
+        if self.training and self.plan.numeric.precision == "fp16" and self.device.type == "cpu":
             check_kernels(self.general, self.module, self.example)
         self.masks = tuple(m for m in MASKS if m in self.example) if self.general.opaque is None else ()
         if self.masks and _layout(self.trace(self.masks, None)) != _layout(self.general):
@@ -173,7 +174,7 @@ class Compiled:
     def alike_over_batch(self) -> bool:
         """Whether ranks along the batch axes may take different ones of the traces that masks make possible: all of
         them exchange the same over these axes, in the same order, and nothing inside of units."""
-        axes = {axis for axis in batch_axes(self.plan) if self.plan.mesh.axis_size(axis) > 1}
+        axes = {axis for axis in batch_axes(self.plan.mesh) if self.plan.mesh.axis_size(axis) > 1}
         both = [self.general, *([self.trace(self.masks, None)] if self.masks else [])]
         if not axes or len(both) == 1:
             return True
@@ -202,8 +203,8 @@ class Compiled:
 
     def own_rates(self) -> Rates:
         """What the devices and links are taken to do, in the precision of the plan."""
-        across = _across(self.plan, self.per_host)
-        return self.rates or rates(self.devices, self.plan.precision, across, self.model)
+        across = axes_across(self.plan.mesh, self.per_host or self.plan.mesh.size)
+        return self.rates or rates(self.devices, self.plan.numeric.precision, across, self.model)
 
     def trace(self, ones: tuple[str, ...], rows: int | None) -> Trace:
         """The trace for microbatches of ``rows`` rows whose fields ``ones`` are all ones."""
@@ -213,9 +214,10 @@ class Compiled:
         key = (ones, rows)
         with self._lock:
             if key not in self._traces:
+                numeric, rule = self.plan.numeric, self.plan.data.rule
                 self._traces[key] = trace(
-                    self.module, self.example, loss=self.loss, precision=self.plan.precision, training=self.training,
-                    dropout=self.plan.dropout, device=self.device, ones=ones, rows=rows, group=self.plan.rule,
+                    self.module, self.example, loss=self.loss, precision=numeric.precision, training=self.training,
+                    dropout=numeric.dropout, device=self.device, ones=ones, rows=rows, group=rule,
                     tensor=self._tensors(ones, rows), captures=self._captures,
                 )  # fmt: skip
         return self._traces[key]
@@ -224,13 +226,11 @@ class Compiled:
         """What tensor parallelism does; where parameters lie is the same in all traces."""
         known = [p for b in self.buckets for p in b.parameters]
         layouts = {p.name: p.layout for p in known} if known else None
-        axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan)}
+        axes = self._axes or {axis: self.plan.mesh.axis_size(axis) for axis in tensor_axes(self.plan.mesh)}
         summed = {p.name: p.summed for p in known}
         machine = self._machine() if axes else None
-        decided = None if self.like is None else self.like.trace(ones, rows).decisions
-        return TensorParallelSpec(
-            axes, self.plan.tensor, layouts, self.plan.tensor_plan, self.plan.pins, machine, summed, decided
-        )
+        decided, options = None if self.like is None else self.like.trace(ones, rows).decisions, self.plan.tensor
+        return TensorParallelSpec(axes, options.recipe, layouts, options.plan, options.pins, machine, summed, decided)
 
     @property
     def microbatch_rows(self) -> int:
@@ -240,13 +240,13 @@ class Compiled:
 
     def _machine(self) -> Machine:
         """What a solver of tensor plans goes by; parameters count as ones of the last rule, the optimizer as Adam."""
-        plan, size = self.plan, 8 if self.plan.precision == "fp64" else 4
+        plan, size = self.plan, 8 if self.plan.numeric.precision == "fp64" else 4
         rows = -(-self.microbatch_rows // plan.mesh.axis_size((SHARDS, REPLICAS)))
-        rule, shards = plan.parameters[-1], plan.mesh.axis_size(SHARDS)
+        rule, shards = plan.data.parameters[-1], plan.mesh.axis_size(SHARDS)
         gradient = size / (shards if rule.grad == "S" else 1)
-        state = 0.0 if plan.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
-        live = 0 if plan.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
-        return Machine(self.own_rates(), rows, plan.tensor_bytes or None, gradient + state, live, self.devices)
+        state = 0.0 if plan.memory.offloads_optimizer else 2 * size / (shards if rule.state == "S" else 1)
+        live = 0 if plan.memory.recompute == "full" else min(plan.mesh.axis_size(PIPELINE), plan.microbatches)
+        return Machine(self.own_rates(), rows, plan.tensor.bytes or None, gradient + state, live, self.devices)
 
     def cut(self, one: Trace, plan: Plan | None = None) -> StageSplit:
         """The stages of a trace, by default under its own plan: those of the training trace, whose units may have other
@@ -299,7 +299,7 @@ class Compiled:
     def _inside(self, traces: Iterable[Trace]) -> list[tuple[Axes, str]]:
         """Axes and lane of the collectives inside of units, and of those that count targets."""
         mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
-        rows = tuple(axis for axis in batch_axes(self.plan) if mesh.axis_size(axis) > 1)
+        rows = tuple(axis for axis in batch_axes(self.plan.mesh) if mesh.axis_size(axis) > 1)
         for one in traces:
             env = Env(axes=rows, parts=mesh.axis_size(rows), tensor=mesh.places(0, tuple(one.tensor)))
             graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
@@ -327,30 +327,20 @@ def _lying(one: Parameter) -> str:
 
 def solves(plan: Plan) -> bool:
     """Whether a solver decides on ops and parameters."""
-    return plan.tensor_plan == "auto" and bool(tensor_axes(plan))
-
-
-def _across(plan: Plan, per_host: int | None) -> tuple[str, ...]:
-    """The tensor-parallel axes that reach over hosts of ``per_host`` ranks; None: one host has all."""
-    links = plan.mesh.links(per_host or plan.mesh.size)
-    return tuple(axis for axis in tensor_axes(plan) if links[axis] != "device")
+    return plan.tensor.plan == "auto" and bool(tensor_axes(plan.mesh))
 
 
 def traced_for(plan: Plan, per_host: int | None = None) -> tuple[Any, ...]:
     """What a trace depends on; parameters of different rules do not share a bucket, and are sharded over the
     tensor-parallel axes.
     """
-    tensor = tuple((axis, plan.mesh.axis_size(axis)) for axis in tensor_axes(plan))
-    how: tuple[Any, ...] = (plan.tensor, plan.tensor_plan, plan.pins)
-    if plan.tensor_plan == "auto":
-        how = (
-            *how,
-            plan.microbatches,
-            plan.mesh.axis_size((SHARDS, REPLICAS)),
-            plan.tensor_bytes,
-            _across(plan, per_host),
-        )
-    return plan.precision, tensor, how, plan.dropout, plan.parameters if len(plan.parameters) > 1 else ()
+    mesh, rules = plan.mesh, plan.data.parameters
+    solved: tuple[Any, ...] = ()
+    if plan.tensor.plan == "auto":
+        across = axes_across(mesh, per_host or mesh.size)
+        solved = (plan.microbatches, mesh.axis_size((SHARDS, REPLICAS)), across)
+    sizes = tuple((axis, mesh.axis_size(axis)) for axis in tensor_axes(mesh))
+    return plan.numeric, plan.tensor, solved, sizes, rules if len(rules) > 1 else ()
 
 
 def _layout(one: Trace) -> list[list[tuple[str, Layout, tuple[str, ...]]]]:

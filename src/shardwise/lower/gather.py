@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shardwise.core.data_options import DataOptions
 from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.lower.draft import ProgramDraft
@@ -17,10 +18,11 @@ def gather(
 ) -> tuple[tuple[int, ...], ...]:
     """Put the gathers into ``draft``; returns the slots of the pool.
 
-    What rests sharded is gathered into a slot for each span of its uses, ``plan.prefetch`` units ahead.  What rests
-    whole but is updated in shards is gathered once, in its own buffer, before its first use: under the forward pass
-    after the update.  All of this for each batch: ``ends`` are the positions after which they are updated.
+    What rests sharded is gathered into a slot for each span of its uses, ``prefetch`` units ahead.  What rests whole
+    but is updated in shards is gathered once, in its own buffer, before its first use: under the forward pass after the
+    update.  All of this for each batch: ``ends`` are the positions after which they are updated.
     """
+    prefetch, axes = plan.data.prefetch, shard_axes(plan.mesh)
     spans: list[SlotSpan] = []
     uses: list[list[int]] = []
     for bucket in buckets:
@@ -31,45 +33,44 @@ def gather(
         for begin, end in zip((0, *(end + 1 for end in ends)), ends, strict=False):
             mine = [i for i in readers if begin <= i <= end]
             if mine and rule.rest == "R":
-                start = max(begin, draft.ahead(mine[0], plan.prefetch))
-                draft.before[start].append(_gather(plan, bucket, -1, param))
+                start = max(begin, draft.ahead(mine[0], prefetch))
+                draft.before[start].append(_gather(axes, bucket, -1, param))
                 continue
-            for group in _groups(draft, plan, mine) if mine else ():
-                spans.append(
-                    SlotSpan(bucket.index, bucket.nbytes, max(begin, draft.ahead(group[0], plan.prefetch)), group[-1])
-                )
+            for group in _groups(draft, plan.data, mine) if mine else ():
+                start = max(begin, draft.ahead(group[0], prefetch))
+                spans.append(SlotSpan(bucket.index, bucket.nbytes, start, group[-1]))
                 uses.append(group)
     slots, pool = assign(spans)
     for span, used, slot in sorted(zip(spans, uses, slots, strict=True), key=lambda one: one[1][0]):
         place = BufferKind.SLOT.of(slot)
-        draft.before[span.start].append(_gather(plan, buckets[span.bucket], slot, place))
+        draft.before[span.start].append(_gather(axes, buckets[span.bucket], slot, place))
         for position in used:
             draft.rename(position, BufferKind.PARAM.of(span.bucket), place)
         draft.edit(used[-1], add_frees=(place,))
     return pool
 
 
-def _gather(plan: Plan, bucket: Bucket, slot: int, into: Buffer) -> Instruction:
+def _gather(axes: tuple[str, ...], bucket: Bucket, slot: int, into: Buffer) -> Instruction:
     param = BufferKind.PARAM.of(bucket.index)
     return Instruction(
         Op.GATHER,
         bucket=bucket.index,
         slot=slot,
-        axes=shard_axes(plan),
+        axes=axes,
         lane=Lane.GATHER,
         reads=(param,),
         writes=(into,),
     )
 
 
-def _groups(draft: ProgramDraft, plan: Plan, readers: list[int]) -> list[list[int]]:
+def _groups(draft: ProgramDraft, options: DataOptions, readers: list[int]) -> list[list[int]]:
     """The uses of a bucket, in the groups for which it is gathered.
 
     Freeing it is pointless where the next gather of it would be issued at once.
     """
-    if plan.gathered == "step":
+    if options.gathered == "step":
         return [readers]
-    if plan.gathered == "forward":
+    if options.gathered == "forward":
         by: dict[int, list[int]] = {}
         for i in readers:
             by.setdefault(draft.compute[i].microbatch, []).append(i)
@@ -78,7 +79,7 @@ def _groups(draft: ProgramDraft, plan: Plan, readers: list[int]) -> list[list[in
         groups = [[i] for i in readers]
     merged = [groups[0]]
     for group in groups[1:]:
-        if draft.ahead(group[0], plan.prefetch) <= merged[-1][-1] + 1:
+        if draft.ahead(group[0], options.prefetch) <= merged[-1][-1] + 1:
             merged[-1] = sorted({*merged[-1], *group})
         else:
             merged.append(group)

@@ -55,7 +55,7 @@ class Reductions:
         ends: Sequence[int],
     ) -> None:
         self.draft, self.plan, self.buckets, self.batch, self.ends = draft, plan, buckets, batch, ends
-        self.narrow = plan.reduce not in ("auto", "fp64" if plan.precision == "fp64" else "fp32")
+        self.narrow = plan.data.reduce not in ("auto", "fp64" if plan.numeric.precision == "fp64" else "fp32")
         self.ways: list[list[_Way]] = [[] for _ in ends]
         self.last: list[list[tuple[Bucket, tuple[Reduction, ...]]]] = [[] for _ in ends]
         for bucket in buckets:
@@ -69,12 +69,12 @@ class Reductions:
 
     def _decide(self, bucket: Bucket, number: int, writers: tuple[int, ...]) -> None:
         rule = placement(self.plan, bucket.parameters[0].name)
-        each, once = reductions(self.plan, rule, bucket.summed)
+        each, once = reductions(self.plan.mesh, rule, bucket.summed)
         ways: list[_Way] = []
         if number and (free := self.ends[number - 1]) >= writers[0]:
             ways = [_Way(bucket, writers, (), True, False, False, max(free, writers[-1]))]
         elif rule.grad == "S":
-            for group in _groups(self.draft, writers, self.plan.reduced):
+            for group in _groups(self.draft, writers, self.plan.data.reduced):
                 first = not ways
                 direct = first and bool(each) and not self.narrow
                 ways.append(_Way(bucket, group, each, first, False, direct, self._stop(group[-1], number)))
@@ -86,7 +86,7 @@ class Reductions:
 
     def _stop(self, position: int, number: int) -> int:
         """The position by which what is written at ``position`` has been summed, and is taken out of its slot."""
-        return min(self.ends[number], self.draft.behind(position, max(1, self.plan.prefetch)))
+        return min(self.ends[number], self.draft.behind(position, max(1, self.plan.data.prefetch)))
 
     def put(self, number: int) -> dict[int, int]:
         """Those of a batch into the draft, batches in order; returns the position after which each bucket's gradient is

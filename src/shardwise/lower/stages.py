@@ -13,10 +13,10 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.instruction import Buffer, BufferKind
 from shardwise.core.plan import Plan
 from shardwise.core.rates import Rates, rates
-from shardwise.core.timetable import Timetable, first, read
+from shardwise.core.timetable import Timetable, first
 from shardwise.graph.sizes import of_data
 from shardwise.measure.unit_cost import cost
-from shardwise.parallel.pipeline import PIPELINE, balance
+from shardwise.parallel.pipeline import PIPELINE, balance, carried
 from shardwise.parallel.schedule import stage_ranks, timetable
 from shardwise.units.trace import Bucket, Trace, Unit
 
@@ -74,15 +74,14 @@ class StageSplit:
         """As the plan says, or balanced by the units' ``weights``, by default :func:`weights_of` the trace; ``like``:
         the stages of units by name, of another trace of the model."""
         ranks = plan.mesh.axis_size(PIPELINE)
-        number = ranks * plan.stages_per_rank
+        number = ranks * plan.pipeline.stages_per_rank
         if like is not None:
             stage = _like([u.name for u in trace.units], like)
         elif number == 1:
             stage = tuple(0 for _ in trace.units)
         else:
-            stage = _stages(trace, plan, number, weights or (lambda: weights_of(trace)))
-        order = read(plan.timetable, ranks, plan.stages_per_rank, plan.microbatches) if plan.timetable else ()
-        return StageSplit(tuple(trace.units), stage, ranks, plan.schedule, order)
+            stage = _stages(trace, plan.pipeline.stages, number, weights or (lambda: weights_of(trace)))
+        return StageSplit(tuple(trace.units), stage, ranks, plan.pipeline.schedule, carried(plan))
 
     @property
     def names(self) -> dict[str, int]:
@@ -196,22 +195,20 @@ class StageSplit:
         )
 
 
-def _stages(trace: Trace, plan: Plan, number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
+def _stages(trace: Trace, sizes: tuple[int, ...], number: int, weights: Callable[[], Weights]) -> tuple[int, ...]:
     if trace.opaque is not None:
         wrong = f"a model that could not be captured cannot be cut into stages ({trace.opaque})"
         raise ConfigError.on("pp", wrong, "pp = 1")
     everywhere = {u.index for u in trace.units if u.name == "inputs"}
     units = [u.index for u in trace.units if u.index not in everywhere]
-    if plan.stages and sum(plan.stages) != len(units):
+    if sizes and sum(sizes) != len(units):
         names = ", ".join(trace.units[u].name for u in units)
-        wrong = f"{list(plan.stages)} are {sum(plan.stages)} units"
+        wrong = f"{list(sizes)} are {sum(sizes)} units"
         raise ConfigError.on("stages", wrong, f"{len(units)} in all: {names}")
     if number > len(units):
         wrong = f"{number} stages of {len(units)} units are not legal"
         raise ConfigError.on("pp", wrong, f"at most {len(units)} stages")
-    if plan.stages:
-        sizes = plan.stages
-    else:
+    if not sizes:
         each = weights()
         sizes = balance([each[u] for u in units], number)
     stages = [s for s, size in enumerate(sizes) for _ in range(size)]

@@ -12,6 +12,7 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import OP_INFO, Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
+from shardwise.core.tensor_options import tensor_axes
 from shardwise.core.timetable import Task
 from shardwise.lower.draft import ProgramDraft
 from shardwise.lower.gather import gather
@@ -23,7 +24,6 @@ from shardwise.lower.versions import Versions, stash
 from shardwise.lower.waits import derive_waits
 from shardwise.parallel.data import batch_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.parallel.tensor import tensor_axes
 from shardwise.units.trace import Bucket, Trace
 
 
@@ -69,14 +69,14 @@ class _Lowering:
     @property
     def axes(self) -> tuple[str, ...]:
         """Over which a microbatch's rows are sharded."""
-        return tuple(a for a in batch_axes(self.plan) if self.plan.mesh.axis_size(a) > 1)
+        return tuple(a for a in batch_axes(self.plan.mesh) if self.plan.mesh.axis_size(a) > 1)
 
     @property
     def stage_axes(self) -> tuple[str, ...]:
         """Over which the ranks of one stage differ: losses and norms are summed over them, and a unit's own collectives
         run.
         """
-        return (*self.axes, *tensor_axes(self.plan))
+        return (*self.axes, *tensor_axes(self.plan.mesh))
 
     @property
     def all_axes(self) -> tuple[str, ...]:
@@ -169,7 +169,7 @@ class _Lowering:
             if task.kind == "W":
                 out += self.first(self.backward_weight(u, m))
                 continue
-            if self.plan.recompute != "none":
+            if self.plan.memory.recompute != "none":
                 if out[-1].op is Op.FORWARD and (out[-1].unit, out[-1].microbatch) == (u, m):
                     out[-1] = self.forward(u, m, saves=True)  # nothing would be saved by running it twice
                 else:
@@ -198,7 +198,7 @@ class _Lowering:
 
     def forward(self, u: int, m: int, saves: bool | None = None) -> Instruction:
         """``saves``: for a backward without a second forward."""
-        saves = self.plan.recompute == "none" if saves is None else saves
+        saves = self.plan.memory.recompute == "none" if saves is None else saves
         unit = self.trace.units[u]
         reads = [BufferKind.PARAM.of(b.index) for b in self.used[u]]
         reads += [BufferKind.ACTIVATION.of(p, m) for p in self.producers(u)]
@@ -232,7 +232,7 @@ class _Lowering:
 
     def kept(self, u: int, m: int) -> list[Buffer]:
         """What FORWARD leaves for RECOMPUTE inside a unit."""
-        return [BufferKind.KEPT.of(u, m)] if self.plan.recompute == "selective" else []
+        return [BufferKind.KEPT.of(u, m)] if self.plan.memory.recompute == "selective" else []
 
     def backward(self, u: int, m: int, whole: bool) -> Instruction:
         """BACKWARD, or what of it does not wait for BACKWARD_WEIGHT, if there is anything that does."""

@@ -22,10 +22,8 @@ def check_tied(plan: Plan, cut: StageSplit, buckets: Sequence[Bucket]) -> None:
     shared = next((b for b in buckets if b.learns and len(cut.holders(b)) > 1), None)
     if plan.stages_alone and shared is not None:
         stages = " and ".join(map(str, cut.holders(shared)))
-        wrong = (
-            f'"{plan.schedule}" updates each stage for itself, but {shared.parameters[0].name} is used by stages '
-            f"{stages}"
-        )
+        name = shared.parameters[0].name
+        wrong = f'"{cut.schedule}" updates each stage for itself, but {name} is used by stages {stages}'
         legal = 'weights that are not tied across stages, or another schedule, such as "pipedream-2bw"'
         raise ConfigError.on("schedule", wrong, legal)
 

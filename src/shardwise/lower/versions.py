@@ -31,8 +31,8 @@ def steady(plan: Plan) -> int:
     one.
     """
     if plan.asynchronous:
-        return steady_batches(plan.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
-    return min(plan.window, 3) if plan.post_validates else 1
+        return steady_batches(plan.pipeline.window, plan.mesh.axis_size(PIPELINE), plan.microbatches)
+    return min(plan.pipeline.window, 3) if plan.post_validates else 1
 
 
 def steady_batches(window: int, ranks: int, microbatches: int) -> int:
@@ -61,7 +61,7 @@ class Versions:
     def version(self, microbatch: int, stage: int) -> int:
         """The number of updates in the weights that a stage uses for a microbatch, forward and backward."""
         if self.plan.stages_alone:
-            return stashed_version(microbatch, stage, self.cut.stages, self.plan.vertical_sync)
+            return stashed_version(microbatch, stage, self.cut.stages, self.plan.pipeline.vertical_sync)
         if self.plan.double_buffered:
             return double_buffered_version(microbatch, self.microbatches)
         return self.batch(microbatch)

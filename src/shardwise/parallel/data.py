@@ -26,10 +26,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from shardwise.core.data_options import ParameterRule
 from shardwise.core.errors import ConfigError, check_value
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.mesh import Axis, Mesh
-from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.plan import Plan
 from shardwise.parallel.pipeline import PIPELINE
 
 SHARDS, REPLICAS = "dp", "dp_replicate"
@@ -58,20 +59,20 @@ def data_parallel(plan: Plan, size: int, zero: int = 0, replicas: int = 1) -> Pl
     return plan.replace(mesh=Mesh((*outer, *own, *inner)), parameters=(ZERO[zero],))
 
 
-def batch_axes(plan: Plan) -> tuple[str, ...]:
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes over which the rows of a microbatch are sharded, the first slowest."""
-    return tuple(axis for axis in (REPLICAS, SHARDS) if axis == SHARDS or axis in plan.mesh.names)
+    return tuple(axis for axis in (REPLICAS, SHARDS) if axis == SHARDS or axis in mesh.names)
 
 
-def shard_axes(plan: Plan) -> tuple[str, ...]:
+def shard_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes over which S is sharded, those of one rank left out."""
-    return (SHARDS,) if plan.mesh.axis_size(SHARDS) > 1 else ()
+    return (SHARDS,) if mesh.axis_size(SHARDS) > 1 else ()
 
 
 def placement(plan: Plan, name: str) -> ParameterRule:
     """The rule of a parameter as it comes out on the plan's mesh: a shard of one part is the whole."""
-    rule = plan.rule(name)
-    return rule if shard_axes(plan) else replace(rule, rest="R", grad="P", state="R")
+    rule = plan.data.rule(name)
+    return rule if shard_axes(plan.mesh) else replace(rule, rest="R", grad="P", state="R")
 
 
 def held_range(rule: ParameterRule, layout: FlatBuffer, parts: int, index: int, learns: bool = True) -> FlatShard:
@@ -90,14 +91,14 @@ class Reduction(NamedTuple):
 
 
 def reductions(
-    plan: Plan, rule: ParameterRule, summed: Sequence[str] = ()
+    mesh: Mesh, rule: ParameterRule, summed: Sequence[str] = ()
 ) -> tuple[tuple[Reduction, ...], tuple[Reduction, ...]]:
     """What happens to a flat gradient after the backward of each microbatch, and what once a step, after the last.
 
     Over the axes ``summed`` it is a partial sum besides, until the last.
     """
-    shards = shard_axes(plan)
-    rest = [a for a in (*batch_axes(plan), *summed) if plan.mesh.axis_size(a) > 1 and a not in shards]
+    shards = shard_axes(mesh)
+    rest = [a for a in (*batch_axes(mesh), *summed) if mesh.axis_size(a) > 1 and a not in shards]
     scatter = (Reduction(shards, True),) if shards and "S" in (rule.grad, rule.state) else ()
     over = tuple(sorted(rest if scatter else (*rest, *shards)))
     whole = (Reduction(over, False),) if over else ()

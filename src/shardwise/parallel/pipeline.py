@@ -13,7 +13,7 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Axis, Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.schedules import AUTO
-from shardwise.core.timetable import homes, read
+from shardwise.core.timetable import Timetable, homes, read
 from shardwise.parallel.schedule import check_schedule, stage_ranks
 
 PIPELINE = "pp"
@@ -45,13 +45,20 @@ def pipeline(
     )
 
 
+def carried(plan: Plan) -> Timetable:
+    """The timetable that the plan carries for its step; nothing where its schedule has one of its own."""
+    options = plan.pipeline
+    if not options.timetable:
+        return ()
+    return read(options.timetable, plan.mesh.axis_size(PIPELINE), options.stages_per_rank, plan.microbatches)
+
+
 def role(plan: Plan, rank: int) -> str:
     """The stages of a rank in words, ``stage 1`` or ``stages 0, 3``; nothing where there is no pipeline."""
     size, place = plan.mesh.axis_size(PIPELINE), plan.mesh.index(rank, PIPELINE)
     if size == 1:
         return ""
-    order = read(plan.timetable, size, plan.stages_per_rank, plan.microbatches) if plan.timetable else ()
-    where = stage_ranks(plan.schedule, size, size * plan.stages_per_rank, order)
+    where = stage_ranks(plan.pipeline.schedule, size, size * plan.pipeline.stages_per_rank, carried(plan))
     own = [str(stage) for stage, home in enumerate(where) if home == place]
     return f"stage{'s' * (len(own) > 1)} {', '.join(own)}"
 

@@ -30,7 +30,8 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import ConfigError, check_choice, check_count
 from shardwise.core.mesh import Axis, Mesh, axis_of
-from shardwise.core.plan import CHOICES, Pins, Plan, Tensor, TensorPlan
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.core.tensor_options import Pins, Tensor, TensorPlan, tensor_axes
 
 
 @dataclass(frozen=True)
@@ -112,20 +113,20 @@ def tensor_parallel(
     )
 
 
-def tensor_axes(plan: Plan) -> tuple[str, ...]:
-    """The tensor-parallel axes of the plan's mesh, in its order, those of one rank left out."""
-    return plan.tensor_axes
+def axes_across(mesh: Mesh, per_host: int) -> tuple[str, ...]:
+    """The tensor-parallel axes that reach over hosts of ``per_host`` ranks."""
+    links = mesh.links(per_host)
+    return tuple(axis for axis in tensor_axes(mesh) if links[axis] != "device")
 
 
-def across_hosts(plan: Plan, per_host: int) -> str | None:
+def across_hosts(mesh: Mesh, per_host: int) -> str | None:
     """What to say of tensor-parallel groups that have ranks on several hosts of ``per_host`` ranks; None where there
     are none.
     """
-    links = plan.mesh.links(per_host)
-    found = [axis for axis in tensor_axes(plan) if links[axis] != "device"]
+    found = axes_across(mesh, per_host)
     if not found:
         return None
-    size = plan.mesh.axis_size(tensor_axes(plan))
+    size = mesh.axis_size(tensor_axes(mesh))
     return (
         f"{', '.join(found)} across hosts of {per_host} ranks: all {size} ranks of a group wait for each other several "
         "times a layer; "
@@ -137,6 +138,6 @@ def row_parts(plan: Plan) -> int:
     """The number of shares of a rank's rows of a batch that the tensor-parallel axes make: between products, where axes
     take turns.
     """
-    found = [(role(plan.tensor, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan)]
+    found = [(role(plan.tensor.recipe, axis) or Role(), plan.mesh.axis_size(axis)) for axis in tensor_axes(plan.mesh)]
     turns = [size for one, size in found if one.stream == "rows"]
     return math.prod(size for one, size in found if one.rows) * max(turns, default=1)

@@ -68,9 +68,9 @@ class Sum:
     sent_bytes: float = 0.0
 
 
-def of_units(trace: Trace, plan: Plan, rows: int, programs: Sequence[Program]) -> list[Caused]:
+def of_units(trace: Trace, mesh: Mesh, rows: int, programs: Sequence[Program]) -> list[Caused]:
     """What units communicate in a microbatch of ``rows`` rows, on the last rank."""
-    mesh, last, batch = plan.mesh, plan.mesh.size - 1, batch_axes(plan)
+    last, batch = mesh.size - 1, batch_axes(mesh)
     real = tuple(axis for axis in batch if mesh.axis_size(axis) > 1)
     env = Env(
         None, real, mesh.axis_size(batch), mesh.index(last, batch), rows, tensor=mesh.places(last, tuple(trace.tensor))
@@ -106,7 +106,7 @@ def _what(one: Instruction) -> str:
     return one.writes[0].kind if one.op is Op.REDUCE and one.bucket < 0 else OP_INFO[one.op].carries
 
 
-def unit_table(plan: Plan, found: Sequence[Caused]) -> list[Any]:
+def unit_table(mesh: Mesh, found: Sequence[Caused]) -> list[Any]:
     """Units that differ only in the number of their block and communicate the same are one row; no table where none
     communicates.
     """
@@ -125,12 +125,12 @@ def unit_table(plan: Plan, found: Sequence[Caused]) -> list[Any]:
             needed = f"{one.cause.op} {one.cause.path}".strip() + f" ({times})" * (times > 1)
             axes, repeated = [_over(one.traffic)] * (len(over) > 1), [len(one.traffic.again) or ""] * again
             ways = (_kinds(one.traffic.forward), *repeated, _kinds(one.traffic.backward))
-            cells.append(("" if i else runs(numbers), needed, *axes, *ways, size(times * one.sent(plan.mesh))))
+            cells.append(("" if i else runs(numbers), needed, *axes, *ways, size(times * one.sent(mesh))))
     column, where = (("over",), "") if len(over) > 1 else ((), f" over {over.pop()}")
     columns = ("unit", "needed by", *column, "forward", *((">again",) if again else ()), "backward", ">sent")
     more = "; again: of forward's, by recomputation" if again else ""
     title = f"collectives{where} (sent: by a rank, of a microbatch, forward and backward{more})"
-    total = size(sum(one.sent(plan.mesh) for one in found))
+    total = size(sum(one.sent(mesh) for one in found))
     return [grid(title, columns, cells, totals=("", "all units", *[""] * (len(columns) - 3), total))]
 
 

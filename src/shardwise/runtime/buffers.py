@@ -15,13 +15,14 @@ from torch import Tensor
 
 from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE
+from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.instruction import Op
 from shardwise.core.layout import Box
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.pieces import parts, range_parts
-from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.scale import ScaleChoice
 from shardwise.initial.values import Values
@@ -300,14 +301,14 @@ class RankMemory:
         plan: Plan,
         scale: ScaleChoice | None,
     ) -> None:
-        self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.precision == "fp16" else None
+        self.loss_scale = LossScale(scale or ScaleChoice(), comm.device) if plan.numeric.precision == "fp16" else None
         self.buckets, self.buffers = buckets, buffers
         self.kernels = Kernels.of(
-            Backend.of(comm.device), COMPUTE_DTYPE.get(plan.precision)
+            Backend.of(comm.device), COMPUTE_DTYPE.get(plan.numeric.precision)
         )  # asked once: the host waits
         self.slots = Pool(comm, lambda memory: memory.bucket.dtype, gathered=True)
         self.stashes = Pool(comm, lambda memory: memory.bucket.dtype)
-        summed = COMPUTE_DTYPE.get(plan.reduce)
+        summed = COMPUTE_DTYPE.get(plan.data.reduce)
         self.unreduced = Pool(comm, lambda memory: summed or memory.bucket.wide, shared=True)
         self.leaves = {
             name: view.detach().requires_grad_(memory.learns)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatBuffer, FlatShard
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import ParameterRule
 from shardwise.parallel.data import SHARDS, held_range
 from shardwise.parallel.pipeline import PIPELINE
 from shardwise.runtime.buffers import BucketMemory, boxes

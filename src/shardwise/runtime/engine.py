@@ -14,9 +14,9 @@ from shardwise.core.errors import ConfigError, ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.layout import shard_sizes
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import OTHERS
 from shardwise.core.program import Program, class_of
 from shardwise.core.scale import ScaleChoice
+from shardwise.core.tensor_options import OTHERS
 from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.parallel.data import batch_axes
@@ -65,15 +65,15 @@ class Engine:
         self.step_index = 0
         module, trace, plan, values = compiled.module, compiled.general, compiled.plan, compiled.values
         per_parameter = trace.opaque is not None
-        if per_parameter and any(rule.rest == "S" for rule in plan.parameters):
+        if per_parameter and any(rule.rest == "S" for rule in plan.data.parameters):
             wrong = f"a model that could not be captured keeps its parameters whole ({trace.opaque})"
             raise ConfigError.on("ZeRO-3", wrong, "ZeRO-0, 1 or 2")
-        plan.check_device(Backend.of(comm.device).kind)
-        check_optimizer(optimizer, torch.device("cpu") if plan.offloads_optimizer else comm.device)
+        plan.memory.check_device(Backend.of(comm.device).kind)
+        check_optimizer(optimizer, torch.device("cpu") if plan.memory.offloads_optimizer else comm.device)
         if plan.stages_alone and clip_norm is not None:
             why = "whose stages do not wait for the norm of all"
             raise ConfigError.on(
-                "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.schedule}", {why}', "none"
+                "clip_norm", f'{clip_norm:g} is not legal with schedule "{plan.pipeline.schedule}", {why}', "none"
             )
         values.check()
         comm.prepare(compiled.first_communicators())
@@ -85,7 +85,8 @@ class Engine:
         own = self.cut.own(trace.buckets, self.pipe)
         shares = {b.index: Share.of(b, plan, optimizer, comm.rank, per_parameter) for b in own}
         buckets = {
-            b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.offloads_optimizer) for b in own
+            b.index: BucketMemory.allocate(b, shares[b.index], comm, optimizer, plan.memory.offloads_optimizer)
+            for b in own
         }
         for memory in buckets.values():
             memory.load(values)
@@ -101,10 +102,10 @@ class Engine:
         )
         kind = PostValidatingInterpreter if plan.post_validates else Interpreter
         self.interpreter = kind(
-            comm, self.memory, batch_axes(plan), seed, tuple(b.index for b in trace.buckets if b.learns),
+            comm, self.memory, batch_axes(plan.mesh), seed, tuple(b.index for b in trace.buckets if b.learns),
             tuple(b.index for b in own if b.learns and self.counts(b)), tuple(trace.tensor), clip_norm, progress,
             per_parameter=per_parameter,
-            strict=strict, offload=plan.offloads_activations,
+            strict=strict, offload=plan.memory.offloads_activations,
         )  # fmt: skip
 
     def leads(self, bucket: int) -> bool:
@@ -120,7 +121,7 @@ class Engine:
 
     def _compute_dtype(self, name: str) -> torch.dtype:
         module = self.compiled.module
-        return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.precision)
+        return shadow_dtype(module, name, module.get_parameter(name), self.compiled.plan.numeric.precision)
 
     def step(
         self, fields: Mapping[str, Tensor], rows: int, stop: bool = False, *, ones: tuple[str, ...] | None = None

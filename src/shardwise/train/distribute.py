@@ -60,7 +60,7 @@ def distribute(
     """
     choice = optimizer if isinstance(optimizer, OptimizerChoice) else choice_of(optimizer, model)
     theirs = None if isinstance(optimizer, OptimizerChoice) else optimizer
-    steps = _Steps(model, choice, plan or Plan(mesh=Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1")))), options)
+    steps = _Steps(model, choice, plan or Plan.of(Mesh.of(dp=int(os.environ.get("WORLD_SIZE", "1")))), options)
     return DistributedModel(steps), Optimizer(steps, theirs)
 
 
@@ -77,7 +77,7 @@ class Loss:
         if self._steps.due is not None:
             raise ShardwiseError(
                 "loss.backward(): called twice before optimizer.step(); legal: one batch a step, and "
-                "Plan(microbatches=...) to divide it"
+                "Plan.of(microbatches=...) to divide it"
             )
         self._steps.due = (self, self._batch)
 

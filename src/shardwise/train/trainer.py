@@ -207,7 +207,7 @@ class Trainer:
         asked for.  Take them all, or the other ranks wait.  A step that is not finite raises at the window's end, and a
         wish to stop counts there.  Other schedules take one step after the other.
         """
-        size = self.plan.window if self.plan.overlaps else 1
+        size = self.plan.pipeline.window if self.plan.overlaps else 1
         for start in range(0, number, size):
             if self.stopping:
                 return

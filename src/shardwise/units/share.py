@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from shardwise.core.data_options import ParameterRule
 from shardwise.core.flat import FlatBuffer, FlatEntry, FlatShard
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import ParameterRule, Plan
+from shardwise.core.plan import Plan
 from shardwise.parallel.data import SHARDS, held_range, placement
 from shardwise.units.trace import DECAY, Bucket
 

@@ -18,7 +18,7 @@ from shardwise.core.flat import FlatBuffer
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import OTHERS
+from shardwise.core.tensor_options import OTHERS
 from shardwise.graph.schema import op_name
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS

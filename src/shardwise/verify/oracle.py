@@ -22,8 +22,8 @@ from shardwise.capture.intercept import Intercept
 from shardwise.capture.keyed_calls import KeyedRandom, RefuseRandom, batch_of
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.layout import shard_range
+from shardwise.core.numeric_options import LOW_PRECISIONS, Precision
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import LOW_PRECISIONS, Precision
 from shardwise.verify.device import Together
 from shardwise.verify.losses import MeanCrossEntropy
 from shardwise.verify.precision import LowPrecision, WideGroupedMatmul, batch_norm_parameters

@@ -22,8 +22,9 @@ from shardwise.backend import Backend
 from shardwise.capture.capture import LossFunction
 from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import OP_INFO
+from shardwise.core.numeric_options import LOW_PRECISIONS
 from shardwise.core.optim import OptimizerChoice
-from shardwise.core.plan import LOW_PRECISIONS, Plan
+from shardwise.core.plan import Plan
 from shardwise.core.scale import ScaleChoice
 from shardwise.data.loader import AXES, rank_rows
 from shardwise.lower.compiled import Compiled, solves
@@ -128,7 +129,7 @@ def verify(
     comparison = compare(ours[0], truth)
     agree = all(_same(ours[0][-1], rank[-1]) for rank in ours[1:])
     low = None
-    if plan.precision in LOW_PRECISIONS:
+    if plan.numeric.precision in LOW_PRECISIONS:
         low = low_precision(module, batches[0], plan, loss, seed, run, truth[0].gradients, captured, device)
     passed = comparison.passes(tolerance) and agree and (low is None or low["ratio"] <= LOW_PRECISION_FACTOR)
     notes = list(compiled.general.notes)
@@ -142,7 +143,7 @@ def verify(
             f"of {len(ours[0])} updates {sum(bool(step.repeated) for step in ours[0])} were made again by the norm "
             "over all stages"
         )
-    if plan.dropout == "fast":
+    if plan.numeric.dropout == "fast":
         notes.append('dropout = "fast" gives other masks on another layout; compared here with dropout = "exact"')
     if oracle.promotions:
         notes.append(
@@ -228,7 +229,7 @@ def run_steps(
 
 def windows(plan: Plan, batches: int) -> list[tuple[int, int]]:
     """The ranges of batches that are one program each."""
-    size = plan.window if plan.overlaps else 1
+    size = plan.pipeline.window if plan.overlaps else 1
     return [(start, min(start + size, batches)) for start in range(0, batches, size)]
 
 
@@ -282,15 +283,15 @@ def low_precision(
     """
     device = torch.device(device) if captured is None else captured.device
     compiled = _ready(module, plan, plan.replace(dropout="exact"), batch, loss, captured, device)
-    scale = ScaleChoice().initial if plan.precision == "fp16" else 1.0
+    scale = ScaleChoice().initial if plan.numeric.precision == "fp16" else 1.0
     while True:
         oracle = Oracle(
-            module, loss, None, microbatches=plan.microbatches, precision=plan.precision, seed=seed, loss_scale=scale,
-            device=device
+            module, loss, None, microbatches=plan.microbatches, precision=plan.numeric.precision, seed=seed,
+            loss_scale=scale, device=device
         )  # fmt: skip
         in_training(oracle)
         single = oracle.step(batch).gradients
-        last = scale <= LEAST_SCALE or plan.precision != "fp16"
+        last = scale <= LEAST_SCALE or plan.numeric.precision != "fp16"
         if last or _finite(single):
             fixed = ScaleChoice.fixed(scale)
             steps = functools.partial(

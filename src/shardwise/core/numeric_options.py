@@ -1,0 +1,27 @@
+"""The options of a plan that say in which numbers the model computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardwise.core.options import check_options, word
+
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+Dropout = Literal["exact", "fast"]
+
+LOW_PRECISIONS = ("bf16", "fp16")
+"""The precisions that compute with copies of fp32 masters."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumericOptions:
+    """``precision`` is the dtype of computing; ``dropout = "fast"`` allows fused kernels whose masks depend on the
+    layout.
+    """
+
+    precision: Precision = word("fp32", get_args(Precision))
+    dropout: Dropout = word("exact", get_args(Dropout))
+
+    def __post_init__(self) -> None:
+        check_options(self)

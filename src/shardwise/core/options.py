@@ -1,0 +1,34 @@
+"""Options of a plan: fields of frozen dataclasses that carry what is legal for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import Field, field, fields
+from typing import Any
+
+from shardwise.core.errors import check_choice, check_count
+
+
+def word(default: str, legal: Sequence[str], key: str = "") -> Any:
+    """An option that is one of the ``legal`` words.  Users write it under ``key``, by default the field's name."""
+    return field(default=default, metadata={"legal": tuple(legal), "key": key})
+
+
+def count(default: int, least: int = 1, key: str = "") -> Any:
+    """An option that is an integer of at least ``least``; ``key`` as above."""
+    return field(default=default, metadata={"least": least, "key": key})
+
+
+def key_of(option: Field[Any]) -> str:
+    """The name that users write: in TOML, in a config and in :meth:`shardwise.Plan.of`."""
+    return option.metadata.get("key") or option.name
+
+
+def check_options(options: Any) -> None:
+    """:class:`ConfigError` unless all words and counts of the dataclass ``options`` are legal."""
+    for option in fields(options):
+        value = getattr(options, option.name)
+        if "legal" in option.metadata:
+            check_choice(key_of(option), value, option.metadata["legal"])
+        elif "least" in option.metadata:
+            check_count(key_of(option), value, option.metadata["least"])

@@ -1,0 +1,81 @@
+"""The options of a plan for tensor parallelism: by which recipe, or by whom, the dims of parameters are sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from shardwise.core.errors import ConfigError, check_text
+from shardwise.core.mesh import Mesh
+from shardwise.core.options import check_options, count, word
+from shardwise.core.pins import PLANS, cuts
+
+Tensor = Literal["1d", "1d-sp", "2d", "2.5d", "3d"]
+TensorPlan = Literal["recipe", "auto", "propagate", "table"]
+Pins = tuple[tuple[str, str], ...]
+
+OTHERS = ("pp", "dp_replicate", "dp")
+"""The axes of a mesh that shard no parameter by its dims."""
+
+
+def tensor_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes that shard parameters by their dims, in the order of the mesh, those of one rank left out."""
+    return tuple(axis.name for axis in mesh.axes if axis.name not in OTHERS and axis.size > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorOptions:
+    """How the axes of tensor parallelism shard parameters.  Users write these options as ``tensor``, ``tensor_plan``,
+    ``pins`` and ``tensor_bytes``.
+
+    ``recipe`` says what each axis does.  Under ``plan`` "auto" a solver takes its place; what it finds may take at most
+    ``bytes`` bytes (``core/rates.py``, ``Machine.memory``), of which 0 stands for any number.  Under "propagate" and
+    "table" ``pins`` do, pairs of a pattern and of where to cut (``core/pins.py``); a mapping may be given.
+    """
+
+    recipe: Tensor = word("1d", get_args(Tensor), key="tensor")
+    plan: TensorPlan = word("recipe", get_args(TensorPlan), key="tensor_plan")
+    pins: Pins = ()
+    bytes: int = count(0, least=0, key="tensor_bytes")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        pins = tuple(self.pins.items()) if isinstance(self.pins, Mapping) else self.pins
+        if not isinstance(pins, tuple | list) or not all(
+            isinstance(pin, tuple | list) and len(pin) == 2 for pin in pins
+        ):
+            legal = 'a mapping, such as {"*.q_proj.weight": "column"}.'
+            raise ConfigError.on("pins", f"{self.pins!r} is not legal", legal)
+        object.__setattr__(self, "pins", tuple((pattern, text) for pattern, text in pins))
+        if self.pins and self.plan not in PLANS:
+            own = ", ".join(f'"{name}"' for name in PLANS)
+            wrong = f'"{self.pins[0][0]}" is not legal with tensor_plan = "{self.plan}", which decides itself'
+            raise ConfigError.on("pins", wrong, f"none, or tensor_plan = {own}.")
+        if self.bytes and self.plan != "auto":
+            wrong = f'{self.bytes} is not legal with tensor_plan = "{self.plan}"'
+            raise ConfigError.on("tensor_bytes", wrong, '0, or tensor_plan = "auto".')
+
+    @property
+    def chosen_by(self) -> str:
+        """What decides how parameters are sharded, in a word: the recipe, or what takes its place."""
+        return self.recipe if self.plan == "recipe" else self.plan
+
+    def check_axes(self, axes: Sequence[str]) -> None:
+        """:class:`ConfigError` unless the pins say how to shard over these axes."""
+        if self.plan not in PLANS:
+            return
+        if not axes:
+            wrong = f'"{self.plan}" is not legal without ranks to shard over'
+            raise ConfigError.on("tensor_plan", wrong, '"recipe", or tp of 2 or more.')
+        if not self.pins:
+            legal = '"recipe", "auto", or pins, such as {"*.q_proj.weight" = "column"}.'
+            raise ConfigError.on("tensor_plan", f'"{self.plan}" goes by pins, and there are none', legal)
+        given = dict(self.pins)
+        for pattern, text in given.items():
+            check_text("pins: pattern", pattern)
+            cuts(pattern, text, axes)
+        if len(given) < len(self.pins):
+            patterns = [pattern for pattern, _ in self.pins]
+            twice = next(pattern for i, pattern in enumerate(patterns) if pattern in patterns[:i])
+            raise ConfigError.on("pins", f'"{twice}" is there twice', "once.")
