@@ -5,7 +5,7 @@ nothing needs too.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,12 +62,15 @@ def heads_used(env: Env, x: Tensor, dim: int, each: int, queries: Factors, keys:
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
 
-def never_empty(op: Callable[..., Any], dim: int, x: Tensor, *args: Any, **options: Any) -> Any:
-    """``op(x, …)``, whose results keep ``dim``, where the op's kernel wants at least one row in it."""
-    if x.shape[dim]:
-        return op(x, *args, **options)
-    found = op(_one_more(x, dim), *args, **options)
-    return found.narrow(dim, 0, 0) if isinstance(found, Tensor) else tuple(one.narrow(dim, 0, 0) for one in found)
+def never_empty(op: Callable[..., Any], dims: Sequence[int], x: Tensor, *args: Any, **options: Any) -> Any:
+    """``op(x, …)``, whose results keep ``dims``, where the op's kernel wants at least one in each of them."""
+    empty = [dim for dim in dims if not x.shape[dim]]
+    for dim in empty:
+        x = _one_more(x, dim)
+    found = op(x, *args, **options)
+    for dim in empty:
+        found = found.narrow(dim, 0, 0) if isinstance(found, Tensor) else tuple(one.narrow(dim, 0, 0) for one in found)
+    return found
 
 
 def summed(op: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:

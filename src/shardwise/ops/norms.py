@@ -27,6 +27,8 @@ def batch_norm(
     if mean is None or var is None:
         return (F.batch_norm(x, None, None, weight, bias, True, momentum, eps),)
     mean, var = mean.clone(), var.clone()
+    if not len(mean):  # torch's kernel wants a channel, and a rank may have none of those that are shared out
+        return x.clone(), mean, var
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
 

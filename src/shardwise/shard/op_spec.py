@@ -129,18 +129,19 @@ class OpSharding:
 
     def ways(self, position: int, place: Shard) -> Iterator[Strategy]:
         """The strategies that take operand ``position`` sharded at ``place``, that with fewest whole operands first."""
-        for way in (self.shards, self.spread):
+        for way in (self.shards, self.spread if self.knows(place) else None):
             strategy = None if way is None else way(position, place)
             if strategy is not None:
                 yield strategy
 
+    def knows(self, place: Shard) -> bool:
+        """Whether ``moves`` and ``emit``, if there are any, know of this kind of place."""
+        plain = not place.parts and isinstance(place.pre, int)
+        return plain or self.factors or (self.moves is None and self.emit is None)
+
     def shards(self, position: int, place: Shard) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
-        if (
-            (place.parts or not isinstance(place.pre, int))
-            and not self.factors
-            and (self.moves is not None or self.emit is not None)
-        ):
+        if not self.knows(place):
             return None
         return self.by_label(position, place) if self.moves is None else self.moves(position, place)
 

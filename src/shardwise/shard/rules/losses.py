@@ -36,6 +36,7 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
     operands: list[tuple[fx.Node, list[Any]]] = [(x, labels), (target, theirs)]
     if isinstance(weight, fx.Node):
         operands.append((weight, [None]))
+    learned = isinstance(weight, fx.Node) and context.carrying[weight]  # only torch's own op has a gradient of weights
     ignore, smoothing = given(node, "ignore_index", -100), 0.0 if chances else given(node, "label_smoothing", 0.0)
     form = context.labelled(node, operands, ["b", *range(2, rank)] if reduction == cross_entropy.NONE else [])
 
@@ -59,7 +60,7 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
         strategy = form.by_label(position, place)
         if strategy is None or not of_classes(strategy):
             return strategy
-        if not context.shared_out(x, place) or not _at_every_so_many(context, x, place):
+        if not context.shared_out(x, place) or not _at_every_so_many(context, x, place) or learned:
             return None
         return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
 

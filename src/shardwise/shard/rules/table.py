@@ -13,7 +13,6 @@ from torch import fx
 
 from shardwise.graph.schema import given, has_argument, is_tensor, op_name
 from shardwise.ops import local_ops
-from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, Emit, OpSharding, Shard, ShardRule
@@ -106,7 +105,7 @@ def whole_dims(
 ) -> Rule:
     """A rule: the op needs these dims of its one operand whole and keeps their number; all others pass.
 
-    ``never_empty``: its kernel does not take a tensor without rows, which a rank may have; or whether that is so.
+    ``never_empty``: its kernel does not take an empty tensor, which a rank may have; or whether that is so.
     """
 
     def apply(context: ShardingContext, node: fx.Node) -> Any:
@@ -126,12 +125,16 @@ def whole_dims(
 
 
 def with_rows(node: fx.Node, emitter: Emitter, solved: Emission) -> fx.Node:
-    """Emit an op of one operand, whose kernel wants a row where a rank has none."""
-    place = solved.strategies[ROWS].operands[0]
-    dim = place.dim if isinstance(place, Shard) else 0
+    """Emit an op of one operand, whose kernel wants a row where a rank has none, and so in any other dim that is
+    sharded.
+    """
+    places = [strategy.operands[0] for strategy in solved.strategies.values()]
+    dims = sorted({place.dim for place in places if isinstance(place, Shard)})
+    if not dims:
+        return emitter.plain(node, solved)
     rest, options = emitter.arguments(node.args[1:]), emitter.arguments(node.kwargs)
     layouts = solved.layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
-    return emitter.emit(node, (node.target, dim, solved.values[0], *rest), options, layouts, local_ops.never_empty)
+    return emitter.emit(node, (node.target, dims, solved.values[0], *rest), options, layouts, local_ops.never_empty)
 
 
 __all__ = [
