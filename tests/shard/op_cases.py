@@ -395,6 +395,9 @@ MIXING: dict[str, Op] = {  # rows meet: communication, the same numbers
     "scatter over rows": lambda m, h, b: torch.zeros(4, 4).scatter_add(0, b["label"][:, None].expand(-1, 4), h[:, 0]),
     "index_put": lambda m, h, b: torch.zeros(4, 4).index_put((b["label"],), h[:, 0], accumulate=True),
     "batch_norm without running statistics": lambda m, h, b: F.batch_norm(h, None, None, m.q[:, 0], m.q[:, 1], True),
+    "batch_norm with running statistics": lambda m, h, b: F.batch_norm(
+        h.transpose(1, 2), m.average, torch.ones(4), m.p, m.w[0], True
+    ),
     "balance": lambda m, h, b: (
         (h[:, 0].softmax(-1).mean(0) * F.one_hot(h[:, 0].argmax(-1), 4).to(h.dtype).mean(0)).sum() * 4
     ),

@@ -1,4 +1,7 @@
-"""Every rule: an op between trainable parameters, its rows on two and three ranks, one of them without any."""
+"""Some rules end to end: an op between trainable parameters, its rows on two and three ranks, one of them without any.
+
+Each rule by itself, with all of its strategies, is ``test_sharding_oracle.py``.
+"""
 
 from __future__ import annotations
 
@@ -49,21 +52,25 @@ def kinds(trace: Trace) -> list[str]:
     return [kind for kind, _, _ in communicated(trace) if kind != "slice"]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", LOCAL)
 def test_local(name: str) -> None:
     assert kinds(check(LOCAL[name], name)) == []
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", MIXING)
 def test_mixing(name: str) -> None:
     assert kinds(check(MIXING[name], name)) != []
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters(name: str) -> None:
     check(PARAMETERS[name], name)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses(name: str) -> None:
     check(LOSSES[name], name)
@@ -87,6 +94,7 @@ def test_all_targets_ignored_is_not_a_number() -> None:
     parity(Subject(Probe(lambda m, h, b: torch.nn.functional.cross_entropy(h[:, 0], b["label"])), fields), dp=(1, 2))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", RANDOM)
 def test_random(name: str) -> None:
     """Against the oracle, which draws by the sample's index too; microbatches must not change the numbers."""
