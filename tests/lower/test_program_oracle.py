@@ -1,4 +1,4 @@
-"""Programs compute what one device computes: run by all ranks on toy units in exact integers (``toy_programs.py``)."""
+"""Programs compute what one device computes: run by all ranks on toy units in exact integers (``toys``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
-from toy_programs import Toy, differences
+from toys.units import ALWAYS, NEVER, PRIME, Toy
+from toys.world import differences
 
 LAYERS, DRAWN = 6, 2000
 PP, DP = (1, 2, 3), ((1, 1), (2, 1), (3, 1), (4, 2), (2, 2))
@@ -135,11 +136,59 @@ def late(
     return plan.replace(window=window, vertical_sync=sync)
 
 
+def validated() -> Iterator[tuple[Any, ...]]:
+    """The same of plans whose updates are validated later: with how often gradients are clipped, and the unit and the
+    batch whose backward overflows.
+    """
+    how = (
+        ("none", "selective", "full"),
+        ("use", "forward", "step"),
+        ("microbatch", "step"),
+        ("auto", "bf16"),
+        (0, 1, 2),
+    )
+    draw = random.Random(2).choice
+    for _ in range(DRAWN):
+        case = (
+            draw(("gpt", "llama", "shared")),
+            draw([name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]),
+            draw((2, 3, 4)),
+            draw(DP),
+            draw(range(4)),
+            draw((1, 2, 3, 5, 8)),
+            draw((2, 3, 4)),
+            draw(list(LIMITS)),
+            draw(("nowhere", "first", "middle", "last")),
+            draw((0, 1)),
+            tuple(map(draw, how)),
+        )
+        with suppress(ConfigError):
+            optimistic(*case[1:])
+            yield case
+
+
+def optimistic(
+    schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches: int, window: int, *rest: Any
+) -> Plan:
+    return planned(schedule, pp, dp, zero, microbatches, rest[-1]).replace(norm="post-validate", window=window)
+
+
+def overflows(one: Trace, where: str, batch: int, microbatches: int) -> frozenset[tuple[int, int]]:
+    """Of a unit in the last microbatch of a batch."""
+    units = [unit.index for unit in one.units if unit.differentiable]
+    places = {"first": units[0], "middle": units[len(units) // 2], "last": units[-1]}
+    return frozenset({(places[where], (batch + 1) * microbatches - 1)}) if where in places else frozenset()
+
+
 def columns(case: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*case[:-1], *case[-1])
 
 
+LIMITS = {"never": NEVER, "sometimes": PRIME // 2, "always": ALWAYS}
+"""Of the norm, by how often gradients are clipped."""
+
 CASES, LATE = list(synchronous()), sorted(set(asynchronous()), key=str)
+VALIDATED = list(validated())
 
 
 def wrong(
@@ -148,6 +197,17 @@ def wrong(
 ) -> list[str]:  # fmt: skip
     """What a plan's programs compute otherwise than one device."""
     return differences(Toy(one, plan.mesh.axis_size("dp")), plan, change(lower(one, plan, batches=batches)))
+
+
+def wrong_later(
+    one: Trace,
+    case: tuple[Any, ...],
+    change: Callable[[tuple[Program, ...]], tuple[Program, ...]] = lambda programs: programs,
+) -> list[str]:
+    """The same of a case whose updates are validated later."""
+    plan, (limit, where, batch, _) = optimistic(*case), case[-4:]
+    toy = Toy(one, plan.mesh.axis_size("dp"), LIMITS[limit], overflows(one, where, batch, plan.microbatches))
+    return differences(toy, plan, change(lower(one, plan, batches=plan.window)))
 
 
 @pytest.mark.parametrize("case", list(covering(CASES, columns)), ids=str)
@@ -170,6 +230,21 @@ def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_def
     name, *rest = case
     plan = late(*rest)
     assert wrong(traces[name], plan, batches=plan.pipeline.window) == []
+
+
+@pytest.mark.parametrize("case", list(covering(VALIDATED, columns)), ids=str)
+def test_updates_that_are_validated_later_are_those_of_a_barrier(
+    traces: dict[str, Trace], case: tuple[Any, ...]
+) -> None:
+    name, *rest = case
+    assert wrong_later(traces[name], tuple(rest)) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", sorted({case[1] for case in VALIDATED}))
+def test_all_updates_that_are_validated_later_are_those_of_a_barrier(traces: dict[str, Trace], schedule: str) -> None:
+    for name, *rest in (case for case in VALIDATED if case[1] == schedule):
+        assert wrong_later(traces[name], tuple(rest)) == [], (name, rest)
 
 
 # ---- the oracle finds what is wrong ----------------------------------------------------------------------------------

@@ -1,198 +1,23 @@
-"""An oracle of programs: it runs those of all ranks on toy units in exact integers, and one device beside them.
+"""One rank of the program oracle: it runs a program on toy units, and exchanges numbers with the other ranks.
 
-A unit multiplies.  With the parameters ``w`` of its buckets, the live tensors ``a`` that it reads and a constant ``x``
-of its rows,
-
-    s = Σ c·a + x,   W = 1 + Σ κ·w,   each output = d · s · W   (modulo a prime)
-
-so a wrong, stale, missing or doubled operand changes everything that follows, and its derivatives are exact.  Every
-buffer that a program frees is forgotten at once, and every element that nobody has written is None, with which nothing
-can be computed.  Collectives and messages take their operands when they are issued, and their results come when
+Every buffer that a program frees is forgotten at once, and every element that nobody has written is None, with which
+nothing can be computed.  Collectives and messages take their operands when they are issued, and their results come when
 somebody waits for them.
 """
 
 from __future__ import annotations
 
-import itertools
-import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.core.instruction import Buffer, Instruction, Lane, Op
 from shardwise.core.plan import Plan
-from shardwise.core.program import Program, class_of
-from shardwise.lower.stages import StageSplit
+from shardwise.core.program import Program
 from shardwise.parallel.data import SHARDS, batch_axes, placement
-from shardwise.parallel.versions import double_buffered_version, stashed_version
-from shardwise.units.trace import Bucket, Trace, Unit
-
-PRIME = 2**31 - 1
-EACH = 2  # elements of a shard
-Values = list[int | None]
-
-
-def constant(*key: object) -> int:
-    """A number that is the same for the same words."""
-    return random.Random(repr(key)).randrange(1, PRIME)
-
-
-def dot(a: Sequence[int], b: Sequence[int | None]) -> int:
-    return sum(x * known(y) for x, y in zip(a, b, strict=True)) % PRIME
-
-
-def known(value: int | None) -> int:
-    assert value is not None, "an element is read that nobody has written"
-    return value
-
-
-@dataclass(frozen=True)
-class Toy:
-    """What is computed, whoever does it: units over buckets of ``parts`` shards."""
-
-    trace: Trace
-    parts: int
-
-    @property
-    def numel(self) -> int:
-        return self.parts * EACH
-
-    def used(self, unit: Unit) -> list[Bucket]:
-        """The buckets of a unit's parameters."""
-        return [b for b in self.trace.buckets if {p.name for p in b.parameters} & set(unit.parameters)]
-
-    def initial(self, bucket: Bucket) -> list[int]:
-        return [constant("w", bucket.index, i) for i in range(self.numel)]
-
-    def weights(self, unit: Unit, bucket: Bucket) -> list[int]:
-        """κ of a unit: what each element of a bucket counts in W."""
-        return [constant("k", unit.index, bucket.index, i) for i in range(self.numel)]
-
-    def factor(self, unit: Unit, whole: Callable[[Bucket], Sequence[int | None]]) -> int:
-        """W of a unit, from whole buckets."""
-        return (1 + sum(dot(self.weights(unit, b), whole(b)) for b in self.used(unit))) % PRIME
-
-    def sum(self, unit: Unit, inputs: Mapping[str, int], rows: object) -> int:
-        """s of a unit."""
-        return (
-            sum(constant("c", unit.index, n) * inputs[n] for n in unit.inputs) + constant("x", unit.index, rows)
-        ) % PRIME
-
-    @staticmethod
-    def outputs(unit: Unit, s: int, w: int) -> dict[str, int]:
-        return {n: constant("d", n) * s * w % PRIME for n in unit.outputs}
-
-    @staticmethod
-    def arriving(unit: Unit, gradients: Mapping[str, int]) -> int:
-        """The gradient of s·W from those of the outputs."""
-        return sum(constant("d", n) * gradients.get(n, 0) for n in unit.outputs) % PRIME
-
-    @staticmethod
-    def leaving(unit: Unit, arrived: int, w: int) -> dict[str, int]:
-        """The gradients of the inputs that have one."""
-        pairs = zip(unit.inputs, unit.input_grads, strict=True)
-        return {n: arrived * w * constant("c", unit.index, n) % PRIME for n, wanted in pairs if wanted}
-
-    def gradient(self, unit: Unit, bucket: Bucket, arrived: int, s: int) -> list[int]:
-        """That of a bucket, of which the parameters of this unit have a part."""
-        return [arrived * s * k % PRIME for k in self.weights(unit, bucket)]
-
-
-def targets(m: int, rows: int) -> int:
-    """How many targets some rows of a microbatch have."""
-    return constant("targets", m, rows) % 1000 + 1
-
-
-def verdict(norm: int) -> int:
-    return (5 * norm + 3) % PRIME
-
-
-def updated(w: int, state: int, gradient: int, decided: int) -> tuple[int, int]:
-    """A parameter and its state after a step."""
-    state = (3 * state + gradient * decided) % PRIME
-    return (5 * w - state) % PRIME, state
-
-
-# ---- one device ------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Device:
-    """One device that trains on batch after batch with the versions of the weights that a plan's schedule is defined
-    by.
-
-    ``history`` has for each bucket its values after 0, 1, ... updates since the pipeline was empty.
-    """
-
-    toy: Toy
-    plan: Plan
-    rows: int
-
-    def __post_init__(self) -> None:
-        self.stages = StageSplit.of(self.toy.trace, self.plan)
-        self.history = {b.index: [self.toy.initial(b)] for b in self.toy.trace.buckets}
-        self.states = {index: [0] * len(values[0]) for index, values in self.history.items()}
-
-    def window(self, batches: int) -> list[tuple[int, int]]:
-        """Train from an empty pipeline to an empty pipeline: loss and norm of each batch."""
-        self.history = {index: values[-1:] for index, values in self.history.items()}
-        return [self.batch(number) for number in range(batches)]
-
-    def batch(self, number: int) -> tuple[int, int]:
-        loss, gradients = 0, {index: [0] * len(values[0]) for index, values in self.history.items()}
-        for m in range(number * self.plan.microbatches, (number + 1) * self.plan.microbatches):
-            weight = sum(targets(m, r) for r in range(self.rows))
-            for r in range(self.rows):
-                loss += self._rows(gradients, weight, m, r)
-        learning = [b for b in self.toy.trace.buckets if b.learns]
-        squares = {b.index: sum(g * g for g in gradients[b.index]) % PRIME for b in learning}
-        norm = sum(squares.values()) % PRIME
-        for bucket in learning:
-            index, own = bucket.index, norm
-            if self.plan.stages_alone:
-                mine = self.stages.holders(bucket)
-                own = sum(squares[other.index] for other in learning if self.stages.holders(other) == mine) % PRIME
-            before = zip(self.history[index][-1], self.states[index], gradients[index], strict=True)
-            both = [updated(w, s, g, verdict(own)) for w, s, g in before]
-            self.history[index].append([w for w, _ in both])
-            self.states[index] = [s for _, s in both]
-        return loss % PRIME, norm
-
-    def _version(self, unit: Unit, m: int) -> int:
-        """The number of updates in the weights that a unit uses for a microbatch."""
-        if self.plan.stages_alone:
-            return stashed_version(
-                m, self.stages.stage[unit.index], self.stages.stages, self.plan.pipeline.vertical_sync
-            )
-        if self.plan.double_buffered:
-            return double_buffered_version(m, self.plan.microbatches)
-        return m // self.plan.microbatches
-
-    def _rows(self, gradients: dict[int, list[int]], weight: int, m: int, r: int) -> int:
-        """The loss of some rows; their gradients are added."""
-        toy = self.toy
-        live: dict[str, int] = {}
-        saved: dict[int, tuple[int, int]] = {}
-        for unit in toy.trace.units:
-            weights = {b.index: self.history[b.index][self._version(unit, m)] for b in toy.used(unit)}
-            s, w = toy.sum(unit, live, (m, r)), toy.factor(unit, lambda b, weights=weights: weights[b.index])  # type: ignore[misc]
-            saved[unit.index] = s, w
-            live |= toy.outputs(unit, s, w)
-        pending: dict[str, int] = defaultdict(int)
-        pending["loss"] = weight
-        for unit in reversed([u for u in toy.trace.units if u.differentiable]):
-            s, w = saved[unit.index]
-            arrived = toy.arriving(unit, pending)
-            for name, gradient in toy.leaving(unit, arrived, w).items():
-                pending[name] += gradient
-            for bucket in toy.used(unit):
-                new = toy.gradient(unit, bucket, arrived, s)
-                gradients[bucket.index] = [(g + n) % PRIME for g, n in zip(gradients[bucket.index], new, strict=True)]
-        return live["loss"] * weight
-
-
-# ---- all ranks -------------------------------------------------------------------------------------------------------
+from shardwise.units.trace import Bucket, Unit
+from toys.units import EACH, PRIME, Toy, Values, known, targets, updated
 
 
 @dataclass
@@ -216,38 +41,11 @@ class Exchange:
         return len(self.given) == len(self.members)
 
 
-class World:
-    """All ranks of a plan, and what they exchange."""
-
-    def __init__(self, toy: Toy, plan: Plan, programs: Sequence[Program]) -> None:
-        self.exchanges: dict[object, Exchange] = {}
-        self.ranks = [
-            Rank(self, toy, plan, class_of(programs, plan.mesh, rank), rank) for rank in range(plan.mesh.size)
-        ]
-
-    def step(self) -> list[dict[int, dict[str, int]]]:
-        """Run every program once; loss and norm of each batch as each rank reports them."""
-        self.exchanges.clear()
-        running = {rank.rank: rank.run() for rank in self.ranks}
-        while running:
-            before = sum(rank.position for rank in self.ranks), len(running)
-            for number in list(running):
-                try:
-                    next(running[number])
-                except StopIteration:
-                    del running[number]
-            after = sum(rank.position for rank in self.ranks), len(running)
-            assert before != after, (
-                f"nobody goes on: {[str(r.program.instructions[r.position]) for r in self.ranks if r.rank in running]}"
-            )
-        return [rank.reported for rank in self.ranks]
-
-
 class Rank:
     """One rank: its memory by buffer, and what it does at each instruction."""
 
-    def __init__(self, world: World, toy: Toy, plan: Plan, program: Program, rank: int) -> None:
-        self.world, self.toy, self.plan, self.program, self.rank = world, toy, plan, program, rank
+    def __init__(self, exchanges: dict[object, Exchange], toy: Toy, plan: Plan, program: Program, rank: int) -> None:
+        self.exchanges, self.toy, self.plan, self.program, self.rank = exchanges, toy, plan, program, rank
         mesh = plan.mesh
         at = mesh.index(rank, SHARDS)
         self.own = slice(EACH * at, EACH * (at + 1))
@@ -263,6 +61,7 @@ class Rank:
         self.grad: dict[int, Values] = {i: self._nothing(i) for i in whole}
         self.memory: dict[Buffer, Any] = {}  # what lives within a step
         self.position = 0
+        self.done = 0  # what it has got done: grows as long as the rank goes on
         self.under_way: dict[int, Post] = {}
         self.counts: dict[object, int] = defaultdict(int)
         self.reported: dict[int, dict[str, int]] = {}  # by batch
@@ -279,17 +78,23 @@ class Rank:
     def run(self) -> Iterator[None]:
         """Every instruction in order; it yields where it has to wait for others."""
         assert not self.memory, f"left from the step before: {sorted(self.memory)}"
-        run: dict[Op, Callable[[Instruction], None]] = {
-            op: getattr(self, f"do_{op.lower()}") for op in {i.op for i in self.program.instructions}
-        }
         self.reported = {}
-        for position, one in enumerate(self.program.instructions):
-            self.position = position
-            for at in one.waits:
-                yield from self.wait(at)
-            run[one.op](one)
-            if self.position not in self.under_way:
-                self.free(one)
+        for position in range(len(self.program.instructions)):
+            yield from self.execute(position)
+        yield from self.wait_for_all()
+
+    def execute(self, position: int) -> Iterator[None]:
+        """One instruction, after what it waits for."""
+        self.position, one = position, self.program.instructions[position]
+        for at in one.waits:
+            yield from self.wait(at)
+        operate: Callable[[Instruction], None] = getattr(self, f"do_{one.op.lower()}")
+        operate(one)
+        if position not in self.under_way:
+            self.free(one)
+        self.done += 1
+
+    def wait_for_all(self) -> Iterator[None]:
         for at in sorted(self.under_way):
             yield from self.wait(at)
 
@@ -298,13 +103,14 @@ class Rank:
         queue = self.program.instructions[at].queue
         for earlier in [p for p, post in self.under_way.items() if p <= at and post.one.queue == queue]:
             post = self.under_way.pop(earlier)
-            exchange = self.world.exchanges[post.key]
+            exchange = self.exchanges[post.key]
             while not exchange.complete:
                 yield
             kinds = {kind for kind, _ in exchange.given.values()}
             assert len(kinds) == 1, f"{post.one}: others do {kinds}"
             post.deliver([exchange.given[member][1] for member in exchange.members])
             self.free(post.one)
+            self.done += 1
 
     def post(
         self,
@@ -319,7 +125,7 @@ class Rank:
         channel = (members, str(one.lane), to) if to is None else (members, to)
         key = (channel, self.counts[channel])
         self.counts[channel] += 1
-        exchange = self.world.exchanges.setdefault(key, Exchange(members))
+        exchange = self.exchanges.setdefault(key, Exchange(members))
         assert self.rank not in exchange.given
         exchange.given[self.rank] = what, value
         if one.lane is Lane.COMPUTE:
@@ -401,7 +207,7 @@ class Rank:
                     pending[name] += value
         if "loss" in unit.outputs:
             pending["loss"] = self.weight(one, m)
-        arrived = self.toy.arriving(unit, pending)
+        arrived = self.toy.arriving(unit, pending, m, self.rows)
         leaving = self.toy.leaving(unit, arrived, w)
         for place in one.writes:
             if place.kind == "gradient":
@@ -572,20 +378,25 @@ class Rank:
         self.memory[place] = sum(known(g) ** 2 for g in mine) % PRIME if first else 0
 
     def do_decide(self, one: Instruction) -> None:
-        self.memory[one.writes[0]] = verdict(self.memory[one.reads[0]])
+        self.memory[one.writes[0]] = self.toy.scale(self.memory[one.reads[0]])
 
     def do_step(self, one: Instruction) -> None:
-        b, decided = one.bucket, self.memory[Buffer("verdict", version=one.version)]
+        b, scale = one.bucket, self.memory[Buffer("verdict", version=one.version)]
         goal, param = self.grad[b], self.param[b]
         gradient, at = goal[self.held(b, goal)], self.held(b, param)
         both = [
-            updated(known(w), known(s), known(g), decided)
+            updated(known(w), known(s), known(g), scale)
             for w, s, g in zip(param[at], self.state[b], gradient, strict=True)
         ]
         if len(param) == self.toy.numel and self.rule[b].state == "S":
             param[:] = [None] * len(param)  # the other ranks' shards are not those that are here any more
         param[at] = [w for w, _ in both]
         self.state[b] = [s for _, s in both]
+        self.spend(one)
+
+    def spend(self, one: Instruction) -> None:
+        """The gradient of an updated bucket is of no use any more."""
+        goal = self.grad[one.bucket]
         goal[:] = [None] * len(goal)
 
     def do_stash(self, one: Instruction) -> None:
@@ -595,24 +406,3 @@ class Rank:
 
     def do_report(self, one: Instruction) -> None:
         self.reported[one.version] = {p.kind: self.memory[p] for p in one.reads if p.kind in ("loss", "norm")}
-
-
-def differences(toy: Toy, plan: Plan, programs: Sequence[Program], steps: int = 2) -> list[str]:
-    """What ranks report or hold after some steps that one device does not."""
-    world = World(toy, plan, programs)
-    rows = plan.mesh.axis_size(batch_axes(plan.mesh))
-    device, found = Device(toy, plan, rows), []
-    for number in range(steps):
-        truth = dict(enumerate({"loss": loss, "norm": norm} for loss, norm in device.window(programs[0].batches)))
-        for rank, reported in enumerate(world.step()):
-            if reported != truth:
-                found.append(f"step {number}, rank {rank}: {reported}, not {truth}")
-    for rank, bucket in itertools.product(world.ranks, toy.trace.buckets):
-        if any(b.index == bucket.index and i.op is Op.STEP for i in rank.program.instructions for b in i.writes):
-            values = rank.param[bucket.index]
-            at = rank.held(bucket.index, values)
-            whole = device.history[bucket.index][-1]
-            part = whole[at] if len(values) == toy.numel else whole[rank.own]
-            if values[at] != part:
-                found.append(f"rank {rank.rank}: bucket {bucket.index} differs")
-    return found
