@@ -11,12 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.core.check import ProgramError, check
-from shardwise.core.instruction import Buffer, Instruction, Lane, Op
+from shardwise.core.instruction import Buffer, BufferKind, Instruction, Lane, Op
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.lower.slots import SlotSpan, assign
 from shardwise.lower.step import lower
+from shardwise.lower.waits import derive_waits
 from shardwise.models.gpt import GPT
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
@@ -173,3 +174,13 @@ def test_a_stage_that_does_not_wait_sums_its_norm_over_its_own_ranks(gpt: Trace)
     for program in lower(gpt, plan, batches=3):
         norms = [one.axes for one in program.instructions if one.op is Op.REDUCE and one.writes[0].kind == "norm"]
         assert norms == [("dp", "tp"), ("pp",)] * 2 + [("pp", "dp", "tp")]
+
+
+def test_a_transfer_waits_for_one_before_it_in_its_queue_that_writes_what_it_reads() -> None:
+    """It is posted only when its operand is there; what computes has its operands anyway."""
+    x, y = BufferKind.GRAD.of(0), BufferKind.GRAD.of(1)
+    for lane, waits in ((Lane.REDUCE, (0,)), (Lane.COMPUTE, ())):
+        first, second, other = (
+            Instruction(Op.REDUCE, axes=("dp",), lane=lane, reads=(one,), writes=(one,)) for one in (x, x, y)
+        )
+        assert [one.waits for one in derive_waits([first, second, other])] == [(), waits, ()]

@@ -17,18 +17,28 @@ from shardwise.core.instruction import Instruction, Op
 from shardwise.core.plan import Plan
 from shardwise.core.program import Program
 from shardwise.core.schedules import SCHEDULES
+from shardwise.core.timetable import written
 from shardwise.lower.step import lower
 from shardwise.models import GPT, Llama
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.units.trace import Trace
 from shardwise.units.tracing import trace
+from timetables import any_order
 from toys.units import ALWAYS, NEVER, PRIME, Toy
 from toys.world import differences
 
 LAYERS, DRAWN = 6, 2000
 PP, DP = (1, 2, 3), ((1, 1), (2, 1), (3, 1), (4, 2), (2, 2))
 """Ranks of the pipeline; ranks of data parallelism, and groups of them."""
+WAYS = (
+    ("none", "selective", "full"),
+    ("use", "forward", "step"),
+    ("microbatch", "step"),
+    ("auto", "bf16"),
+    (0, 1, 2),
+)
+"""Choices of recompute, gathered, reduced, reduce and prefetch."""
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +62,6 @@ def shared() -> Llama:
 def synchronous() -> Iterator[tuple[Any, ...]]:
     """Some of the legal combinations of what a synchronous plan can say: all would be 30,000."""
     schedules = [name for name, schedule in SCHEDULES.items() if not schedule.asynchronous]
-    how = (
-        ("none", "selective", "full"),
-        ("use", "forward", "step"),
-        ("microbatch", "step"),
-        ("auto", "bf16"),
-        (0, 1, 2),
-    )
     draw = random.Random(0).choice
     for _ in range(DRAWN):
         case = (
@@ -68,7 +71,7 @@ def synchronous() -> Iterator[tuple[Any, ...]]:
             draw(DP),
             draw(range(4)),
             draw((1, 2, 3, 5)),
-            tuple(map(draw, how)),
+            tuple(map(draw, WAYS)),
         )
         if case[1] == "1f1b" or case[2] > 1:  # one rank has no schedule
             with suppress(ConfigError):
@@ -94,17 +97,10 @@ def planned(schedule: str, pp: int, dp: tuple[int, int], zero: int, microbatches
 
 def asynchronous() -> Iterator[tuple[Any, ...]]:
     """The same of asynchronous plans, with the batches of a window."""
-    how = (
-        ("none", "selective", "full"),
-        ("use", "forward", "step"),
-        ("microbatch", "step"),
-        ("auto", "bf16"),
-        (0, 1, 2),
-    )
     draw = random.Random(1).choice
     for _ in range(DRAWN):
         schedule, pp, microbatches = draw(("pipedream", "pipedream-2bw")), draw((2, 3, 4)), draw((1, 2, 3, 4, 5))
-        zero, sync, way = draw(range(4)), draw((False, True)), tuple(map(draw, how))
+        zero, sync, way = draw(range(4)), draw((False, True)), tuple(map(draw, WAYS))
         case = (
             draw(("gpt", "llama", "shared")),
             schedule,
@@ -140,13 +136,6 @@ def validated() -> Iterator[tuple[Any, ...]]:
     """The same of plans whose updates are validated later: with how often gradients are clipped, and the unit and the
     batch whose backward overflows.
     """
-    how = (
-        ("none", "selective", "full"),
-        ("use", "forward", "step"),
-        ("microbatch", "step"),
-        ("auto", "bf16"),
-        (0, 1, 2),
-    )
     draw = random.Random(2).choice
     for _ in range(DRAWN):
         case = (
@@ -160,7 +149,7 @@ def validated() -> Iterator[tuple[Any, ...]]:
             draw(list(LIMITS)),
             draw(("nowhere", "first", "middle", "last")),
             draw((0, 1)),
-            tuple(map(draw, how)),
+            tuple(map(draw, WAYS)),
         )
         with suppress(ConfigError):
             optimistic(*case[1:])
@@ -247,6 +236,25 @@ def test_all_updates_that_are_validated_later_are_those_of_a_barrier(traces: dic
         assert wrong_later(traces[name], tuple(rest)) == [], (name, rest)
 
 
+CHAIN = (
+    "F0.0 F5.0 B5.0 F0.1 F5.1 B5.1 B0.0 B0.1",
+    "F1.0 F4.0 F1.1 B4.0 F4.1 B4.1 B1.0 B1.1",
+    "F2.0 F3.0 F2.1 B3.0 F3.1 B3.1 B2.0 B2.1",
+)
+"""The first rank sends what F1.1 needs behind its first backward, the second what F2.1 needs before its own: both have
+to validate before that."""
+ORDERS = [CHAIN, *(written(any_order((0, 1, 2, 2, 1, 0), 2, random.Random(seed))) for seed in range(3))]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("order", ORDERS, ids=("chain", "any", "other", "third"))
+def test_whatever_ranks_compute_first(traces: dict[str, Trace], order: tuple[str, ...], limit: str) -> None:
+    one = traces["llama"]
+    plan = data_parallel(Plan(microbatches=2, norm="post-validate", window=2), 2, 3)
+    plan = pipeline(plan, len(order), "auto", stages=(1, 1, 1, 1, 1, len(one.units) - 5), timetable=order)
+    assert differences(Toy(one, 2, LIMITS[limit]), plan, lower(one, plan, batches=2)) == []
+
+
 # ---- the oracle finds what is wrong ----------------------------------------------------------------------------------
 
 Change = Callable[[Instruction], Instruction | None]
@@ -287,6 +295,20 @@ FAULTS: dict[str, Change] = {
 }  # fmt: skip
 
 
+LATER: dict[str, Change] = {
+    "an update that cannot be taken back": of(Op.BACKUP, drop),
+    "a copy of what has been updated": of(Op.BACKUP, lambda one: one),  # by `swapped`
+    "an update that nobody validates": of(Op.VALIDATE, drop),
+    "a validation by the norm of one stage": of(Op.REDUCE,
+    lambda one: None if one.axes == ("pp",) and one.writes[0].kind == "norm" else one),
+    "a validation that waits for nothing": of(Op.VALIDATE, lambda one: replace(one, waits=())),
+    "a message that comes twice and does not say so": of(Op.RECEIVE, lambda one: replace(one, crosses=False)),
+    "a message that says so and comes once": of(Op.RECEIVE, lambda one: replace(one, crosses=True)),
+    "an update of a stage that knows of no other": of(Op.STEP, drop, version=0),
+}  # fmt: skip
+"""The same of programs whose updates are validated later."""
+
+
 def changed(programs: tuple[Program, ...], change: Change) -> tuple[Program, ...]:
     """With other instructions; what waits for a dropped one waits for nothing."""
     found = []
@@ -308,6 +330,20 @@ def twice(programs: tuple[Program, ...]) -> tuple[Program, ...]:
                 program, instructions=(*program.instructions[:at], program.instructions[at], *program.instructions[at:])
             )
         )
+    return tuple(found)
+
+
+def swapped(programs: tuple[Program, ...]) -> tuple[Program, ...]:
+    """Each BACKUP behind its STEP; nobody waits for them."""
+    found = []
+    for program in programs:
+        new = list(program.instructions)
+        at = {(one.op, one.bucket, one.version): i for i, one in enumerate(new)}
+        for (op, *which), i in at.items():
+            if op is Op.BACKUP:
+                j = at[Op.STEP, *which]
+                new[i], new[j] = new[j], new[i]
+        found.append(replace(program, instructions=tuple(new)))
     return tuple(found)
 
 
@@ -339,3 +375,20 @@ def test_a_wrong_program_is_found(traces: dict[str, Trace], fault: str) -> None:
         except (AssertionError, KeyError, TypeError, ValueError):
             return
     pytest.fail(f"nobody has noticed: {fault}")
+
+
+FAULTY_LATER = ("1f1b", 2, (2, 1), 1, 3, 2, "always", "nowhere", 0, ("none", "use", "step", "auto", 1))
+
+
+def test_without_a_fault_a_validated_program_is_right(traces: dict[str, Trace]) -> None:
+    assert wrong_later(traces["llama"], FAULTY_LATER) == []
+
+
+@pytest.mark.parametrize("fault", LATER)
+def test_a_wrong_validation_is_found(traces: dict[str, Trace], fault: str) -> None:
+    change = swapped if "copy of what" in fault else lambda programs: changed(programs, LATER[fault])
+    try:
+        found = wrong_later(traces["llama"], FAULTY_LATER, change)
+    except (AssertionError, KeyError, TypeError, ValueError):
+        return
+    assert found

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.core.plan import Plan
-from shardwise.parallel.data import Reduction, data_parallel, placement, reductions
+from shardwise.core.flat import FlatBuffer
+from shardwise.core.plan import ParameterRule, Plan
+from shardwise.parallel.data import ZERO, Reduction, data_parallel, held_range, placement, reductions
 from shardwise.parallel.tensor import tensor_parallel
 
 TABLE: list[tuple[int, int, int, tuple[str, ...], str, str]] = [
@@ -36,3 +37,15 @@ def test_reductions(ranks: int, zero: int, replicas: int, summed: tuple[str, ...
     plan = data_parallel(plan, ranks, zero=zero, replicas=replicas)
     found = reductions(plan.mesh, placement(plan, "any"), summed)
     assert tuple(map(told, found)) == (each, once)
+
+
+@pytest.mark.parametrize("rule", ZERO, ids=("ddp", "zero-1", "zero-2", "zero-3"))
+@pytest.mark.parametrize("learns", [True, False])
+def test_ranges_follow_each_other_as_ranks_do(rule: ParameterRule, learns: bool) -> None:
+    """A gather lays what ranks have end to end in their order, and a scatter gives them the parts in that order."""
+    layout = FlatBuffer((), numel=48, itemsize=4, segments=(), align=16)
+    ranges = [held_range(rule, layout, 3, index, learns) for index in range(3)]
+    if (rule.state if learns else rule.rest) == "S":
+        assert [(one.start, one.stop) for one in ranges] == [(0, 16), (16, 32), (32, 48)]
+    else:
+        assert [(one.start, one.stop) for one in ranges] == [(0, 48)] * 3
