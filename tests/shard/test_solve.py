@@ -39,7 +39,8 @@ from shardwise.shard.rules import find
 from shardwise.shard.sharded import Choice, choose
 from shardwise.shard.solver.candidates import Candidates, Chosen
 from shardwise.shard.solver.cost_model import CostModel, Seconds
-from shardwise.shard.solver.cost_tables import Flow, Solved, Solver, seconds
+from shardwise.shard.solver.cost_tables import Solved, Solver
+from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, SECONDS
 from shardwise.shard.solver.solve import NOT_EXACT, best_within, least, predicted, solve, within
 from shardwise.shard.solver.variable_elimination import Elimination

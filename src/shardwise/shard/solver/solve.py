@@ -27,8 +27,9 @@ from shardwise.shard.recipe.walk import recipe
 from shardwise.shard.sizes import Unfit
 from shardwise.shard.solver.candidates import Candidates, Chosen
 from shardwise.shard.solver.cost_model import CostModel, Seconds
-from shardwise.shard.solver.cost_tables import Flow, Solved, Solver, seconds
+from shardwise.shard.solver.cost_tables import Solved, Solver
 from shardwise.shard.solver.decisions import check_taken, take_up
+from shardwise.shard.solver.flow import Flow, seconds
 from shardwise.shard.solver.memory_limit import BYTES, EXACT, SECONDS, Objective
 from shardwise.shard.solver.variable_elimination import LIMIT, TooWide
 

@@ -1,0 +1,83 @@
+"""Which op makes each value and which ops read it, and so what a microbatch takes under a tensor plan: the ops, and the
+moves of values between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from shardwise.graph.schema import is_tensor
+from shardwise.shard.assignment import Assignment
+from shardwise.shard.context import ShardingContext
+from shardwise.shard.solver.cost_model import CostModel, Seconds, Talk
+
+
+class Reader(NamedTuple):
+    """What reads a value: an op, at some of its operands; or, without one, what wants it in ``goal`` on every axis."""
+
+    node: fx.Node | None
+    positions: tuple[int, ...] = ()
+    goal: str = "I"
+
+
+class Flow:
+    """Who makes and who reads the tensors of a captured graph."""
+
+    def __init__(self, context: ShardingContext) -> None:
+        self.context, self.forms = context, context.forms
+        self.values = [
+            n for n in context.normal.graph.nodes if is_tensor(n) and not isinstance(n.meta["val"], tuple | list)
+        ]
+
+    def maker(self, value: fx.Node) -> tuple[fx.Node, int]:
+        """The placeholder or op that makes a value, and as which of its results."""
+        picked: Any = value.args if value.op == "call_function" and value not in self.forms else (value, 0)
+        maker, index = picked
+        return maker, index
+
+    def readers(self, value: fx.Node) -> Iterator[Reader]:
+        for user in value.users:
+            form = self.forms.get(user)
+            if user.op == "output":
+                outputs: Any = user.args[0]
+                loss, *updates = outputs
+                yield from [Reader(None, (), "P")] * (value is loss) + [Reader(None)] * (value in updates)
+            elif form is not None:
+                yield Reader(user, tuple(i for i, (o, _) in enumerate(form.operands) if o is value))
+            elif is_tensor(user):
+                yield Reader(None)
+
+
+def seconds(prices: CostModel, flow: Flow, found: Mapping[str, Assignment]) -> Seconds:
+    """What a microbatch takes under assignments, chosen by whomever."""
+    axes = [found[axis] for axis in prices.axes]
+    computing, talks, once, nbytes = 0.0, list[Talk](), list[Talk](), 0
+    for node, form in flow.forms.items():
+        strategies = [one.strategies[node] for one in axes if node in one.strategies]
+        computing += prices.op(node, form, strategies)
+        talks += prices.exchanges(node, form, strategies)
+        nbytes += prices.kept(node, form, strategies)
+    for node in flow.values:
+        value, states = prices.value(node), tuple(one.states[node][0] for one in axes)
+        goals = {
+            tuple(one.strategies[r.node].operands[i] for one in axes) if r.node is not None else (r.goal,) * len(axes)
+            for r in flow.readers(node)
+            for i in (r.positions if r.node is not None else (0,))
+        }
+        maker, index = flow.maker(node)
+        made = tuple(
+            one.strategies[maker].results[index] if node in one.held and maker in one.strategies else s
+            for one, s in zip(axes, states, strict=True)
+        )
+        for before, after in ((made, {states}), (states, goals)):
+            steps = prices.steps(value, before, after)
+            assert steps is not None, (node, before, after)
+            talks += [talk for step in sorted(steps, key=repr) for talk in prices.talks(value, step)]
+            nbytes += sum(prices.copied(value, step) for step in steps)
+        if node.op == "placeholder" and node.name in prices.context.captured.parameters:
+            nbytes += prices.resting(node, states)
+            once += prices.once(node, states)
+    return Seconds(computing, sum(map(prices.seconds, (*talks, *once))), tuple(talks), nbytes, tuple(once))
