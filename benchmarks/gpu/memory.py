@@ -87,7 +87,7 @@ def _judge(part: Part, name: str, found: dict[str, Any]) -> None:
 def one_step(device: str, tiny: bool, changes: dict[str, Any]) -> dict[str, Any]:
     """The second step of a plan: bytes between steps and at the peak, predicted and measured, by category."""
     from shardwise.data.loader import Batch
-    from shardwise.launch.forecast import account
+    from shardwise.launch.forecast_shown import account
     from shardwise.launch.measuring import StepMemory
 
     task = sized(device, tiny)

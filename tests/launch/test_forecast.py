@@ -14,7 +14,8 @@ from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
 from shardwise.estimate.devices import GIB, Device, named
 from shardwise.estimate.predict import predict
-from shardwise.launch.forecast import WAYS, Before, Forecast, changed, gib_at_least
+from shardwise.launch.forecast import Forecast, changed, gib_at_least
+from shardwise.launch.left_open import WAYS, Before
 from shardwise.launch.subject import forecast, load_anywhere, settled
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.stages import StageSplit

@@ -16,7 +16,8 @@ from shardwise.data.loader import Batch, rank_rows
 from shardwise.estimate.devices import GIB, Device
 from shardwise.initial.initial import record
 from shardwise.initial.values import Values
-from shardwise.launch.forecast import Forecast, account
+from shardwise.launch.forecast import Forecast
+from shardwise.launch.forecast_shown import account
 from shardwise.launch.measuring import MEMORY, StepMemory, model_states, read_memory, write_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.lower.compiled import Compiled

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.estimate.devices import Device, named
-from shardwise.launch.forecast import account, headline
+from shardwise.launch.forecast_shown import account, headline
 from shardwise.launch.measuring import read_memory
 from shardwise.launch.subject import forecast, load_anywhere
 from shardwise.report.memory import Account, chart, comparison, draw, table

@@ -5,57 +5,36 @@ would fit.
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardwise.config import Config, build_optimizer, build_plan
 from shardwise.core.communicators import sizes
 from shardwise.core.errors import ConfigError
-from shardwise.core.plan import CHOICES, Plan
+from shardwise.core.plan import Plan
 from shardwise.core.rates import rates
 from shardwise.estimate.devices import GIB, Device
 from shardwise.estimate.fit import Fit, FitChoices, nearest
 from shardwise.estimate.memory import goals
 from shardwise.estimate.predict import Prediction, fullest, predict
 from shardwise.estimate.prefetch import depth
-from shardwise.estimate.timeline import by_category
 from shardwise.lower.compiled import Compiled, solves, traced_for
 from shardwise.measure.unit_cost import cost
 from shardwise.measure.unit_memory import Profile, profile
 from shardwise.parallel.data import batch_axes, shard_axes
 from shardwise.parallel.pipeline import PIPELINE
-from shardwise.report.memory import Account
-from shardwise.report.tables import count, plural, size
+from shardwise.report.tables import size
 from shardwise.shard.solver.cost_model import Seconds
 from shardwise.shard.solver.solve import TooFew
 from shardwise.units.trace import Trace
 
 from .folder import PLAN
-
-OPEN = ("gathered", "reduced")
-"""The fields of a plan that a config may leave open."""
-WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
-"""Their values, those that communicate least (and need most memory) first."""
-
-
-class Before(NamedTuple):
-    """What an earlier start of a run chose by the memory that was free: one of :data:`WAYS`, and the bytes that it left
-    a solver.
-    """
-
-    way: int
-    tensor_bytes: int
-
-    @staticmethod
-    def of(plan: Plan) -> Before:
-        """What stands in its plan."""
-        return Before(WAYS.index((plan.data.gathered, plan.data.reduced)), plan.tensor.bytes)
+from .left_open import OPEN, WAYS, Before, left_open
 
 
 @dataclass
@@ -372,16 +351,6 @@ class Forecast:
         return self.compiled.masks if all(bool((example[m] == 1).all()) for m in self.compiled.masks) else ()
 
 
-def left_open(config: Config) -> tuple[str, ...]:
-    """Those of ``gathered`` and ``reduced`` that have a meaning for the plan of ``config`` and no value in it."""
-    plan, parallel = build_plan(config), config.parallel
-    rules = plan.data.parameters if shard_axes(plan.mesh) else ()
-    gathers = any(rule.rest == "S" for rule in rules)
-    reduces = any(rule.grad == "S" for rule in rules) and plan.microbatches > 1
-    meant = {"gathered": gathers and parallel.gathered is None, "reduced": reduces and parallel.reduced is None}
-    return tuple(key for key, is_open in meant.items() if is_open)
-
-
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """``config`` with other values of ``parallel.…``."""
     values = {key.removeprefix("parallel."): value for key, value in changes.items()}
@@ -397,34 +366,6 @@ def gib_at_least(nbytes: int) -> str:
     """A number of GiB with four digits that is not less than ``nbytes``."""
     digits = 3 - math.floor(math.log10(nbytes / GIB))
     return f"{math.ceil(nbytes / GIB * 10**digits) / 10**digits:.{max(digits, 0)}f}"
-
-
-def account(prediction: Prediction) -> Account:
-    """A prediction as it is shown, stored and drawn."""
-    moments = prediction.timeline.moments
-    return Account(
-        prediction.rank, tuple(str(one) for one in prediction.timeline.instructions),
-        tuple({c.value: n for c, n in moment.peak.items()} for moment in moments),
-        {c.value: n for c, n in by_category(prediction.persistent).items()}, prediction.timeline.at, prediction.at,
-        prediction.host_bytes,
-    )  # fmt: skip
-
-
-def headline(forecast: Forecast) -> str:
-    """The model and the devices in a line, and the plan in another."""
-    config, plan, dp = forecast.config, forecast.plan, forecast.config.parallel
-    model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
-    number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
-    stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
-    words = [f"{plan.pipeline.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
-    words += [f"{plan.tensor.chosen_by} over {dp.tp} ranks"] if dp.tp > 1 else []
-    words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
-    words += [plan.numeric.precision]
-    words += [f"recompute {plan.memory.recompute}"] if plan.memory.recompute != "none" else []
-    words += [f"gathered {plan.data.gathered}"] if dp.zero == 3 else []
-    words += [f"reduced by {plan.data.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []
-    words += ["optimizer on the host"] if plan.memory.offloads_optimizer else []
-    return f"{model}, {number} parameters, on {plan.mesh.size} x {forecast.device.name}\n{', '.join(words)}"
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from shardwise.measure.storage_tracker import StorageTracker
 from shardwise.report.memory import Account
 from shardwise.runtime.engine import Engine
 
-from .forecast import Forecast, account, headline
+from .forecast import Forecast
+from .forecast_shown import account, headline
 from .results import write_json
 
 MEMORY = "memory.json"

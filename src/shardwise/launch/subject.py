@@ -23,7 +23,8 @@ from shardwise.initial.values import Values
 from shardwise.lower.compiled import Compiled
 from shardwise.lower.versions import steady
 
-from .forecast import Forecast, left_open, uncollected
+from .forecast import Forecast, uncollected
+from .left_open import left_open
 from .ordering import settle_by_costs, unordered
 
 EXAMPLE_ROWS = 2

@@ -32,7 +32,8 @@ from shardwise.train.trainer import Trainer
 
 from .devices import Card, cards_of, check_free, mixed, room_to_start
 from .folder import PLAN, plan_of
-from .forecast import Before, Forecast, uncollected
+from .forecast import Forecast, uncollected
+from .left_open import Before
 from .matmul import SAFE, MatmulChoice, choose_matmul, typical_shapes
 from .monitor import log_path
 from .ordering import settle, unordered

@@ -1,0 +1,38 @@
+"""How a forecast is shown: its plan in two lines, and what each rank needs."""
+
+from __future__ import annotations
+
+from shardwise.estimate.predict import Prediction
+from shardwise.estimate.timeline import by_category
+from shardwise.report.memory import Account
+from shardwise.report.tables import count, plural
+
+from .forecast import Forecast
+
+
+def account(prediction: Prediction) -> Account:
+    """A prediction as it is shown, stored and drawn."""
+    moments = prediction.timeline.moments
+    return Account(
+        prediction.rank, tuple(str(one) for one in prediction.timeline.instructions),
+        tuple({c.value: n for c, n in moment.peak.items()} for moment in moments),
+        {c.value: n for c, n in by_category(prediction.persistent).items()}, prediction.timeline.at, prediction.at,
+        prediction.host_bytes,
+    )  # fmt: skip
+
+
+def headline(forecast: Forecast) -> str:
+    """The model and the devices in a line, and the plan in another."""
+    config, plan, dp = forecast.config, forecast.plan, forecast.config.parallel
+    model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
+    number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))
+    stage = f"ZeRO-{dp.zero}" if dp.zero else "replicated"
+    words = [f"{plan.pipeline.schedule} pipelines of {dp.pp} ranks"] if dp.pp > 1 else []
+    words += [f"{plan.tensor.chosen_by} over {dp.tp} ranks"] if dp.tp > 1 else []
+    words += [stage, f"{config.data.batch_size} rows", plural(plan.microbatches, "microbatch")]
+    words += [plan.numeric.precision]
+    words += [f"recompute {plan.memory.recompute}"] if plan.memory.recompute != "none" else []
+    words += [f"gathered {plan.data.gathered}"] if dp.zero == 3 else []
+    words += [f"reduced by {plan.data.reduced}"] if dp.zero >= 2 and plan.microbatches > 1 else []
+    words += ["optimizer on the host"] if plan.memory.offloads_optimizer else []
+    return f"{model}, {number} parameters, on {plan.mesh.size} x {forecast.device.name}\n{', '.join(words)}"

@@ -1,0 +1,41 @@
+"""What a config leaves to be chosen by the memory that is free: how long parameters stay gathered, and how often
+gradients are reduced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+from shardwise.config import Config, build_plan
+from shardwise.core.plan import CHOICES, Plan
+from shardwise.parallel.data import shard_axes
+
+OPEN = ("gathered", "reduced")
+"""The fields of a plan that a config may leave open."""
+WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
+"""Their values, those that communicate least (and need most memory) first."""
+
+
+class Before(NamedTuple):
+    """What an earlier start of a run chose by the memory that was free: one of :data:`WAYS`, and the bytes that it left
+    a solver.
+    """
+
+    way: int
+    tensor_bytes: int
+
+    @staticmethod
+    def of(plan: Plan) -> Before:
+        """What stands in its plan."""
+        return Before(WAYS.index((plan.data.gathered, plan.data.reduced)), plan.tensor.bytes)
+
+
+def left_open(config: Config) -> tuple[str, ...]:
+    """Those of ``gathered`` and ``reduced`` that have a meaning for the plan of ``config`` and no value in it."""
+    plan, parallel = build_plan(config), config.parallel
+    rules = plan.data.parameters if shard_axes(plan.mesh) else ()
+    gathers = any(rule.rest == "S" for rule in rules)
+    reduces = any(rule.grad == "S" for rule in rules) and plan.microbatches > 1
+    meant = {"gathered": gathers and parallel.gathered is None, "reduced": reduces and parallel.reduced is None}
+    return tuple(key for key, is_open in meant.items() if is_open)
