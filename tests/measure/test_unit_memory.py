@@ -28,12 +28,12 @@ def gpt(layers: int) -> list[UnitMemory]:
 def test_equal_blocks_are_walked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     walks: list[str] = []
 
-    class Counted(module_under_test._Work):
+    class Counted(module_under_test.UnitWork):
         def forward(self, what: Any) -> tuple[int, int]:
             walks.append(self.unit.name)
             return super().forward(what)
 
-    monkeypatch.setattr(module_under_test, "_Work", Counted)
+    monkeypatch.setattr(module_under_test, "UnitWork", Counted)
     counts = []
     for layers in (3, 9):
         walks.clear()

@@ -1,0 +1,160 @@
+"""One unit's instructions on the meta device under a tracker of storages, as ``runtime/computing.py`` does them: with
+the same objects held for as long, so that peaks are its peaks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from shardwise.measure.meta_run import META, MetaRun, UnitRun, failed_op, storages, without
+from shardwise.measure.storage_tracker import StorageTracker
+from shardwise.ops.weight_gradients import Factors, Kernels, accumulate
+from shardwise.units.selective_recompute import Tape, recallable
+from shardwise.units.trace import Trace, Unit
+from shardwise.units.unit_backward import Saved, UnitBackward
+from shardwise.units.weight_products import Operand, expose, find
+
+
+@dataclass(frozen=True)
+class MetaStep:
+    """What the units of a step have in common: ``goals`` are the dtypes of the buffers to which backward writes
+    gradients, by parameter.
+    """
+
+    trace: Trace
+    walk: MetaRun
+    microbatches: int
+    goals: Mapping[str, torch.dtype]
+    kernels: Kernels
+
+
+class UnitWork(UnitBackward):
+    """One unit's instructions on one way, as the interpreter does them."""
+
+    def __init__(self, step: MetaStep, unit: Unit, arguments: Sequence[Tensor]) -> None:
+        super().__init__()
+        trace = step.trace
+        self.unit, self.arguments, self.kernels = unit, arguments, step.kernels
+        self.run, self.tracker = UnitRun(step.walk, {}), StorageTracker(META.type)
+        self.live: list[Tensor] = []
+        self.updates: list[Tensor] = []
+        self.saved: list[Saved] = []
+        self.tape: Tape | None = None
+        wide = torch.float64 if trace.precision == "fp64" else torch.float32
+        self.loss = torch.empty((), dtype=wide, device=META)
+        self.weights = torch.empty(step.microbatches, dtype=wide, device=META) if trace.targets is not None else None
+        self.scale = torch.empty((), dtype=torch.float32, device=META) if trace.precision == "fp16" else None
+        trained = dict(zip(unit.parameters, arguments, strict=False))
+        self.goals = {n: torch.empty(trained[n].shape, dtype=step.goals[n], device=META) for n in unit.products}
+
+    def weight(self) -> Tensor:
+        """w_m of the interpreter: a new scalar, or one of all microbatches'."""
+        return torch.full((), 1.0, dtype=self.loss.dtype, device=META) if self.weights is None else self.weights[0]
+
+    def seed(self, pending: Mapping[str, Tensor], name: str, value: Tensor) -> Tensor | None:
+        if name == "loss":
+            weight = self.weight()
+            return (weight if self.scale is None else weight * self.scale).to(value.dtype)
+        return pending.get(name)
+
+    def forward(self, what: Literal["alone", "save", "record", "again"]) -> tuple[int, int]:
+        """FORWARD that keeps nothing, what autograd keeps or what a tape does, or RECOMPUTE, from the tape where there
+        is one.
+
+        Returns the peak, and what is left, both above what was there before.
+        """
+        unit, env = self.unit, self.run.walk.env
+        graph = unit.graph
+        assert graph is not None
+        own = len(unit.outputs) + len(unit.updates)
+        if what != "alone":
+            graph = recallable(expose(graph, find(graph, [n in unit.products for n in unit.parameters])), own)
+        env.tape, self.tape, env.again = self.tape, None, what == "again"
+        if what == "record":
+            env.tape = self.tape = Tape()
+        keep = what in ("save", "again")
+        before = self.tracker.mark()
+        with (
+            self.run.meter,
+            self.tracker,
+            self.tape.record() if self.tape is not None else torch.set_grad_enabled(keep),
+        ):
+            outputs = self.run.forward(graph, self.arguments)
+            outputs, operands = outputs[:own], outputs[own:]
+            if keep:
+                leaves = self.arguments[: len(unit.parameters)]
+                self.saved = [Saved.of(unit, outputs, [*map(Operand._make, operands)], leaves)]
+            if what != "again":
+                self.publish(outputs)
+        del outputs, operands
+        env.tape, env.again = None, False
+        return self.tracker.peak - before, self.tracker.current - before
+
+    def made(self) -> tuple[int, int]:
+        """Bytes of live outputs, and of new values of buffers."""
+        given = storages(self.arguments)
+        made = without(storages(self.live), given)
+        return sum(made.values()), sum(without(storages(self.updates), given, made).values())
+
+    def publish(self, outputs: Sequence[Tensor]) -> None:
+        unit = self.unit
+        for name, value, grad in zip(unit.outputs, outputs, unit.output_grads, strict=False):
+            detached = value.detach()
+            if name == "loss":
+                self.loss += detached.to(self.loss.dtype) * self.weight()
+            else:
+                self.live.append(detached.requires_grad_() if grad else detached)
+        self.updates = [value.detach() for value in outputs[len(unit.outputs) :]]
+
+    def backward(
+        self, pending: Mapping[str, Tensor], before: Sequence[Tensor | None], held: deque[Factors] | None = None
+    ) -> tuple[int, list[Tensor | None]]:
+        """BACKWARD with the ``pending`` gradients of outputs: the peak, and the inputs' gradients added to those
+        ``before``.
+
+        With ``held`` it is BACKWARD_INPUT, which leaves products there.
+        """
+        self.run.walk.env.meanwhile = self.flush
+        unit = self.unit
+        inputs = self.arguments[len(self.arguments) - len(unit.inputs) :]
+        live = {n: x for n, x, g in zip(unit.inputs, inputs, unit.input_grads, strict=True) if g}
+        for name, old in zip(live, before, strict=True):
+            if old is not None:
+                self.pass_on(name, old)
+        start = self.tracker.mark()
+        with self.run.meter, self.tracker:
+            self.run_backward(
+                unit, self.saved.pop, live, partial(self.seed, pending), None if held is None else held.append
+            )
+        return self.tracker.peak - start, [self.pending.pop((n, self.microbatch), None) for n in live]
+
+    def backward_weight(self, held: deque[Factors]) -> int:
+        """BACKWARD_WEIGHT: the peak."""
+        start = self.tracker.mark()
+        with self.run.meter, self.tracker:
+            while held:
+                self.multiply(held.popleft())
+        return self.tracker.peak - start
+
+    def multiply(self, factors: Factors) -> None:
+        accumulate(self.goals[factors.weight], factors, False, self.kernels)
+
+    def add_gradient(self, name: str, gradient: Tensor) -> None:
+        """Nothing: it is added to a buffer that the program has."""
+
+    def solve(self, outputs: Sequence[Tensor], wanted: Sequence[Any], seeds: Sequence[Tensor]) -> Sequence[Any]:
+        try:
+            return torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+        except (NotImplementedError, RuntimeError) as error:
+            self.run.unknown.add(f"backward of {failed_op(error)}")
+            return [torch.empty_like(t) if isinstance(t, Tensor) else None for t in wanted]
+
+    def names_of_unknown(self) -> tuple[str, ...]:
+        return tuple(sorted(self.run.unknown))
