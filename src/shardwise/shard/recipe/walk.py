@@ -16,7 +16,7 @@ that come after.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from torch import fx
 
@@ -24,20 +24,17 @@ from shardwise.core.mesh import axis_of, sub_axes
 from shardwise.ops import collectives
 from shardwise.parallel.tensor import Role, role
 from shardwise.shard.assignment import Assignment, place_of
-from shardwise.shard.batch_walk import BatchWalk
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.recipe.lookahead import Ahead
+from shardwise.shard.recipe.open_parameters import OpenParameters
 from shardwise.shard.recipe.split_points import Cuts
-
-OPEN = "?"
-"""The state of a parameter that nothing has used yet, and of views of it."""
 
 TABLE = 8
 """Rows a rank from which on a table is split."""
 
 
-class TensorWalk(BatchWalk):
+class TensorWalk(OpenParameters):
     """The walk for one axis, over which, with its other sub-axis, there are ``parts`` ranks; ``before`` are the
     assignments of those before it.
 
@@ -59,8 +56,6 @@ class TensorWalk(BatchWalk):
             set()
         )  # products that are the same on several ranks, each of which uses a part of what follows
         self.role, self.inert = known or Role(), known is None
-        self.views: dict[fx.Node, list[fx.Node]] = {}  # of open parameters, by the parameter, in order
-        self.origin: dict[fx.Node, fx.Node] = {}  # of an open node
         self.made: set[fx.Node] = set()  # partial sums that products made
         self.cuts = Cuts(context, self.parts)
         self.ahead = Ahead(context)
@@ -71,26 +66,6 @@ class TensorWalk(BatchWalk):
         """Whether products by columns and by rows take turns by themselves."""
         return self.role.stream in ("whole", "sequence") and not self.role.rows
 
-    def run(self) -> Assignment:
-        super().run()
-        for node in list(self.views):
-            self.settle(node, None)
-        return self.found
-
-    def visit(self, node: fx.Node) -> None:
-        """Views of open parameters stay open; what else reads these decides on them."""
-        form = self.forms.get(node)
-        if form is not None and len(form.operands) == 1 and form.operands[0][0] in self.origin:
-            self.found.states[node] = (OPEN,) * len(form.results)
-            self.remember(node, form.operands[0][0])
-            return
-        if node in self.forms and form is None:
-            for operand in filter(self.origin.__contains__, node.all_input_nodes):
-                self.close(operand, None)
-        super().visit(node)
-        if node not in self.forms and node.args[0] in self.origin:
-            self.remember(node, node.args[0])
-
     # ---- parameters ------------------------------------------------------------------------------------------------
 
     def birth(self, node: fx.Node) -> Placement:
@@ -100,60 +75,7 @@ class TensorWalk(BatchWalk):
         if self.context.tensor.layouts is not None:
             layout = self.context.tensor.layouts.get(name)
             return place_of(layout, self.axis, self.context.tensor.axes)
-        self.views[node], self.origin[node] = [], node
-        return OPEN
-
-    def remember(self, node: fx.Node, source: fx.Node) -> None:
-        self.origin[node] = self.origin[source]
-        self.views[self.origin[source]].append(node)
-
-    def close(self, node: fx.Node, wanted: Placement | None) -> bool:
-        """Decide on the parameter under ``node``, if that is open, so that ``node`` is what is wanted; else whole.
-        Whether it is.
-        """
-        if node not in self.origin:
-            return self.found.states[node][0] == wanted
-        parameter = self.origin[node]
-        for place in self.candidates(parameter, node, wanted) if isinstance(wanted, Shard) else ():
-            if self.under(parameter, place).get(node, (None,))[0] == wanted:
-                self.settle(parameter, place)
-                return True
-        self.settle(parameter, None)
-        return False
-
-    def candidates(self, parameter: fx.Node, node: fx.Node, wanted: Shard) -> Iterator[Shard]:
-        """Where a parameter might be sharded for a view of it to be sharded as wanted."""
-        shape, size = self.context.shape(parameter), self.context.shape(node)[wanted.dim]
-        for dim, whole in enumerate(shape):
-            for pre in dict.fromkeys((wanted.pre, wanted.pre * whole // size if whole % size == 0 else wanted.pre)):
-                if whole % (pre * wanted.post) == 0:
-                    yield wanted._replace(dim=dim, pre=pre)
-
-    def under(self, parameter: fx.Node, place: Shard | None) -> dict[fx.Node, tuple[Placement, ...]]:
-        """The states of a parameter and its views if it is sharded there."""
-        found: dict[fx.Node, tuple[Placement, ...]] = {parameter: ("I" if place is None else place,)}
-        for node in self.views[parameter]:
-            form = self.forms.get(node)
-            if form is None:
-                found[node] = (found[node.args[0]][node.args[1]],)
-                continue
-            strategy = self.of_view(form, found[form.operands[0][0]][0])
-            found[node] = strategy.results
-        return found
-
-    @staticmethod
-    def of_view(form: OpSharding, state: Placement) -> Strategy:
-        found = form.shards(0, state) if isinstance(state, Shard) else None
-        return form.whole("I") if found is None else found
-
-    def settle(self, parameter: fx.Node, place: Shard | None) -> None:
-        self.found.states |= (states := self.under(parameter, place))
-        for node in self.views.pop(parameter):
-            form = self.forms.get(node)
-            if form is not None:
-                self.found.strategies[node] = self.of_view(form, states[form.operands[0][0]][0])
-        for node in states:
-            del self.origin[node]
+        return self.leave_open(node)
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
