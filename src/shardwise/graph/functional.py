@@ -21,6 +21,7 @@ from shardwise.graph.aten_ops import SPLITS
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.schema import given, op_name
 from shardwise.graph.torch_private import HigherOrderOperator, schema
+from shardwise.graph.tracked import Tracked
 from shardwise.ops import norms
 
 aten = torch.ops.aten
@@ -58,10 +59,8 @@ class _Walker:
         self.seen: dict[fx.Node, int] = {}  # value → writes of its base when it was made
         self.grad = True  # whether autograd records the ops that are being copied
         self.unrecorded: set[fx.Node] = set()  # ops copied where it does not
-        self.passed: set[fx.Node] = (
-            set()
-        )  # outputs of wrapped sub-graphs, each the same as the inner node that is its source
-        self.known: dict[fx.Node, bool] = {}  # of new nodes: whether they have a gradient
+        self.passed: set[fx.Node] = set()  # outputs of wrapped sub-graphs, each the inner node that is its source
+        self.tracked = Tracked(captured)
         self.cut: dict[fx.Node, fx.Node] = {}  # new node → its detached self
         self.ordinal = 0
         self.loss: fx.Node | None = None
@@ -160,31 +159,6 @@ class _Walker:
         return self.call(aten.slice_scatter.default, (base, new, dim, start, start + sizes[index]), like)
 
     # ---- gradients -----------------------------------------------------------------------------------------------
-
-    def tracked(self, new: Any) -> bool:
-        """Whether a new node has a gradient."""
-        if not isinstance(new, fx.Node):
-            return False
-        if new not in self.known:
-            stack = [new]
-            while stack:  # graphs are deep: no recursion
-                node = stack[-1]
-                missing = [i for i in node.all_input_nodes if i not in self.known]
-                if missing:
-                    stack.extend(missing)
-                else:
-                    self.known[stack.pop()] = self._tracked(node)
-        return self.known[new]
-
-    def _tracked(self, node: fx.Node) -> bool:
-        if node.op == "placeholder":
-            return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
-        value = node.meta.get("val")
-        if node.target is aten.detach.default or (
-            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-        ):
-            return False
-        return any(self.known[i] for i in node.all_input_nodes)
 
     def detached(self, new: Any) -> Any:
         """A new node without its gradient."""
@@ -308,7 +282,7 @@ class _Walker:
         node.meta["val"] = tuple(v.meta["val"] for v in (old, *written))
         y, *new = (self.call(operator.getitem, (node, i), v) for i, v in enumerate((old, *written)))
         for value in new:
-            self.known[value] = False
+            self.tracked.known[value] = False
         self.bind(old, y)
         for goal, value in zip(written, new, strict=True):
             self.write(goal, value)

@@ -1,0 +1,46 @@
+"""Which values of a functional graph have a gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardwise.graph.captured import Captured
+
+aten = torch.ops.aten
+
+
+class Tracked:
+    """Whether autograd tracks a node, asked while its graph grows; ``known`` are those that it has been asked of."""
+
+    def __init__(self, captured: Captured) -> None:
+        self.captured = captured
+        self.known: dict[fx.Node, bool] = {}
+
+    def __call__(self, node: Any) -> bool:
+        """Whether a node has a gradient; what is no node has none."""
+        if not isinstance(node, fx.Node):
+            return False
+        if node not in self.known:
+            stack = [node]
+            while stack:  # graphs are deep: no recursion
+                missing = [i for i in stack[-1].all_input_nodes if i not in self.known]
+                if missing:
+                    stack.extend(missing)
+                else:
+                    last = stack.pop()
+                    self.known[last] = self._of(last)
+        return self.known[node]
+
+    def _of(self, node: fx.Node) -> bool:
+        """That of a node whose inputs are known."""
+        if node.op == "placeholder":
+            return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
+        value = node.meta.get("val")
+        if node.target is aten.detach.default or (
+            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        ):
+            return False
+        return any(self.known[i] for i in node.all_input_nodes)
