@@ -8,9 +8,8 @@ extension of torch registers go through the same door.  What torch itself has fo
 from __future__ import annotations
 
 import os
-import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.core.devices import runs_on
 from shardwise.core.errors import ConfigError
 from shardwise.wide import WideProduct, into_float32, multiplies_wide
 
@@ -28,9 +28,7 @@ if TYPE_CHECKING:
     from torch.numa.binding import NumaOptions
 
 Kind = Literal["cpu", "gpu"]
-"""Which kernels compute, for tables of what they take: those of a CPU, or those of a device with memory and queues of
-its own.
-"""
+"""Whose kernels compute, for tables of what they take: a CPU's, or a device's with memory and queues of its own."""
 
 CPU = "cpu"
 CUDA = "cuda"  # also of ROCm
@@ -370,37 +368,15 @@ class Backend:
             environment.setdefault(name, value)
 
     def prepare_repeatable(self, environment: dict[str, str] | os._Environ[str]) -> None:
-        """Put into an environment what :meth:`repeatable` needs in it; :class:`ConfigError` where the user's own value
-        cannot serve.
-        """
+        """Put in what makes a process repeat itself; :class:`ConfigError` where the user's own value cannot serve."""
         for name, value in _REPEATABLE.get(self.type, {}).items():
             found = environment.setdefault(name, value)
             if found not in _LEGAL.get(name, (found,)):
                 wrong = f"{name}={found} in the environment lets cuBLAS choose"
                 raise ConfigError.on("train.deterministic", wrong, f"{' or '.join(_LEGAL[name])}, or not to set it")
 
-    @contextmanager
-    def repeatable(self) -> Iterator[None]:
-        """Meanwhile torch computes with kernels that give the same bits each time, and raises where it has none."""
-        memory: Any = torch.utils.deterministic
-        before, warned = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        fill, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
-        torch.use_deterministic_algorithms(True)
-        # It would fill all new memory with NaN: time for nothing, since every element that is read has been written.
-        memory.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
-        try:
-            yield
-        finally:
-            torch.use_deterministic_algorithms(
-                before, warn_only=warned
-            )  # which tells torch.compile too; the debug mode does not
-            memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fill, benchmark
-
     def repeats(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """What of an environment bears on :meth:`repeatable`."""
+        """What of an environment lets a run repeat itself."""
         return {name: environment[name] for name in _REPEATABLE.get(self.type, {}) if name in environment}
 
     def flight_recorder(self, files: str, pipes: str | None = None) -> dict[str, str]:
@@ -421,21 +397,3 @@ class Backend:
     @property
     def _module(self) -> Any:
         return torch.get_device_module(self.type)
-
-
-def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
-    """Whether one of ``kernels``, such as "sm_80" and "compute_90", runs on a card of a compute capability.
-
-    Machine code (sm) runs on cards of its own major version that are not older; what is to be compiled (compute) on all
-    that are not older; what is of one architecture (sm_90a) on that alone.
-    """
-    for name in kernels:
-        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
-        if match is None:
-            return True  # a name that is unknown here: torch knows better
-        made, exact = (int(match[2]), int(match[3])), match[4] == "a"
-        if made == capability or (
-            not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])
-        ):
-            return True
-    return False

@@ -21,7 +21,7 @@ from shardwise.config import load_config
 from shardwise.core.errors import ConfigError
 from shardwise.launch import training
 from shardwise.launch.folder import _changes
-from shardwise.launch.repeatable import repeatable
+from shardwise.launch.repeatable import repeatable, same_bits
 
 TINY = ["model.width=16", "model.layers=2", "model.heads=2", "data.sequence_length=16", "data.batch_size=4"]
 CUDA = Backend("cuda")
@@ -53,7 +53,7 @@ def test_it_ends_with_the_run(before: bool) -> None:
     try:
         torch.use_deterministic_algorithms(before, warn_only=before)
         fill = memory.fill_uninitialized_memory
-        with suppress(KeyError), Backend("cpu").repeatable():
+        with suppress(KeyError), same_bits():
             assert (
                 torch.are_deterministic_algorithms_enabled()
                 and not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -74,7 +74,7 @@ def test_compilers_are_told_that_it_has_ended() -> None:
     from torch._inductor import config  # which torch.use_deterministic_algorithms sets as well
 
     before = config.deterministic
-    with Backend("cpu").repeatable():
+    with same_bits():
         assert config.deterministic
     assert config.deterministic == before
 

@@ -21,11 +21,11 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from shardwise import drivers
-from shardwise.backend import Backend, runs_on
+from shardwise.backend import Backend
 from shardwise.cli import train as train_command
 from shardwise.cli.main import app
 from shardwise.config import Hardware, load_config
-from shardwise.core.devices import model_of
+from shardwise.core.devices import model_of, runs_on
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
 from shardwise.estimate.devices import Device

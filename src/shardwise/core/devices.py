@@ -10,7 +10,7 @@ known.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -125,3 +125,21 @@ def model_of(name: str) -> DeviceModel | None:
         return NAMED[name]
     short = re.sub(r"^(NVIDIA |Tesla |AMD )*", "", name.strip())
     return next((model for model in MODELS if re.fullmatch(model.driver, short)), None)
+
+
+def runs_on(capability: tuple[int, int], kernels: Sequence[str]) -> bool:
+    """Whether one of ``kernels``, such as "sm_80" and "compute_90", runs on a card of a compute capability.
+
+    Machine code (sm) runs on cards of its own major version that are not older; what is to be compiled (compute) on all
+    that are not older; what is of one architecture (sm_90a) on that alone.
+    """
+    for name in kernels:
+        match = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
+        if match is None:
+            return True  # a name that is unknown here: torch knows better
+        made, exact = (int(match[2]), int(match[3])), match[4] == "a"
+        if made == capability or (
+            not exact and made < capability and (match[1] == "compute" or made[0] == capability[0])
+        ):
+            return True
+    return False
