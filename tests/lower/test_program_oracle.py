@@ -196,7 +196,7 @@ def wrong_later(
     """The same of a case whose updates are validated later."""
     plan, (limit, where, batch, _) = optimistic(*case), case[-4:]
     toy = Toy(one, plan.mesh.axis_size("dp"), LIMITS[limit], overflows(one, where, batch, plan.microbatches))
-    return differences(toy, plan, change(lower(one, plan, batches=plan.window)))
+    return differences(toy, plan, change(lower(one, plan, batches=plan.pipeline.window)))
 
 
 @pytest.mark.parametrize("case", list(covering(CASES, columns)), ids=str)
@@ -250,7 +250,7 @@ ORDERS = [CHAIN, *(written(any_order((0, 1, 2, 2, 1, 0), 2, random.Random(seed))
 @pytest.mark.parametrize("order", ORDERS, ids=("chain", "any", "other", "third"))
 def test_whatever_ranks_compute_first(traces: dict[str, Trace], order: tuple[str, ...], limit: str) -> None:
     one = traces["llama"]
-    plan = data_parallel(Plan(microbatches=2, norm="post-validate", window=2), 2, 3)
+    plan = data_parallel(Plan.of(microbatches=2, norm="post-validate", window=2), 2, 3)
     plan = pipeline(plan, len(order), "auto", stages=(1, 1, 1, 1, 1, len(one.units) - 5), timetable=order)
     assert differences(Toy(one, 2, LIMITS[limit]), plan, lower(one, plan, batches=2)) == []
 
