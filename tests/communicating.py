@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
+from shardwise.measure.unit_traffic import exchanged
 from shardwise.ops import collectives
+from shardwise.ops.collectives import Env
+from shardwise.ops.own_op import facts_of
 from shardwise.units.trace import Trace
 
 KINDS = {
@@ -22,6 +25,8 @@ def communicated(trace: Trace) -> Counter[tuple[str, str, str]]:
         path = node.meta.get("path", "")
         if node.target in KINDS:
             found[KINDS[node.target], node.meta["cause"], path] += 1
-        for _ in node.meta["exchanges"].axes() if "exchanges" in node.meta else ():
-            found["by itself", node.target.__name__, path] += 1
+        elif facts_of(node.target).communicates:
+            env = Env(parts=2, rows=trace.rows or 2, tensor={axis: (ranks, 0) for axis, ranks in trace.tensor.items()})
+            for _ in exchanged(node, env):
+                found["by itself", node.target.__name__, path] += 1
     return found

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.capture.casts import cast_field, shadow_dtype
 from shardwise.core.layout import shard_range
-from shardwise.kernels.flop_counter import storage
+from shardwise.graph.torch_private import storage_key
 from shardwise.measure.unit_cost import UnitCost
 from shardwise.ops.collectives import Env
 from shardwise.runtime.threads import ThreadCommunicator
@@ -46,7 +46,7 @@ class _Kept:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Bytes of storages by identity."""
-    return {storage(t): t.untyped_storage().nbytes() for t in tensors}
+    return {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 def flops_of_flash(*shapes: Sequence[int], out_shape: Any = None, **_: Any) -> int:

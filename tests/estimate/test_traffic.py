@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from shardwise.measure.unit_traffic import Traffic, UnitTraffic, traffic
 from shardwise.models import GPT, Llama
 from shardwise.ops import collectives
 from shardwise.ops.collectives import Env
+from shardwise.ops.own_op import facts_of
 from shardwise.parallel.data import data_parallel
 from shardwise.parallel.pipeline import pipeline
 from shardwise.shard.assignment import TensorParallelSpec
@@ -153,9 +155,8 @@ def test_other_models_are_predicted(name: str, plan: Plan) -> None:
 
 
 def test_a_move_that_nobody_counts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        collectives, "_same", lambda env, x, axes: collectives.all_sum(env, x, axes, "more") / env.group(axes)[0]
-    )
+    facts = replace(facts_of(collectives.all_reduce), communicates=False)
+    monkeypatch.setattr(collectives.all_reduce, "own_op", facts)
     with pytest.raises(AssertionError, match="rank 0: FORWARD"):
         check("own gpt", planned(2, "1d"), anew=True)
 

@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from measured import Keeping, storages
-from shardwise.kernels.device_kernels import COMPOSED, SAME, attention, dropout, is_known, rms_norm
-from shardwise.kernels.flop_counter import Meter, tensors_in
+from shardwise.graph.aten_ops import Fact, named
+from shardwise.graph.schema import tensors_in
+from shardwise.kernels.device_kernels import COMPOSED, attention, dropout, is_known, rms_norm
+from shardwise.kernels.flop_counter import Meter
 
 aten = torch.ops.aten
 Op = Callable[..., Any]
@@ -210,9 +212,9 @@ def test_dropout_and_rms_norm_per_device() -> None:
 
 
 def test_names_in_the_table_are_ops() -> None:
-    missing = [n for n in SAME if not hasattr(aten, n)]
+    missing = [n for n in named(Fact.ALIKE) if not hasattr(aten, n)]
     assert not missing
-    assert not {t._schema.name.removeprefix("aten::") for t in COMPOSED} & SAME
+    assert not {t._schema.name.removeprefix("aten::") for t in COMPOSED} & named(Fact.ALIKE)
 
 
 @pytest.mark.parametrize(

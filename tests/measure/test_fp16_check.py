@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import ConfigError
 from shardwise.core.plan import Plan
+from shardwise.graph.aten_ops import named
 from shardwise.lower.compiled import Compiled
 from shardwise.measure import fp16_check
 from shardwise.measure.fp16_check import check_kernels
@@ -142,7 +143,8 @@ def test_products_that_are_not_tried_have_kernels() -> None:
     ]  # fmt: skip
     for op, args, kwargs in calls:
         op(*args, **kwargs).sum().backward()
-    assert {op.__name__ for op, _, _ in calls} == fp16_check.PRODUCTS
+    ops = {op for op, _, _ in calls} - {random_ops.attention}
+    assert {op.__name__ for op in ops} == named(fp16_check.PRODUCTS)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "bert", "conv"])

@@ -19,8 +19,8 @@ from shardwise.core.errors import ShardwiseError
 from shardwise.core.instruction import Instruction, Op
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.plan import Plan
+from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import TorchDispatchMode, storage_key
-from shardwise.kernels.flop_counter import tensors_in
 from shardwise.lower.compiled import Compiled
 from shardwise.models.gpt import GPT
 from shardwise.ops.collectives import Env

@@ -21,46 +21,26 @@ from torch import Tensor, nn
 
 from shardwise.capture.intercept import Proceed
 from shardwise.core.numeric_options import LOW_PRECISIONS
+from shardwise.graph.aten_ops import Fact, named
+from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import BatchNormBase
-from shardwise.kernels.flop_counter import tensors_in
 
 COMPUTE_DTYPE = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 GRADIENT_DTYPE = {torch.bfloat16: torch.float32, torch.float16: torch.float32}
 """The dtype of gradients, masters and optimizer state, where it is not the parameter's own."""
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
-_MATMULS = frozenset(
-    f
-    for f in (
-        F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.bilinear,
-        torch.matmul, torch.mm, torch.bmm, torch.mv, torch.dot, torch.inner, torch.addmm, torch.addmv, torch.addbmm,
-        torch.baddbmm,
-        Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.mm, Tensor.bmm, Tensor.mv, Tensor.dot,
-        Tensor.inner, Tensor.addmm,
-        Tensor.addmv, Tensor.addbmm, Tensor.baddbmm, torch.einsum, torch.tensordot, torch.linalg.multi_dot,
-        torch.linalg.vecdot,
-        torch.conv1d, torch.conv2d, torch.conv3d, torch.conv_transpose1d, torch.conv_transpose2d,
-        torch.conv_transpose3d,
-        F.scaled_dot_product_attention, F.layer_norm, F.group_norm, F.prelu, torch.prelu,
-    )
-)  # fmt: skip
-_LOSSES = frozenset(
-    (
-        F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.kl_div,
-        F.binary_cross_entropy, F.binary_cross_entropy_with_logits,
-    )
-)  # fmt: skip
-_OVERFLOWING = frozenset(
-    getattr(owner, name)
-    for owner in (torch, Tensor, torch.linalg)
-    for name in (
-        "pow", "__pow__", "__rpow__", "square", "exp", "exp2", "expm1", "sinh", "cosh", "reciprocal", "__rtruediv__",
-        "rsqrt",
-        "sum", "nansum", "cumsum", "prod", "cumprod", "var", "norm", "vector_norm", "matrix_norm", "logsumexp", "cdist",
-        "dist",
-    )
-    if hasattr(owner, name)
-)  # fmt: skip
+
+def _functions(fact: Fact) -> frozenset[Callable[..., Any]]:
+    """The functions and methods by which models call the ops with a fact, operators included."""
+    owners = (torch, Tensor, F, torch.linalg)
+    names = {n for op in named(fact) for n in (op, op.removeprefix("linalg_"), op.removesuffix("_loss"))}
+    names |= {f"__{r}{n}__" for n in names for r in ("", "r")}
+    return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
+
+
+_LOW, _WIDE = _functions(Fact.LOW), _functions(Fact.WIDE)
+_OVERFLOWING = _functions(Fact.OVERFLOWS) | {Tensor.__rtruediv__}  # a reciprocal
 _WIDE_CASTS: dict[Callable[..., Any], torch.dtype] = {
     Tensor.float: torch.float64,
     Tensor.bfloat16: torch.float64,
@@ -147,10 +127,10 @@ class CastOperands:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.wide = _LOSSES | _OVERFLOWING if dtype is torch.float16 else _LOSSES
+        self.wide = _WIDE | _OVERFLOWING if dtype is torch.float16 else _WIDE
 
     def __call__(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], proceed: Proceed) -> Any:
-        if func in _MATMULS:
+        if func in _LOW:
             operands = [a for a in tensors_in((args, kwargs)) if a.is_floating_point()]
             if len({a.dtype for a in operands}) > 1:
                 args, kwargs = self._cast(args, kwargs, self.dtype, _NARROW)

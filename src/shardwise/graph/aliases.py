@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph.aten_ops import Fact, has, named
 from shardwise.graph.schema import given, has_argument, op_name
 from shardwise.graph.torch_private import overload_name, storage_key
 
 aten = torch.ops.aten
 
-_DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"}
-_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+_DROPOUTS = named(Fact.DROPOUT)
 _NOT_REPLAYED = {"resize_", "set_", "resize_as_", "requires_grad_", "swap_", "as_strided_"}
 _RENAMED: dict[str, Callable[..., Any]] = {
     "zero_": aten.zeros_like.default,
@@ -75,4 +75,4 @@ def is_random(node: fx.Node) -> bool:
         has_argument(node, name) and not given(node, name) for name in ("dropout_p", "dropout", "train", "training")
     ):
         return False
-    return not (op_name(node) in _RECURRENT and given(node, "num_layers") == 1)  # dropout is between layers
+    return not (has(node, Fact.RECURRENT) and given(node, "num_layers") == 1)  # dropout is between layers

@@ -1,39 +1,172 @@
-"""Groups of ATen ops that several passes go by, as :func:`~shardwise.graph.schema.op_name` names them, and of our own
-functions' arguments.
+"""What passes have to know of an ATen op, whatever its overload: one table, from which each takes its set.
+
+An op that is not in it has none of these facts: passes then do what is right for any op.  Which of its dims are sharded
+how is in the rules (``shard/rules/``), which results depend on a device in ``kernels/device_kernels.py``, and what only
+the schema can say is asked of it: whether an op writes in place, draws random numbers, or gives a view.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
+import operator
+from collections.abc import Mapping
+from enum import Flag, auto
 from typing import Any
 
+import torch
+from torch import fx
 
-def _named(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
-
-SPLITS = _named("split split_with_sizes chunk tensor_split unsafe_split unsafe_split_with_sizes unsafe_chunk")
-"""Ops that cut a dim into pieces."""
-MATRIX_PRODUCTS = _named("""
-    linear matmul mm bmm addmm addbmm baddbmm einsum tensordot bilinear inner linalg_matmul linalg_multi_dot
-    chain_matmul""")
-GROUPED_PRODUCTS = _named("_grouped_mm transformers::grouped_mm_fallback")
-CONVOLUTIONS = _named("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution")
-ATTENTION = "scaled_dot_product_attention"
-CLASS_LOSSES = _named("cross_entropy_loss nll_loss nll_loss_nd nll_loss2d")
-"""Losses of scores, or log-probabilities, of classes."""
-SHARING = _named("""
-    view reshape flatten unflatten transpose permute t numpy_T mT unsqueeze squeeze expand expand_as contiguous alias
-    detach select slice narrow split split_with_sizes chunk unbind unfold diagonal view_as movedim swapaxes to dropout
-    feature_dropout""")
-"""Ops whose result may share memory with their first operand."""
+from shardwise.graph import torch_private
+from shardwise.graph.schema import op_name
+from shardwise.ops.own_op import facts_of
 
 
-@functools.cache
-def argument_at(function: Any, name: str) -> int | None:
-    """The place of an argument of one of our own functions, by its name; None for ATen ops, and for functions without
-    it.
+class Fact(Flag):
+    """One fact of an op."""
+
+    # What its result is made of.
+    SPLIT = auto()  # cuts a dim into pieces
+    REGROUPS = auto()  # the elements in their order, in other dims
+    PERMUTES = auto()  # the dims in another order, with the same elements or their conjugates
+    CASTS = auto()  # to another dtype, or device
+    LIKE = auto()  # of the shape of its operand, whose values it does not read
+    UNWRITTEN = auto()  # memory as it is found
+    HIDDEN_VIEW = auto()  # shares the memory of its operand, which its schema does not say
+    BY_STRIDE = auto()  # of where a tensor's elements lie in memory, which differs from rank to rank
+    LOOKUP = auto()  # rows of a table
+    # What it computes.
+    MATRIX_PRODUCT = auto()
+    GROUPED_PRODUCT = auto()
+    CONVOLUTION = auto()
+    ATTENTION = auto()
+    CLASS_LOSS = auto()  # of scores, or log-probabilities, of classes
+    DROPOUT = auto()
+    RECURRENT = auto()
+    # How it is computed.
+    ALIKE = auto()  # composed of other ops, in the same way on every device
+    HOST_READ = auto()  # reads values on the host
+    BLIND = auto()  # its backward needs no value of what it is given, only shapes; true of views without being stated
+    # In which dtype it computes where that is low, as under torch.autocast.
+    LOW = auto()  # in that, where its operands differ: a buffer or a field meets a parameter
+    WIDE = auto()  # in fp32
+    OVERFLOWS = auto()  # in fp32 where the low one is fp16, whose range the result leaves easily
+
+
+def _table() -> Mapping[str, Fact]:
+    f = Fact
+    shape, product, loss = f.ALIKE, f.MATRIX_PRODUCT | f.LOW, f.ALIKE
+    rows = {
+        # ---- views, and other shapes
+        "split tensor_split chunk": f.SPLIT | shape,
+        "unsafe_chunk": f.SPLIT | f.HIDDEN_VIEW | shape,
+        "split_with_sizes": f.SPLIT,
+        "unsafe_split unsafe_split_with_sizes": f.SPLIT | f.HIDDEN_VIEW,
+        "flatten ravel reshape reshape_as unflatten view_as": f.REGROUPS | shape,
+        "view": f.REGROUPS,
+        "_unsafe_view": f.REGROUPS | f.HIDDEN_VIEW,
+        "adjoint matrix_H mH movedim moveaxis mT numpy_T swapaxes swapdims": f.PERMUTES | shape,
+        "permute t transpose": f.PERMUTES,
+        "atleast_1d atleast_2d atleast_3d broadcast_tensors meshgrid": f.HIDDEN_VIEW | shape,
+        "as_strided as_strided_scatter as_strided_copy _reshape_alias": f.BY_STRIDE,
+        "cat neg clone stack add sub rsub": f.BLIND,
+        "concat concatenate negative subtract": f.BLIND | shape,
+        "to type_as": f.CASTS | shape,
+        "_to_copy": f.CASTS | f.BLIND,
+        """broadcast_to column_stack contiguous diagflat dsplit dstack expand_as fliplr flipud hsplit hstack
+        narrow one_hot pad positive repeat_interleave resolve_conj resolve_neg row_stack sum_to_size
+        take_along_dim tile vsplit vstack""": shape,
+        # ---- new tensors
+        "zeros_like ones_like full_like rand_like randn_like randint_like new_zeros new_ones new_full": f.LIKE,
+        "empty_like new_empty new_empty_strided": f.LIKE | f.UNWRITTEN,
+        "empty empty_strided empty_permuted": f.UNWRITTEN,
+        # ---- rows of tables
+        "embedding index index_select gather": f.LOOKUP,
+        # ---- products
+        """linear matmul einsum tensordot bilinear inner linalg_matmul linalg_multi_dot chain_matmul""":
+            product | f.ALIKE,
+        "mm bmm addmm addbmm baddbmm": product,
+        "mv dot addmv": f.LOW,
+        "linalg_vecdot": f.LOW | f.ALIKE,
+        "outer ger kron": f.ALIKE,
+        "_grouped_mm": f.GROUPED_PRODUCT | f.LOW,
+        "transformers::grouped_mm_fallback": f.GROUPED_PRODUCT | f.HOST_READ,  # one expert after the other
+        "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d": f.CONVOLUTION | f.LOW | f.ALIKE,
+        "convolution": f.CONVOLUTION | f.LOW,
+        "scaled_dot_product_attention": f.ATTENTION | f.LOW,
+        # ---- norms; that cuDNN's BatchNorm has a reserve space is not seen
+        "layer_norm group_norm": f.LOW | f.ALIKE,
+        "rms_norm": f.LOW,
+        "batch_norm instance_norm": f.ALIKE,
+        # ---- losses
+        "cross_entropy_loss nll_loss nll_loss_nd": f.CLASS_LOSS | f.WIDE | loss,
+        "nll_loss2d": f.CLASS_LOSS | loss,
+        "kl_div l1_loss": f.WIDE | loss,
+        "mse_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits": f.WIDE,
+        """poisson_nll_loss hinge_embedding_loss margin_ranking_loss cosine_embedding_loss triplet_margin_loss
+        multilabel_margin_loss""": loss,
+        # ---- elementwise
+        "prelu": f.LOW | f.ALIKE,
+        "square": f.OVERFLOWS | f.ALIKE,
+        "pow exp exp2 expm1 sinh cosh reciprocal rsqrt": f.OVERFLOWS,
+        """__and__ __or__ __xor__ absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip divide fix
+        float_power greater greater_equal isclose isfinite isreal less less_equal log_sigmoid multiply not_equal relu6
+        selu true_divide where special_erf special_erfc special_exp2 special_expit special_expm1 special_log1p
+        special_round special_sinc""": f.ALIKE,
+        "dropout alpha_dropout feature_alpha_dropout": f.DROPOUT,
+        "feature_dropout": f.DROPOUT | f.ALIKE,
+        # ---- reductions
+        "var": f.OVERFLOWS | f.ALIKE,
+        "sum nansum cumsum prod cumprod norm logsumexp cdist dist linalg_norm linalg_vector_norm linalg_matrix_norm":
+            f.OVERFLOWS,
+        """max min std std_mean var_mean nanmean frobenius_norm norm_except_dim softmax log_softmax special_softmax
+        special_log_softmax cosine_similarity pairwise_distance""": f.ALIKE,
+        # ---- pooling and resizing
+        """max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
+        adaptive_max_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
+        upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d""": f.ALIKE,
+        # ---- recurrent networks
+        "lstm gru rnn_tanh rnn_relu": f.RECURRENT,
+    }  # fmt: skip
+    return {name: facts for names, facts in rows.items() for name in names.split()}
+
+
+FACTS = _table()
+"""By the name that :func:`~shardwise.graph.schema.op_name` gives."""
+
+
+def named(fact: Fact) -> frozenset[str]:
+    """Return the names of the ops with one of some facts."""
+    return frozenset(name for name, facts in FACTS.items() if facts & fact)
+
+
+def has(op: Any, fact: Fact) -> bool:
+    """Whether an op, or what a node calls, has one of some facts."""
+    return bool(FACTS.get(op_name(op), Fact(0)) & fact)
+
+
+def regroups(node: fx.Node) -> bool:
+    """Whether a node gives the elements of its first operand in their order, in dims that may be others."""
+    others = op_name(node) in ("squeeze", "unsqueeze")  # whose rules go by the dims, not by the elements
+    return (has(node, Fact.REGROUPS) or others) and node.target is not torch.ops.aten.view.dtype
+
+
+def permutation(node: fx.Node) -> tuple[int, ...] | None:
+    """Return in which order a node has the dims of its first operand, if it does nothing else."""
+    if not has(node, Fact.PERMUTES):
+        return None
+    cube = torch.empty([2] * node.args[0].meta["val"].dim(), device="meta")  # its strides name the dims
+    target: Any = node.target
+    return tuple(cube.stride().index(s) for s in target(cube, *node.args[1:], **node.kwargs).stride())
+
+
+def may_share(node: fx.Node) -> bool:
+    """Whether a node's result may share memory with its first operand; an op of ATen says so in its schema."""
+    schema = torch_private.schema(node.target)
+    view = schema is not None and any(r.alias_info is not None for r in schema.returns)
+    return view or node.target is operator.getitem or has(node, Fact.HIDDEN_VIEW) or facts_of(node.target).shares
+
+
+def is_blind(node: fx.Node) -> bool:
+    """Whether the backward of a node needs no value of what it is given, only shapes; that of a dropout has its
+    mask.
     """
-    names = list(inspect.signature(function).parameters) if inspect.isfunction(function) else []
-    return names.index(name) if name in names else None
+    return may_share(node) or has(node, Fact.BLIND) or facts_of(node.target).blind

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.graph.aliases import aliased, functional_form, is_idle, is_random, looks_alike
-from shardwise.graph.aten_ops import SPLITS
+from shardwise.graph.aten_ops import Fact, has, permutation, regroups
 from shardwise.graph.captured import Captured, Uncapturable
 from shardwise.graph.schema import given, op_name
 from shardwise.graph.torch_private import HigherOrderOperator, schema
@@ -135,12 +135,10 @@ class _Walker:
         }
         if target in scattered:
             return self.call(scattered[target].default, (base, new, *rest), source)
-        if target in (aten.transpose.int, aten.t.default):
-            return self.call(target, (new, *rest), source)
-        if target is aten.permute.default:
-            order = [d % len(view.args[1]) for d in view.args[1]]
-            return self.call(target, (new, [order.index(i) for i in range(len(order))]), source)
-        if target in _SHAPED:
+        order = permutation(view)
+        if order is not None and view.meta["val"].is_conj() == source.meta["val"].is_conj():
+            return self.call(aten.permute.default, (new, [order.index(d) for d in range(len(order))]), source)
+        if regroups(view):
             return self.call(aten.view_as.default, (new, base), source)
         if target in _WHOLE or looks_alike(view.meta["val"], source.meta["val"]):
             return new
@@ -153,7 +151,7 @@ class _Walker:
         if split.target is aten.unbind.int:
             return self.call(aten.select_scatter.default, (base, new, dim, index), like)
         sizes = [v.shape[dim] for v in split.meta["val"]]
-        if op_name(split) not in SPLITS or not all(isinstance(s, int) for s in sizes):
+        if not has(split, Fact.SPLIT) or not all(isinstance(s, int) for s in sizes):
             raise Uncapturable(f"in-place write through {split.target} has no functional form")
         start = sum(sizes[:index])
         return self.call(aten.slice_scatter.default, (base, new, dim, start, start + sizes[index]), like)
@@ -288,8 +286,7 @@ class _Walker:
             self.write(goal, value)
 
     def mutate(self, old: fx.Node) -> None:
-        described, goal = schema(old.target), old.args[0]
-        name = described.name.removeprefix("aten::")
+        described, goal, name = schema(old.target), old.args[0], op_name(old)
         written = [i for i, a in enumerate(described.arguments) if a.alias_info and a.alias_info.is_write]
         target = (
             functional_form(old)
@@ -388,10 +385,6 @@ class _Walker:
         return Normal(self.new, self.captured, names)
 
 
-_SHAPED = {
-    aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default,
-    aten.squeeze.dims, aten.flatten.using_ints, aten.unflatten.int, aten._unsafe_view.default, aten.view_as.default,
-}  # fmt: skip
 _WHOLE = {aten.alias.default, aten.detach.default}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.dtypes import name_dtypes
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given
@@ -20,25 +21,12 @@ from shardwise.graph.sizes import concrete
 
 aten = torch.ops.aten
 
-CASTS = {
-    aten.to.dtype,
-    aten.to.dtype_layout,
-    aten.to.device,
-    aten.to.other,
-    aten._to_copy.default,
-    aten.type_as.default,
-}
-_SHAPE_ONLY = {
-    aten.sym_size.int, aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.empty_like.default,
-    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default, aten.new_empty.default,
-}  # fmt: skip
-
 
 def normalise(normal: Normal) -> None:
     """Simplify ``normal.graph`` in place; the values that it computes stay the same."""
     name_dtypes(normal.graph, wide=normal.captured.precision == "fp64")
     for node in list(normal.graph.nodes):
-        if node.op == "call_function" and node.target in CASTS:
+        if has(node, Fact.CASTS):
             _simplify_cast(normal.graph, node)
         elif node.op == "call_function" and node.target is aten.masked_fill.Tensor:
             _choose(normal.graph, node)
@@ -129,9 +117,14 @@ def static_nodes(normal: Normal) -> set[fx.Node]:
             if fixed and (node.name in captured.constants or node.name in captured.buffers):
                 static.add(node)
         elif node.op == "call_function" and "ordinal" not in node.meta:
-            known = node.target in _SHAPE_ONLY or all(i in static for i in node.all_input_nodes)
+            known = _of_shape(node) or all(i in static for i in node.all_input_nodes)
             static |= {node} if known else set()
     return static
+
+
+def _of_shape(node: fx.Node) -> bool:
+    """Whether a node looks at no value of its operand."""
+    return has(node, Fact.LIKE) or node.target is aten.sym_size.int
 
 
 def evaluate(normal: Normal, goal: fx.Node) -> Tensor:
@@ -142,7 +135,7 @@ def evaluate(normal: Normal, goal: fx.Node) -> Tensor:
         if node not in values:
             if node.op == "placeholder":
                 values[node] = normal.captured.value(node.name)
-            elif node.target in _SHAPE_ONLY:  # looks at no value of its argument, which may be an activation
+            elif _of_shape(node):  # looks at no value of its argument, which may be an activation
                 like = node.args[0].meta["val"]
                 shape = [concrete(s) for s in like.shape]
                 empty = torch.empty(shape, dtype=like.dtype)

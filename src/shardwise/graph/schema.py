@@ -28,10 +28,12 @@ def differentiable(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def op_name(node: fx.Node) -> str:
-    """The name of an ATen op without its overload, or of a function."""
-    schema = torch_private.schema(node.target)
-    return str(schema.name.removeprefix("aten::")) if schema is not None else getattr(node.target, "__name__", "")
+def op_name(op: Any) -> str:
+    """The name of an op, or of that which a node calls, without its overload and without the namespace ``aten``; "" of
+    what is no op: our own functions have facts of their own.
+    """
+    schema = torch_private.schema(op.target if isinstance(op, fx.Node) else op)
+    return "" if schema is None else str(schema.name.removeprefix("aten::"))
 
 
 def has_argument(node: fx.Node, name: str) -> bool:
@@ -48,3 +50,10 @@ def given(node: fx.Node, name: str, default: Any = None) -> Any:
     if name in names and names.index(name) < len(node.args):
         value = node.args[names.index(name)]
     return default if value is None else value
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors in nested arguments or results."""
+    found: list[Tensor] = []
+    fx.node.map_aggregate(tree, lambda a: found.append(a) if isinstance(a, Tensor) else None)
+    return found

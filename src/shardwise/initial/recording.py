@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.torch_private import schema
 
 CPU = torch.device("cpu")
@@ -34,7 +35,7 @@ OVERWRITING = frozenset(
 )
 """In-place operations whose result does not depend on what the tensor held."""
 
-UNINITIALISED = frozenset((aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided))
+UNINITIALISED = frozenset(getattr(aten, name) for name in named(Fact.UNWRITTEN))
 """Operations that compute nothing.  What nobody writes to afterwards is zero here, equal on all ranks."""
 
 LIKE = {aten.randn_like: aten.normal_, aten.rand_like: aten.uniform_}

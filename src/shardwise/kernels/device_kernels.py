@@ -2,8 +2,9 @@
 
 Costs come from a run on the meta device, where autograd itself says what each derivative formula keeps.  A formula
 belongs to an op, not to a device, so only two things have to be known here.  Ops that are *composed* of others may be
-composed differently on each device: those in ``COMPOSED`` are, those in ``SAME`` are not, any other is unknown and gets
-reported.  And some kernels return what has another dtype or size than on meta: ``RESULTS``.
+composed differently on each device: those in ``COMPOSED`` are, those that the table of facts says to be ``ALIKE`` are
+not, any other is unknown and gets reported.  And some kernels return what has another dtype or size than on meta:
+``RESULTS``.
 
 Sources: torch's ATen/native, files transformers/attention.cpp, transformers/sdp_utils_cpp.cpp,
 transformers/cuda/sdp_utils.cpp, layer_norm.cpp, group_norm.cpp, Dropout.cpp, Normalization.cpp, BinaryOps.cpp and
@@ -20,51 +21,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.graph.torch_private import OpOverload, is_composite, schema
+from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.torch_private import OpOverload, is_composite
 
 aten = torch.ops.aten
 
 DEVICES = ("cpu", "gpu")
 
-_FAMILIES = {
-    "shapes": """
-        adjoint atleast_1d atleast_2d atleast_3d broadcast_tensors broadcast_to chunk column_stack concat concatenate
-        contiguous diagflat dsplit dstack expand_as flatten fliplr flipud hsplit hstack mH mT matrix_H meshgrid moveaxis
-        movedim narrow numpy_T one_hot pad positive ravel repeat_interleave reshape reshape_as resolve_conj resolve_neg
-        row_stack split sum_to_size swapaxes swapdims take_along_dim tensor_split tile to type_as unflatten unsafe_chunk
-        view_as vsplit vstack""",
-    "elementwise": """
-        __and__ __or__ __xor__ absolute arccos arccosh arcsin arcsinh arctan arctan2 arctanh clip divide fix float_power
-        greater greater_equal isclose isfinite isreal less less_equal log_sigmoid multiply negative not_equal prelu
-        relu6 selu square subtract true_divide where special_erf special_erfc special_exp2 special_expit special_expm1
-        special_log1p special_round special_sinc feature_dropout""",
-    "reductions": """
-        max min std std_mean var var_mean nanmean frobenius_norm norm_except_dim softmax log_softmax special_softmax
-        special_log_softmax cosine_similarity pairwise_distance""",
-    "products": """
-        linear matmul einsum bilinear inner outer ger tensordot chain_matmul linalg_matmul linalg_multi_dot
-        linalg_vecdot kron conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d""",
-    "pooling and resizing": """
-        max_pool1d max_pool2d max_pool3d avg_pool1d adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d
-        adaptive_max_pool1d upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d
-        upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d""",
-    "norms, but for the reserve space of cuDNN's BatchNorm": "batch_norm instance_norm group_norm layer_norm",
-    "losses": """
-        cross_entropy_loss nll_loss nll_loss2d nll_loss_nd kl_div l1_loss poisson_nll_loss hinge_embedding_loss
-        margin_ranking_loss cosine_embedding_loss triplet_margin_loss multilabel_margin_loss""",
-}
-SAME = frozenset(name for names in _FAMILIES.values() for name in names.split())
-"""Composite ops that are composed alike on every device."""
-
 
 def is_known(target: Callable[..., Any]) -> bool:
     """Whether what ``target`` keeps is known: our own functions, ops with a derivative, and composite ones in the
-    table.
+    tables.
     """
     if not isinstance(target, OpOverload):
         return True
     composite = is_composite(target)
-    return not composite or target in COMPOSED or schema(target).name.removeprefix("aten::") in SAME
+    return not composite or target in COMPOSED or has(target, Fact.ALIKE)
 
 
 # ---- composed ops ----------------------------------------------------------------------------------------------------

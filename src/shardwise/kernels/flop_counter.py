@@ -7,12 +7,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch import Tensor
 
-from shardwise.graph.torch_private import TorchDispatchMode, schema
+from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.schema import op_name, tensors_in
 
 # The documented way to see every operation, though its module's name has an underscore.
+from shardwise.graph.torch_private import TorchDispatchMode, schema, storage_key
 from shardwise.kernels.device_kernels import RESULTS
 
 
@@ -28,45 +29,25 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         results = func(*args, **kwargs)
-        name = base_name(func)
+        name = op_name(func)
         if name in RESULTS:
             results = RESULTS[name](self.device, args, results)
         self.flops += FLOPS[name](args, results) if name in FLOPS else 0
-        self.bytes += _moved(func, name, (args, kwargs), results)
+        self.bytes += _moved(func, (args, kwargs), results)
         return results
-
-
-def base_name(target: Any) -> str:
-    """The name of an op without namespace and overload, or of a function."""
-    described = schema(target)
-    return str(described.name).partition("::")[2] if described is not None else getattr(target, "__name__", "")
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """The tensors in nested arguments or results."""
-    found: list[Tensor] = []
-    fx.node.map_aggregate(tree, lambda a: found.append(a) if isinstance(a, Tensor) else None)
-    return found
-
-
-def storage(tensor: Tensor) -> int:
-    """What tells a storage from all others alive: on the meta device there are no addresses."""
-    return int(StorageWeakRef(tensor.untyped_storage()).cdata)  # type: ignore[no-untyped-call]
 
 
 # ---- memory traffic --------------------------------------------------------------------------------------------------
 
-_LOOKUPS = frozenset(("embedding", "index", "index_select", "gather"))
 
-
-def _moved(func: Any, name: str, arguments: Any, results: Any) -> int:
+def _moved(func: Any, arguments: Any, results: Any) -> int:
     """Bytes of the operands and results of a kernel; none for views; of a table, the rows that were looked up."""
     inputs, outputs = tensors_in(arguments), tensors_in(results)
-    view = not schema(func).is_mutable and {storage(o) for o in outputs} <= {storage(i) for i in inputs}
-    if view or name.startswith(("empty", "new_empty")):
+    view = not schema(func).is_mutable and {storage_key(o) for o in outputs} <= {storage_key(i) for i in inputs}
+    if view or has(func, Fact.UNWRITTEN):
         return 0
     written = sum(map(_size, outputs))
-    if name in _LOOKUPS:
+    if has(func, Fact.LOOKUP):
         return written + min(_size(inputs[0]), written) + sum(map(_size, inputs[1:]))
     return written + sum(map(_size, inputs))
 
@@ -117,8 +98,8 @@ FLOPS: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
     "addmm": lambda args, _: _product(args[1], args[2]),
     "baddbmm": lambda args, _: _product(args[1], args[2]),
     "_grouped_mm": _grouped,
-    "grouped_mm_fallback": _grouped,
-    "grouped_mm_fallback_backward": lambda args, _: 2 * _product(args[0], args[1]),
+    "transformers::grouped_mm_fallback": _grouped,
+    "transformers::grouped_mm_fallback_backward": lambda args, _: 2 * _product(args[0], args[1]),
     "convolution": lambda args, result: _convolution(args[0], args[1], result, args[6]),
     "convolution_backward": _convolution_backward,
     **{f"_scaled_dot_product_{n}": lambda args, _: _attention(args[:3], 1, 1) for n in _KERNELS},

@@ -14,15 +14,15 @@ from shardwise.capture.capture import example_rows
 from shardwise.capture.casts import KERNEL_ADVICE, cast_buffer, cast_field, lacks_kernel, shadow_dtype
 from shardwise.core.errors import ConfigError
 from shardwise.core.mesh import Mesh
-from shardwise.graph.aten_ops import ATTENTION, CONVOLUTIONS, MATRIX_PRODUCTS
-from shardwise.graph.schema import op_name
-from shardwise.ops import collectives, random_ops
+from shardwise.graph.aten_ops import Fact, has
+from shardwise.ops import collectives
+from shardwise.ops.own_op import facts_of
 from shardwise.units.opaque import first_loss
 from shardwise.units.trace import Trace, Unit
 
 aten = torch.ops.aten
 ROWS = 2
-PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {ATTENTION, random_ops.attention.__name__}
+PRODUCTS = Fact.MATRIX_PRODUCT | Fact.CONVOLUTION | Fact.ATTENTION
 """What has kernels for fp16 on every CPU, on many of them up to 70 times slower than those for fp32: computed in fp32
 here.
 """
@@ -105,7 +105,7 @@ class _Nodes(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        if op_name(n) in PRODUCTS:
+        if has(n, PRODUCTS) or facts_of(n.target).kept:
             return self._product(n, args, kwargs)
         try:
             with torch.enable_grad():

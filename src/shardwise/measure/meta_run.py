@@ -17,9 +17,11 @@ from torch import Tensor, fx
 from torch.fx.experimental import _config as fx_config
 
 from shardwise.core.errors import ConfigError
+from shardwise.graph.schema import tensors_in
 from shardwise.graph.sizes import known, of_data
+from shardwise.graph.torch_private import storage_key
 from shardwise.kernels.device_kernels import COMPOSED, DEVICES, is_known
-from shardwise.kernels.flop_counter import Meter, storage, tensors_in
+from shardwise.kernels.flop_counter import Meter
 from shardwise.ops.collectives import Env
 from shardwise.ops.silent import Silent
 from shardwise.shard.sizes import local_shape
@@ -164,7 +166,7 @@ class UnitRun:
         if kept or _depends_on_data(node):
             self.unknown.add(str(target))
         if node in self.products:
-            key = storage(args[self.products[node].at])
+            key = storage_key(args[self.products[node].at])
             self.weight_flops[key] = self.weight_flops.get(key, 0) + self.meter.flops - before
         return result
 
@@ -272,7 +274,7 @@ def failed_op(error: Exception) -> str:
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The bytes of each storage, by identity."""
-    return {storage(t): t.untyped_storage().nbytes() for t in tensors}
+    return {storage_key(t): t.untyped_storage().nbytes() for t in tensors}
 
 
 def without(these: Mapping[int, int], *others: Mapping[int, int]) -> dict[int, int]:

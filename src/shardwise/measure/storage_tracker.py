@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import TorchDispatchMode, schema
 
 _FRESH = ("aten::lift_fresh", "aten::lift")  # the operand has just been made, by torch.tensor, where no mode sees it
@@ -67,7 +68,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._paused:
             return results
         given: set[int] | None = None
-        for tensor in _tensors(results):
+        for tensor in tensors_in(results):
             if self.device not in (None, tensor.device.type):
                 continue
             storage = tensor.untyped_storage()
@@ -75,7 +76,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if before is None:
                 if given is None:
                     fresh = schema(func).name in _FRESH
-                    given = set() if fresh else {id(t.untyped_storage()) for t in _tensors((args, kwargs))}
+                    given = set() if fresh else {id(t.untyped_storage()) for t in tensors_in((args, kwargs))}
                 if id(storage) in given:
                     continue
             self._count(storage, before, func)
@@ -95,18 +96,3 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _end(self, reference: weakref.ref[Any]) -> None:
         self.current -= self._alive.pop(reference)
         self._young.discard(reference)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    """The tensors in the arguments or results of an op."""
-    found: list[Tensor] = []
-    stack = [tree]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, Tensor):
-            found.append(one)
-        elif isinstance(one, tuple | list):
-            stack.extend(one)
-        elif isinstance(one, dict):
-            stack.extend(one.values())
-    return found

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.kernels.flop_counter import storage
+from shardwise.graph.torch_private import storage_key
 from shardwise.measure.meta_run import MetaRun, Places, UnitRun, check_walk, failed_op, largest_sizes, storages, without
 from shardwise.units.trace import Trace, Unit
 from shardwise.units.weight_products import Product, find
@@ -115,7 +115,9 @@ class _Measured(UnitRun):
         except (NotImplementedError, RuntimeError) as error:
             self.unknown.add(f"backward of {failed_op(error)}")
             return 0
-        return sum(self.weight_flops.get(storage(t), 0) for t, g in zip(wanted, grads, strict=True) if g is not None)
+        return sum(
+            self.weight_flops.get(storage_key(t), 0) for t, g in zip(wanted, grads, strict=True) if g is not None
+        )
 
 
 class _Kept:

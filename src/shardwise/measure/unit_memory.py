@@ -21,7 +21,8 @@ from torch import Tensor
 from shardwise.backend import Backend
 from shardwise.capture.casts import COMPUTE_DTYPE
 from shardwise.core.errors import ConfigError
-from shardwise.kernels.flop_counter import storage, tensors_in
+from shardwise.graph.schema import tensors_in
+from shardwise.graph.torch_private import storage_key
 from shardwise.measure.meta_run import (
     META,
     MetaRun,
@@ -144,11 +145,11 @@ class _Form(NamedTuple):
 
 
 def _forms(tensors: Sequence[Tensor], known: Sequence[Tensor] = ()) -> tuple[_Form, ...]:
-    sources = {storage(t): i for i, t in reversed(list(enumerate(known)))}
+    sources = {storage_key(t): i for i, t in reversed(list(enumerate(known)))}
     new = 0
     found = []
     for t in tensors:
-        if (key := storage(t)) not in sources:
+        if (key := storage_key(t)) not in sources:
             new -= 1
             sources[key] = new
         size = t.untyped_storage().nbytes()
@@ -302,7 +303,7 @@ def _owned(
     sizes = [0] * len(grads)
     for i in order:
         grad = grads[i]
-        if grad is not None and (key := storage(grad)) not in seen:
+        if grad is not None and (key := storage_key(grad)) not in seen:
             seen.add(key)
             sizes[i] = grad.untyped_storage().nbytes()
     left = iter(sizes)

@@ -1,22 +1,20 @@
-"""The bytes that a unit hands to the communicator: from the moves in its graph and the layouts of what they move.
-Nothing is run.
+"""The bytes that a unit hands to the communicator: of its nodes those that may communicate are run on the meta device,
+on operands of the shapes that their layouts give.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from shardwise.graph.sizes import of_data
-from shardwise.ops import collectives
-from shardwise.ops.collectives import Env, ShardedFactor
-from shardwise.shard.op_spec import Exchange
-from shardwise.shard.redistribute import communicated
+from shardwise.ops.collectives import Env
+from shardwise.ops.exchanges import Exchange, exchanges, stand_in
+from shardwise.ops.own_op import facts_of
 from shardwise.shard.sizes import local_shape
 from shardwise.units.split import gradient_paths
 
@@ -71,17 +69,15 @@ def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Uni
 def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Iterator[tuple[Cause, UnitTraffic]]:
     """The same, node by node; a node may turn out to communicate nothing."""
     reached = _with_backward(graph, output_grads)
-    for node in graph.nodes:
-        if not (any(communicated(node)) or "exchanges" in node.meta):
-            continue
-        name = str(getattr(node.target, "__name__", node.target))
+    for node in (n for n in graph.nodes if facts_of(n.target).communicates):
+        name = str(node.target.__name__)
         cause = Cause(node.meta.get("cause", name), node.meta.get("path", ""))
         if _depends_on_data(node):
             yield cause, UnitTraffic(unknown=(name,))
             continue
         both: tuple[list[Traffic], list[Traffic]] = ([], [])
-        for one in _moved(node, env) if any(communicated(node)) else node.meta["exchanges"].on(env):
-            if env.group(one.axes)[0] > 1 and one.nbytes and (not one.backward or node in reached):
+        for one in exchanged(node, env):
+            if one.nbytes and (not one.backward or node in reached):
                 both[one.backward].append(Traffic(one.kind, env.real(one.axes), one.nbytes))
         forward, backward = map(tuple, both)
         yield cause, UnitTraffic(forward, backward, () if node.meta.get("unread") else forward)
@@ -97,56 +93,30 @@ def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node
 
 def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:
     """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size."""
-    each = (
-        [_axes(node)] if any(communicated(node)) else node.meta["exchanges"].axes()
-        for node in graph.nodes
-        if any(communicated(node)) or "exchanges" in node.meta
-    )  # fmt: skip
-    return tuple(dict.fromkeys(env.real(axes) for some in each for axes in some if env.group(axes)[0] > 1))
+    env = replace(env, rows=max(env.rows, env.parts))  # a row each
+    nodes = (n for n in graph.nodes if facts_of(n.target).communicates)
+    return tuple(dict.fromkeys(env.real(one.axes) for node in nodes for one in exchanged(node, env)))
 
 
-def _axes(node: fx.Node) -> tuple[str, ...]:
-    """Those of a move."""
-    where: Any = node.args[2]
-    return tuple(where if node.target in _WHOLE else ShardedFactor(*where).axes)
+def exchanged(node: fx.Node, env: Env) -> list[Exchange]:
+    """What one of our own functions and its gradient communicate on the rank and for the rows that ``env`` describes;
+    of a size that depends on data there is 1.
+    """
 
+    def value(one: fx.Node) -> Any:
+        if one.op == "placeholder" and one.name == "env":
+            return env
+        if "layout" in one.meta:
+            shape = local_shape(one.meta["val"], one.meta["layout"], env, 1)
+            return stand_in(shape, one.meta["val"].dtype, bool(one.meta["grad"]))
+        if any("layout" in n.meta for n in one.all_input_nodes):
+            return 1
+        target: Any = one.target
+        return target(*fx.map_arg(one.args, value), **fx.map_arg(one.kwargs, value))
 
-_WHOLE = (collectives.all_reduce, collectives.replicate)
-"""The moves of whole values; others are of pieces."""
-
-
-def _moved(node: fx.Node, env: Env) -> Iterator[Exchange]:
-    """What a move and its gradient's communicate: they are of the same whole."""
-    nbytes = _numel(node, env) * _itemsize(node) if node.target in _WHOLE else _in_pieces(node, node.args[2], env)
-    for backward, kind in enumerate(communicated(node)):
-        if kind:
-            yield Exchange(kind, _axes(node), nbytes, bool(backward))
-
-
-def _in_pieces(node: fx.Node, where: Sequence[Any], env: Env) -> int:
-    """The bytes of a whole whose pieces are padded to the largest."""
-    whole = node if node.target is collectives.gather else node.args[1]
-    spans, _ = ShardedFactor(*fx.map_arg(tuple(where), lambda n: _number(n, env))).pieces(env)
-    most, extent = max(b - a for a, b in spans), spans[-1][1]
-    return _numel(whole, env) // max(extent, 1) * most * len(spans) * _itemsize(node)
-
-
-def _number(node: fx.Node, env: Env) -> Any:
-    """A size, from the Env."""
-    if node.op == "placeholder":
-        return env
+    _, *args = fx.map_arg(node.args, value)
     target: Any = node.target
-    return target(
-        *fx.map_arg(node.args, lambda n: _number(n, env)), **fx.map_arg(node.kwargs, lambda n: _number(n, env))
-    )
-
-
-def _numel(node: fx.Node, env: Env) -> int:
-    return math.prod(local_shape(node.meta["val"], node.meta["layout"], env))
-
-
-def _itemsize(node: fx.Node) -> int:
-    return int(node.meta["val"].dtype.itemsize)
+    return exchanges(env, target, args, fx.map_arg(node.kwargs, value))
 
 
 def _depends_on_data(node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.core.layout import shard_range
 from shardwise.core.mesh import joined
+from shardwise.ops.own_op import Function, OwnOp, facts_of, own_op
 
 ROWS = "rows"
 """Stands in local graphs for the axes of the batch, which differ from plan to plan."""
@@ -77,6 +78,9 @@ class Env:
 
 Groups = Sequence[str]
 """Axes of tensor parallelism, and ``ROWS``."""
+
+Way = Callable[[Env, Tensor, Any], Tensor]
+"""What becomes of a value, or of its gradient: a function of the Env, the tensor, and where."""
 
 Factors = Sequence[tuple[int, Groups]]
 """The factors of a dim, the major one first: the size of each, and the axes that shard it."""
@@ -251,13 +255,6 @@ class _Move(torch.autograd.Function):
         return None, ctx.back(ctx.env, grads[0], ctx.where), None, None, None
 
 
-def _move(env: Env, x: Tensor, where: Any, there: Any, back: Any) -> Tensor:
-    if env.group(where.axes if isinstance(where, ShardedFactor) else where)[0] == 1:
-        return x
-    result: Tensor = _Move.apply(env, x, where, there, back)  # type: ignore[no-untyped-call]
-    return result
-
-
 def _same(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return x
 
@@ -270,68 +267,93 @@ def _reduce(env: Env, x: Tensor, axes: Groups) -> Tensor:
     return all_sum(env, x, axes, "all_reduce")
 
 
+# ---- moves -----------------------------------------------------------------------------------------------------------
+
+_KINDS = {_reduce: "all_reduce", _gather: "all_gather", _scatter: "reduce_scatter"}
+
+
+def _move_of(**ways: tuple[Way, Way]) -> Callable[[Function], Function]:
+    """State the facts of a move: by dual of its result, what becomes of the value and what of its gradient."""
+    communicates = any(way in _KINDS for pair in ways.values() for way in pair)
+    return own_op(ways=ways, communicates=communicates, shares=True, blind=True)
+
+
+def kinds(move: Any, dual: str = "I") -> tuple[str, str]:
+    """Return the collective of a move's value and that of its gradient: "" where there is none, or where it is no
+    move.
+    """
+    there, back = facts_of(move).ways.get(dual, (_same, _same))
+    return _KINDS.get(there, ""), _KINDS.get(back, "")
+
+
+def communicates_forward(facts: OwnOp) -> bool:
+    """Whether facts are those of a move of which some way communicates in forward."""
+    return any(there in _KINDS for there, _ in facts.ways.values())
+
+
+def _move(move: Any, env: Env, x: Tensor, where: Groups | ShardedFactor, dual: str = "I") -> Tensor:
+    if env.group(where.axes if isinstance(where, ShardedFactor) else where)[0] == 1:
+        return x
+    result: Tensor = _Move.apply(env, x, where, *facts_of(move).ways[dual])  # type: ignore[no-untyped-call]
+    return result
+
+
+@_move_of(I=(_reduce, _same), R=(_reduce, _reduce))
 def all_reduce(env: Env, x: Tensor, axes: Groups, dual: str = "I") -> Tensor:
     """P → I or R: the sum over ranks."""
-    return _move(env, x, axes, _reduce, _same if dual == "I" else _reduce)
+    return _move(all_reduce, env, x, axes, dual)
 
 
+@_move_of(I=(_same, _reduce))
 def replicate(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """I → R: unchanged; its gradient is summed over ranks."""
-    return _move(env, x, axes, _same, _reduce)
+    return _move(replicate, env, x, axes)
 
 
+@_move_of(I=(_same, _first_only))
 def own(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """R → I, for a parameter (whose gradients are summed later) used where all ranks compute the same: one of them
     contributes.
     """
-    return _move(env, x, axes, _same, _first_only)
+    return _move(own, env, x, axes)
 
 
-def is_first(env: Env, axes: Groups) -> bool:
-    """Whether this rank is the one that contributes where all compute the same."""
-    return env.group(axes)[1] == 0
-
-
+@_move_of(I=(_first_only, _same))
 def partial(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """I → P: kept on the first rank, zero on the others."""
-    return _move(env, x, axes, _first_only, _same)
+    return _move(partial, env, x, axes)
 
 
+@_move_of(I=(_gather, _own), R=(_gather, _scatter))
 def gather(env: Env, x: Tensor, cut: Sequence[Any], dual: str = "I") -> Tensor:
     """V → I or R: every rank's piece."""
-    return _move(env, x, ShardedFactor(*cut), _gather, _own if dual == "I" else _scatter)
+    return _move(gather, env, x, ShardedFactor(*cut), dual)
 
 
+@_move_of(I=(_own, _gather))
 def shard(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """I → V: this rank's piece."""
-    return _move(env, x, ShardedFactor(*cut), _own, _gather)
+    return _move(shard, env, x, ShardedFactor(*cut))
 
 
+@_move_of(I=(_scatter, _gather))
+def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
+    """P → V: this rank's piece of the sum."""
+    return _move(scatter, env, x, ShardedFactor(*cut))
+
+
+@own_op(shares=True, blind=True)
 def shard_leaf(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
     """R → V: this rank's piece, zeros elsewhere in the gradient."""
     return _own(env, x, ShardedFactor(*cut))
 
 
+@own_op(shares=True, blind=True)
 def same(env: Env, x: Tensor, axes: Groups) -> Tensor:
     """V → V, cut in the same places."""
     return x
 
 
-def scatter(env: Env, x: Tensor, cut: Sequence[Any]) -> Tensor:
-    """P → V: this rank's piece of the sum."""
-    return _move(env, x, ShardedFactor(*cut), _scatter, _gather)
-
-
-MOVES = (all_reduce, replicate, own, partial, gather, shard, shard_leaf, scatter)
-COLLECTIVES: Mapping[tuple[Callable[..., Tensor], str], tuple[str, str]] = {
-    (all_reduce, "I"): ("all_reduce", ""),
-    (all_reduce, "R"): ("all_reduce", "all_reduce"),
-    (gather, "I"): ("all_gather", ""),
-    (gather, "R"): ("all_gather", "reduce_scatter"),
-    (replicate, "I"): ("", "all_reduce"),
-    (shard, "I"): ("", "all_gather"),
-    (scatter, "I"): ("reduce_scatter", "all_gather"),
-}
-"""By move and dual: the collective of the value and that of its gradient, where there is one."""
-FORWARD = {move for (move, _), (there, _) in COLLECTIVES.items() if there}
-"""The moves that communicate in forward."""
+def is_first(env: Env, axes: Groups) -> bool:
+    """Whether this rank is the one that contributes where all compute the same."""
+    return env.group(axes)[1] == 0

@@ -21,6 +21,7 @@ from shardwise.backend import Backend
 from shardwise.core.layout import shard_range
 from shardwise.ops import collectives
 from shardwise.ops.collectives import Env, Groups
+from shardwise.ops.own_op import own_op
 from shardwise.ops.softmax import joined, largest
 
 PIECE = {
@@ -33,17 +34,7 @@ Share = tuple[int, tuple[str, ...]]
 """(classes, axes): the ranks over the axes share this number of classes."""
 
 
-COUNT = 8
-"""Bytes of a number of targets."""
-
-
-def numbers(probabilities: bool) -> int:
-    """What ranks that share out the classes exchange of a row: its largest score, the sum of the powers, Σ a z, and of
-    probabilities Σ a too.
-    """
-    return 3 + probabilities
-
-
+@own_op(communicates=True)
 def cross_entropy(
     env: Env, logits: Tensor, target: Tensor, weight: Tensor | None, *, ignore_index: int, smoothing: float,
     reduction: int, counted: bool,
@@ -222,8 +213,8 @@ class _CrossEntropy(torch.autograd.Function):
     times that, or ``by_row`` (n, ...).
 
     ``is_loss`` says that the gradient that comes in is known to be 1, where a tensor on meta cannot say.  ``share`` is
-    (classes, axes) of which these are the logits of this rank's part: for each piece the ranks exchange some
-    :func:`numbers` a row.
+    (classes, axes) of which these are the logits of this rank's part: for each piece the ranks exchange three
+    numbers a row, or four.
     """
 
     @staticmethod
@@ -278,6 +269,7 @@ class _CrossEntropy(torch.autograd.Function):
         return None, gradient * seed.to(gradient.dtype), learned, *[None] * 5
 
 
+@own_op(communicates=True)
 def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
     """The number of this rank's targets that count, as int64; with those of other ranks over ``axes``, which have the
     same rows.
@@ -285,6 +277,7 @@ def valid_targets(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, 
     return collectives.all_sum(env, (target != ignore_index).sum(), axes, "targets")
 
 
+@own_op(communicates=True)
 def valid_targets_once(env: Env, target: Tensor, ignore_index: int, axes: tuple[str, ...] = ()) -> Tensor:
     """The same of targets that every rank has: the first rank counts them for all."""
     return valid_targets(env, target, ignore_index, axes) * (env.index == 0)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.ops.collectives import ROWS, Env, Groups, all_sum
+from shardwise.ops.own_op import own_op
 
 
 def batch_norm(
@@ -32,11 +33,7 @@ def batch_norm(
     return F.batch_norm(x, mean, var, weight, bias, True, momentum, eps), mean, var
 
 
-def statistics(channels: int) -> int:
-    """The numbers that each rank gives to a synchronised BatchNorm in forward."""
-    return 2 * channels + 1
-
-
+@own_op(communicates=True)
 def sync_batch_norm(
     env: Env, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, var: Tensor | None,
     momentum: float,
@@ -72,7 +69,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         dims = [0, *range(2, x.dim())]
         wide = x.to(torch.promote_types(x.dtype, torch.float32) if running_mean is None else running_mean.dtype)
         channels, elements = x.shape[1], 0 if stand_in else x.shape[0] * math.prod(x.shape[2:])
-        local = torch.zeros(statistics(channels), dtype=wide.dtype, device=x.device)
+        local = torch.zeros(2 * channels + 1, dtype=wide.dtype, device=x.device)
         if elements:
             v, m = torch.var_mean(wide, dims, correction=0)
             local[:channels], local[channels:-1] = m, v
@@ -112,6 +109,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         return None, dx.to(x.dtype), dw, db, None, None, None, None, None, None
 
 
+@own_op(communicates=True)
 def norm_of_width(
     env: Env,
     x: Tensor,

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.ops import keyed_random as keyed
 from shardwise.ops.collectives import Env, Factors, Groups, row_start
 from shardwise.ops.local_ops import own_rows
+from shardwise.ops.own_op import own_op
 
 ALPHA = 1.7580993408473766  # minus SELU's limit at minus infinity
 
@@ -33,6 +34,7 @@ def _columns(env: Env, grid: Grid, device: Any) -> Tensor | None:
     return own_rows(env, [factor for factors in grid for factor in factors], device)
 
 
+@own_op(shares=True, blind=True)
 def dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
@@ -46,6 +48,7 @@ def dropout(
     )
 
 
+@own_op(shares=True, blind=True)
 def feature_dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
@@ -53,6 +56,7 @@ def feature_dropout(
     return dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
+@own_op(shares=True, blind=True)
 def alpha_dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None,
     shape: Sequence[int] | None = None,
@@ -78,6 +82,7 @@ def alpha_dropout(
     return x * (kept * scale) + ((kept - 1) * (ALPHA * scale) + ALPHA * scale * p)
 
 
+@own_op(shares=True, blind=True)
 def feature_alpha_dropout(
     env: Env, x: Tensor, p: float, ordinal: int, batch: tuple[int, int] | None, spread: Groups, grid: Grid = None
 ) -> Tensor:
@@ -85,6 +90,7 @@ def feature_alpha_dropout(
     return alpha_dropout(env, x, p, ordinal, batch, spread, grid, (*x.shape[:2], *[1] * (x.dim() - 2)))
 
 
+@own_op(kept=True)
 def attention(
     env: Env, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, p: float, causal: bool, ordinal: int,
     batch: tuple[int, int] | None, spread: Groups, grid: Grid = None, scale: float | None = None,

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from shardwise.ops import collectives
 from shardwise.ops.collectives import Env, Groups
-
-NUMBERS = 2
-"""What ranks exchange of a row: its largest value and the sum of its powers."""
+from shardwise.ops.own_op import own_op
 
 
 def largest(x: Tensor, dim: int) -> Tensor:
@@ -42,12 +40,14 @@ def joined(env: Env, axes: Groups, top: Tensor, total: Tensor, *sums: Tensor) ->
     return top, (totals * (tops - top).exp_()).sum(0), *(one.sum(0) for one in others)
 
 
+@own_op(communicates=True)
 def softmax(env: Env, x: Tensor, dim: int, axes: Groups, dtype: torch.dtype | None, log: bool) -> Tensor:
     """Softmax of ``x``, or its logarithm, over a ``dim`` that ``axes`` shard; ``x`` is cast to ``dtype`` before."""
     result: Tensor = _Softmax.apply(env, x if dtype is None else x.to(dtype), dim, axes, log)  # type: ignore[no-untyped-call]
     return result
 
 
+@own_op(communicates=True)
 def logsumexp(env: Env, x: Tensor, dim: int, axes: Groups, keepdim: bool) -> Tensor:
     """The logarithm of the sum of the powers of ``x`` over a ``dim`` that ``axes`` shard: every rank has it."""
     result: Tensor = _LogSumExp.apply(env, x, dim, axes)  # type: ignore[no-untyped-call]

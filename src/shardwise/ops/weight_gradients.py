@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shardwise.backend import Backend, Kind
+from shardwise.ops.own_op import own_op
 from shardwise.wide import WideProduct
 
 aten = torch.ops.aten
@@ -48,6 +49,7 @@ class Kernels(NamedTuple):
 CPU_KERNELS = Kernels("cpu")
 
 
+@own_op(kept=True)
 def grouped(input: Tensor, weight: Tensor, bias: None, offs: Tensor) -> Tensor:
     """transformers' product of groups of rows, each with a matrix of its own; its backward has the gradient of the rows
     alone.
@@ -68,6 +70,7 @@ class _Grouped(torch.autograd.Function):
         return torch.ops.transformers.grouped_mm_fallback(grads[0], weight.mT, offsets), None, None
 
 
+@own_op(kept=True)
 def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     """A convolution, ``rest`` as ``aten.convolution`` has it; its backward has the gradients of X and bias alone.
 

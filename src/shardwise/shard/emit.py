@@ -15,25 +15,22 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.core.layout import Layout
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.naming import module_path
 from shardwise.graph.normalise import eliminate_dead
-from shardwise.graph.schema import differentiable, is_tensor, op_name, picks
+from shardwise.graph.schema import differentiable, is_tensor, picks
 from shardwise.graph.sizes import expression, of_data
 from shardwise.graph.torch_private import schema
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.local_graph import Exchanging, LocalGraph
+from shardwise.shard.local_graph import LocalGraph
 from shardwise.shard.op_spec import Emission, OpSharding, Placement
 from shardwise.shard.redistribute import Redistribution
 
 aten = torch.ops.aten
 
-_BY_STRIDE = {"as_strided", "as_strided_scatter", "as_strided_copy", "_reshape_alias"}
-_LIKE = {f"{name}_like" for name in ("zeros", "ones", "full", "empty", "rand", "randn", "randint")} | {
-    f"new_{name}" for name in ("zeros", "ones", "full", "empty")
-}  # of the shape of a tensor, and no more of it: without a gradient
 _FACTORY_OPTIONS = ("pin_memory", "layout")
 
 
@@ -115,14 +112,16 @@ class Emitter(LocalGraph):
             self.context.layout_of(shape, one) for shape, one in zip(self.context.shapes(node), states, strict=True)
         ]
         solved = Emission(values, layouts, strategies)
-        new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
+        call = form.call and form.call(strategies, values)
+        if call is not None:
+            args = fx.map_arg(call.args, lambda a: a if a.graph is self.graph else self.value[a])
+            result = layouts if isinstance(node.meta["val"], tuple | list) else solved.layout
+            new = self.emit(node, (self.env, *args), call.kwargs, result, call.function)
+        else:
+            new = self.plain(node, solved) if form.emit is None else form.emit(self, solved)
         several = isinstance(node.meta["val"], tuple | list)
         new.meta["states"] = states if several else states[0]
         new.meta["alike"] = form.alike
-        if form.exchanges is not None:
-            new.meta["exchanges"] = Exchanging(
-                form.exchanges, strategies, [(v.meta["val"], v.meta["layout"]) for v in values]
-            )
         return new
 
     def plain(self, node: fx.Node, solved: Emission) -> fx.Node:
@@ -143,10 +142,9 @@ class Emitter(LocalGraph):
 
     def replicate(self, node: fx.Node) -> fx.Node:
         """The fall-back: every rank computes the op whole."""
-        name = getattr(schema(node.target), "name", str(node.target)).removeprefix("aten::")
         if getattr(schema(node.target), "is_mutable", False) or "ordinal" in node.meta:
             raise Uncapturable(f"{node.target} draws random numbers or writes in place, and there is no rule for it")
-        if name in _BY_STRIDE:
+        if has(node, Fact.BY_STRIDE):
             raise Uncapturable(
                 f"{node.target} depends on how a tensor lies in memory, which is different on several ranks"
             )
@@ -216,7 +214,7 @@ class Emitter(LocalGraph):
         new = self.graph.call_function(target, tuple(args), kwargs)
         operands = [a for a in new.all_input_nodes if "grad" in a.meta]
         grad = any(a.meta["grad"] for a in operands) and differentiable(node.meta["val"])
-        grad = grad and target is not aten.detach.default and op_name(node) not in _LIKE
+        grad = grad and target is not aten.detach.default and not has(node, Fact.LIKE)
         return self.annotate(new, layout, None, grad, node)
 
 

@@ -6,40 +6,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from shardwise.core.layout import Factor, Layout
 from shardwise.graph.naming import module_path
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
-from shardwise.ops.collectives import ROWS, Env
+from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import Exchange, Exchanges, LocalOp, Placement, Shard, Strategy
-from shardwise.shard.sizes import LocalSizes, local_shape, of_rows
-
-
-@dataclass(frozen=True)
-class Exchanging:
-    """What a node of a local graph communicates by itself: the ``exchanges`` of its op, by its strategies and the local
-    ``operands``, each a value of the captured graph and its layout."""
-
-    exchanges: Exchanges
-    strategies: Mapping[str, Strategy] = field(default_factory=dict)
-    operands: Sequence[tuple[Tensor, Layout]] = ()
-
-    def on(self, env: Env) -> Iterable[Exchange]:
-        """On the rank and for the rows that ``env`` describes."""
-        shapes = [local_shape(value, layout, env) for value, layout in self.operands]
-        return self.exchanges(LocalOp(self.strategies, shapes, lambda axes: env.group(axes)[0]))
-
-    def axes(self) -> list[tuple[str, ...]]:
-        """The axes of each exchange, whatever the sizes are."""
-        shapes = [(1,) * value.dim() for value, _ in self.operands]
-        return [one.axes for one in self.exchanges(LocalOp(self.strategies, shapes, len))]
+from shardwise.shard.op_spec import Placement, Shard
+from shardwise.shard.sizes import LocalSizes, of_rows
 
 
 class LocalGraph:

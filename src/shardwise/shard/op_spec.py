@@ -9,8 +9,9 @@ needs its replicated operands as R*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -70,26 +71,16 @@ Emit = Callable[[Any, Emission], fx.Node]
 """Adds the local op; called with the :class:`~shardwise.shard.emit.Emitter`."""
 
 
-class Exchange(NamedTuple):
-    """One collective that an op makes by itself: ``nbytes`` are those of the whole, in ``backward`` or in forward."""
+class OwnCall(NamedTuple):
+    """One of our own functions that takes the place of an op: it is called as ``function(env, *args, **kwargs)``."""
 
-    kind: str
-    axes: tuple[str, ...]
-    nbytes: int
-    backward: bool = False
-
-
-class LocalOp(NamedTuple):
-    """An op on one rank: its strategy on each group of axes, the local shapes of its operands, and how many ranks there
-    are over axes.
-    """
-
-    strategies: Mapping[str, Strategy]
-    shapes: Sequence[tuple[int, ...]]
-    ranks: Callable[[Sequence[str]], int]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = MappingProxyType({})
 
 
-Exchanges = Callable[[LocalOp], Iterable[Exchange]]
+Call = Callable[[Mapping[str, Strategy], Sequence[Any]], OwnCall | None]
+"""By an op's strategies and the values of its operands: what is called in its place, or None where that is itself."""
 
 
 def sharding(strategies: Mapping[str, Strategy], dim: int) -> tuple[str, ...]:
@@ -109,8 +100,8 @@ class OpSharding:
     layouts of the operands, and from the sizes of the axes.  ``fresh`` is where the result may be made sharded,
     although no operand is. ``factors``: whether ``moves`` and ``emit`` know of places in concatenations, and of those
     behind rows. ``alike``: results that are replicated even so, without a gradient (statistics of a whole batch).
-    ``emit`` adds the local op, where it is not just the same one.  ``exchanges`` says what an op communicates by
-    itself.
+    ``emit`` adds the local op, where it is not just the same one; ``call`` says which of our own functions takes its
+    place, where one does: what that communicates is found by calling it.
     """
 
     node: fx.Node
@@ -124,7 +115,7 @@ class OpSharding:
     fresh: Shard | None = None
     alike: frozenset[int] = frozenset()
     emit: Emit | None = None
-    exchanges: Exchanges | None = None
+    call: Call | None = None
     factors: bool = False
 
     def ways(self, position: int, place: Shard) -> Iterator[Strategy]:

@@ -33,8 +33,7 @@ from shardwise.shard.op_spec import Placement, Shard
 
 def communicated(node: fx.Node) -> tuple[str, str]:
     """The collective of a move's value and that of its gradient; "" where there is none or the node is no move."""
-    with_dual = node.target in (collectives.all_reduce, collectives.gather) and len(node.args) > 3
-    return collectives.COLLECTIVES.get((node.target, str(node.args[3]) if with_dual else "I"), ("", ""))
+    return collectives.kinds(node.target, str(node.args[3]) if len(node.args) > 3 else "I")
 
 
 CUTTING = ("gather", "shard", "shard_leaf", "scatter")

@@ -14,24 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from shardwise.graph.aten_ops import Fact, has, regroups
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.functional import Normal
 from shardwise.graph.schema import given, op_name
 from shardwise.ops import collectives, cross_entropy
-from shardwise.shard.local_graph import Exchanging
-from shardwise.shard.op_spec import Exchange
 from shardwise.shard.sharded import Sharded
 
 aten = torch.ops.aten
-
-_IDENTITIES = {
-    aten.reshape.default,
-    aten.view.default,
-    aten.to.dtype,
-    aten.clone.default,
-    aten.alias.default,
-    aten.squeeze.default,
-}
 
 
 @dataclass
@@ -53,13 +43,18 @@ class Targets:
 def mean_cross_entropy(normal: Normal) -> fx.Node | None:
     """The cross-entropy that *is* the loss, if its mean over integer targets is what the model returns."""
     node: Any = next(n for n in normal.graph.nodes if n.op == "output").args[0][0]
-    while isinstance(node, fx.Node) and node.target in _IDENTITIES:
+    while isinstance(node, fx.Node) and _passes(node):
         node = node.args[0]
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
-    mean = op_name(node) in ("cross_entropy_loss", "nll_loss_nd") and given(node, "reduction", 1) == 1
+    mean = has(node, Fact.CLASS_LOSS) and given(node, "reduction", 1) == 1
     integer = mean and not node.args[1].meta["val"].is_floating_point()
     return node if integer else None
+
+
+def _passes(node: fx.Node) -> bool:
+    """Whether a node passes on the one number that it is given."""
+    return regroups(node) or has(node, Fact.CASTS) or op_name(node) in ("clone", "contiguous", "alias")
 
 
 def summands(normal: Normal) -> set[fx.Node]:
@@ -70,7 +65,7 @@ def summands(normal: Normal) -> set[fx.Node]:
         node = stack.pop()
         if isinstance(node, fx.Node):
             found.add(node)
-            if node.target in _IDENTITIES:
+            if _passes(node):
                 stack.append(node.args[0])
             elif op_name(node) == "add" and given(node, "alpha", 1) == 1:
                 stack.extend(node.args[:2])
@@ -114,7 +109,6 @@ def targets_of(sharded: Sharded, loss: fx.Node) -> Targets:
     env = next(iter(graph.nodes))
     axes = tuple(sorted(sharding - {collectives.ROWS}))
     count = graph.call_function(counter, (env, copies[target], ignore, axes))
-    count.meta["exchanges"] = Exchanging(lambda _: [Exchange("all_reduce", axes, cross_entropy.COUNT)])
     graph.output(count)
     return Targets(
         fx.GraphModule(torch.nn.Module(), graph).forward,

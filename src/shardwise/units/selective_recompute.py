@@ -17,7 +17,6 @@ out of RECOMPUTE (:func:`unread`), such as the sum behind the last product of a 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -28,44 +27,22 @@ from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from shardwise.core.errors import ShardwiseError
-from shardwise.graph.aten_ops import ATTENTION, CONVOLUTIONS, GROUPED_PRODUCTS, MATRIX_PRODUCTS
-from shardwise.graph.torch_private import OpOverload, schema, storage_key
-from shardwise.kernels.flop_counter import tensors_in
-from shardwise.ops import collectives, random_ops, weight_gradients
+from shardwise.graph.aten_ops import Fact, is_blind, named
+from shardwise.graph.schema import op_name, tensors_in
+from shardwise.graph.torch_private import storage_key
+from shardwise.ops import collectives, own_op, random_ops, weight_gradients
 from shardwise.ops.collectives import Env
 from shardwise.ops.silent import Silent
 from shardwise.units import weight_products
 
-KEPT = MATRIX_PRODUCTS | GROUPED_PRODUCTS | CONVOLUTIONS | {ATTENTION}
-"""The ops whose results are kept; those of ATen without namespace."""
+KEPT = named(Fact.MATRIX_PRODUCT | Fact.GROUPED_PRODUCT | Fact.CONVOLUTION | Fact.ATTENTION)
+"""The ATen ops whose results are kept."""
 
-OWN: dict[str, Callable[..., Tensor]] = {
-    "attention": random_ops.attention,
-    "grouped": weight_gradients.grouped,
-    "convolved": weight_gradients.convolved,
-}
+OWN = own_op.named((random_ops, weight_gradients), lambda facts: facts.kept)
 """Our own functions that are kept, under the names that stand for them in a graph."""
 
-_BLIND = """
-    add sub neg view reshape flatten unflatten transpose permute t numpy_T unsqueeze squeeze expand contiguous clone
-    alias detach select slice narrow split chunk unbind cat to _to_copy"""
-MOVES = {move.__name__: move for move in collectives.FORWARD}
+MOVES = own_op.named((collectives,), collectives.communicates_forward)
 """The moves that communicate forward, under the names that stand for them in a graph."""
-
-BLIND = {
-    *_BLIND.split(),
-    operator.getitem,
-    weight_products.begun,
-    random_ops.dropout,
-    random_ops.feature_dropout,
-    *collectives.MOVES,
-}
-"""Ops and functions whose backward needs no value of what they are given, only shapes (dropout: its mask)."""
-
-
-def _op(target: Any) -> Any:
-    """What stands for a node's target in the sets above."""
-    return str(schema(target).name).removeprefix("aten::") if isinstance(target, OpOverload) else target
 
 
 def recallable(graph: fx.Graph, own: int) -> fx.Graph:
@@ -90,7 +67,7 @@ def recallable(graph: fx.Graph, own: int) -> fx.Graph:
             if node not in read:
                 copies[node].target = unread
                 copies[node].args = (env, names[target], *copies[node].args[1:])
-        elif node.op == "call_function" and (target in names or _op(target) in KEPT):
+        elif node.op == "call_function" and (target in names or op_name(node) in KEPT):
             copies[node].target = recalled
             copies[node].args = (env, count, node in read, names.get(target, target), *copies[node].args)
             count += 1
@@ -115,7 +92,7 @@ def _read(graph: fx.Graph, own: int) -> set[fx.Node]:
             fx.map_arg(node.args[0][own:], read.add)
         elif (
             node.op == "call_function"
-            and (node in read or _op(node.target) not in BLIND)
+            and (node in read or not is_blind(node))
             and node.target is not weight_products.edge
         ):
             read.update(node.all_input_nodes)

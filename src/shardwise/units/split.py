@@ -15,16 +15,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardwise.graph.aten_ops import argument_at
 from shardwise.graph.captured import Captured
-from shardwise.ops import collectives, norms
-from shardwise.shard.redistribute import communicated
+from shardwise.ops import norms
+from shardwise.ops.own_op import argument_at, facts_of
 from shardwise.shard.sharded import Sharded
 from shardwise.units.selective_recompute import note_unread, recallable
 from shardwise.units.trace import Unit
 from shardwise.units.weight_products import expose, find, held, inside
-
-_INTEGER_OPS = {collectives.rows, collectives.local_rows, collectives.local_size}
 
 
 def split(sharded: Sharded) -> list[Unit]:
@@ -126,7 +123,7 @@ def _assign(graph: fx.Graph, sharded: Sharded) -> tuple[dict[fx.Node, int], dict
     after it.
     """
     free = _free(graph, sharded)
-    calls = [n for n in graph.nodes if n.op == "call_function" and n.target not in _INTEGER_OPS and "layout" in n.meta]
+    calls = [n for n in graph.nodes if n.op == "call_function" and "layout" in n.meta]
     owned = _blocks_with_parameters(graph)
     blocks: dict[str, int] = {}
     for node in calls:
@@ -263,7 +260,7 @@ class _Builder:
             input_grads=tuple(n in self.useful for n in kinds["inputs"]),
             output_grads=tuple(n in self.useful for n in outputs),
             ordinal=ordinal,
-            collectives=any(any(communicated(n)) or "exchanges" in n.meta for n in mine),
+            collectives=any(facts_of(n.target).communicates for n in mine),
             values={n.name: n for n in (*kinds["inputs"], *outputs)},
             training_function=shared[key_code],
             products=tuple(parameters[one.parameter] for one in products.values()),
@@ -299,7 +296,7 @@ class _Builder:
         for kind, nodes in kinds.items():
             for i, node in enumerate(nodes):
                 copies[node] = graph.placeholder(f"{kind[0]}{i}")
-                copies[node].meta = {key: node.meta.get(key) for key in ("val", "layout")}
+                copies[node].meta = {key: node.meta.get(key) for key in ("val", "layout", "grad")}
         ordinals = [o for n in mine if (o := _ordinal(n)) is not None]
         first = min(ordinals, default=0)
 
@@ -318,9 +315,7 @@ class _Builder:
                 at = argument_at(node.target, "ordinal")
                 args = (*args[:at], own - first, *args[at + 1 :])  # relative: equal blocks have equal code
             copies[node] = graph.call_function(node.target, args, kwargs)
-            copies[node].meta = {
-                k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause", "exchanges") if k in node.meta
-            }
+            copies[node].meta = {k: node.meta[k] for k in ("val", "layout", "grad", "path", "cause") if k in node.meta}
         graph.output(tuple(copies[n] for n in outputs))
         return graph, first
 

@@ -19,6 +19,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import Mesh
 from shardwise.core.optim import OptimizerChoice
 from shardwise.core.tensor_options import OTHERS
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.schema import op_name
 from shardwise.ops.collectives import Env
 from shardwise.parallel.data import SHARDS
@@ -30,9 +31,6 @@ from shardwise.units.microbatch_weights import Targets
 
 DECAY = "decay"
 """The group of parameters with weight decay in a flat buffer."""
-HOST_READS = frozenset({"transformers::grouped_mm_fallback"})
-"""Ops that read values on the host: this one multiplies experts one by one, where there is no kernel for all of them.
-"""
 
 
 @dataclass(frozen=True)
@@ -239,7 +237,7 @@ class Trace:
     def host_reads(self) -> list[str]:
         """The ops that read values on the host: on a GPU each makes it wait for the device."""
         graphs = [unit.graph for unit in self.units if unit.graph is not None]
-        return sorted({op_name(node) for graph in graphs for node in graph.nodes} & HOST_READS)
+        return sorted({op_name(node) for graph in graphs for node in graph.nodes if has(node, Fact.HOST_READ)})
 
     def without_rule(self, rows: int) -> list[Repeated]:
         """The ops without a rule that cost something."""

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwise.graph.aten_ops import CONVOLUTIONS, SHARING
+from shardwise.graph.aten_ops import Fact, may_share, named, permutation
 from shardwise.graph.schema import given, op_name
 from shardwise.ops import collectives
+from shardwise.ops.own_op import own_op
 from shardwise.ops.weight_gradients import Factors, convolved, grouped
 from shardwise.shard.redistribute import communicated
 
@@ -97,7 +98,7 @@ def inside(graph: fx.Graph, trainable: Sequence[bool], found: Mapping[fx.Node, P
 
     def elsewhere(node: fx.Node) -> bool:
         for user in node.users:
-            if _permutation(user) is not None or user.target is collectives.own:
+            if permutation(user) is not None or user.target is collectives.own:
                 if elsewhere(user):
                     return True
             elif user not in found or [i for i, a in enumerate(user.args) if a is node] != [found[user].at]:
@@ -117,12 +118,9 @@ def held(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> list[tuple[str, i
     return [(kind, i) for kind, nodes in places for i, n in enumerate(nodes) if _base(n) in wanted]
 
 
-_SHARING = SHARING | {"getitem", *(move.__name__ for move in collectives.MOVES)}
-
-
 def _base(node: fx.Node) -> fx.Node:
     """The node whose memory a node may share."""
-    while node.op == "call_function" and op_name(node) in _SHARING:
+    while node.op == "call_function" and may_share(node):
         sources = [a for a in node.all_input_nodes if isinstance(a.meta.get("val"), Tensor | tuple | list)]
         if not sources:
             break
@@ -164,6 +162,7 @@ def expose(graph: fx.Graph, found: Mapping[fx.Node, Product]) -> fx.Graph:
     return new
 
 
+@own_op(shares=True, blind=True)
 def begun(y: Tensor) -> Tensor:
     """``y``, or where nothing before it has a gradient, ``y`` as the start of a graph."""
     return y if y.requires_grad else start([y])[0]
@@ -277,26 +276,9 @@ PRODUCTS: Mapping[str, _Rule] = {
     **dict.fromkeys(("addmm", "baddbmm"), _Rule(1, 2, _right)),
     "_grouped_mm": _Rule(0, 1, _groups),
     "transformers::grouped_mm_fallback": _Rule(0, 1, _groups, grouped),
-    **dict.fromkeys(CONVOLUTIONS, _Rule(0, 1, _filters, convolved)),
+    **dict.fromkeys(named(Fact.CONVOLUTION), _Rule(0, 1, _filters, convolved)),
 }
 """By the name of the op."""
-
-
-def _permutation(node: Any) -> tuple[int, ...] | None:
-    """The permutation of dims that a node makes, if it does nothing else."""
-    name = op_name(node) if isinstance(node, fx.Node) and node.op == "call_function" else ""
-    if name not in ("t", "numpy_T", "mT", "transpose", "permute"):
-        return None
-    source = node.args[0]
-    dims = list(range(_rank(source)))
-    match name:
-        case "t" | "numpy_T":
-            return tuple(reversed(dims))
-        case "permute":
-            return tuple(dims[d] for d in node.args[1])
-    a, b = (-1, -2) if name == "mT" else node.args[1:]
-    dims[a], dims[b] = dims[b], dims[a]
-    return tuple(dims)
 
 
 def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
@@ -307,7 +289,7 @@ def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
     while isinstance(node, fx.Node):
         if node.target is collectives.own:
             alike, node = node.args[2], node.args[1]
-        elif (step := _permutation(node)) is not None:
+        elif (step := permutation(node)) is not None:
             dims = step if dims is None else tuple(step[d] for d in dims)
             node = node.args[0]
         else:

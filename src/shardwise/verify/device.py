@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.capture.intercept import Proceed
-from shardwise.kernels.flop_counter import tensors_in
+from shardwise.graph.schema import tensors_in
 
 
 class Together:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.capture.intercept import Proceed
+from shardwise.graph.schema import tensors_in
 from shardwise.graph.torch_private import BatchNormBase
-from shardwise.kernels.flop_counter import tensors_in
 
 _MATMULS = frozenset(
     (

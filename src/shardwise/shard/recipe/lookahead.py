@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from shardwise.graph.aten_ops import CLASS_LOSSES
-from shardwise.graph.schema import is_tensor, op_name
+from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.schema import is_tensor
 from shardwise.shard.context import ShardingContext
 
 
@@ -51,7 +51,7 @@ class Ahead:
 
     def is_scores(self, product: fx.Node) -> bool:
         """Whether a cross-entropy takes the result, by classes."""
-        return any(op_name(node) in CLASS_LOSSES for node in self.reach(product).ops)
+        return any(has(node, Fact.CLASS_LOSS) for node in self.reach(product).ops)
 
     def size(self, node: fx.Node) -> int:
         return sum(map(math.prod, self.context.shapes(node)))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from shardwise.graph.aten_ops import SPLITS
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.schema import given, op_name
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.op_spec import OpSharding, Shard
@@ -110,7 +110,7 @@ class Cuts:
         found: dict[int, tuple[fx.Node, int]] = {}
         for user in value.users:
             results = self.results(user) if user in self.forms else []
-            if op_name(user) in SPLITS and given(user, "dim", 0) % len(self.context.shape(value)) == dim:
+            if has(user, Fact.SPLIT) and given(user, "dim", 0) % len(self.context.shape(value)) == dim:
                 whole = user.meta["val"]
                 ends = itertools.accumulate(part.shape[dim] for part in whole)
                 found |= {
@@ -150,7 +150,7 @@ class Cuts:
             for user, position, form in self.uses(value):
                 others = [o for o, _ in form.operands if o not in seen and self.context.carrying[o]]
                 activations = any(not self.context.learned(o) for o in others)
-                if activations and (form.contracts(position) or op_name(user) == "scaled_dot_product_attention"):
+                if activations and (form.contracts(position) or has(user, Fact.ATTENTION)):
                     return True
                 if not activations and not form.contracts(position):
                     after = {r for r in self.results(user) if r is not None} - seen

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.captured import Uncapturable
 from shardwise.ops import random_ops
 from shardwise.ops.collectives import ROWS
@@ -86,12 +87,7 @@ def _drawn(context: ShardingContext, node: fx.Node, x: fx.Node, emit: Any) -> Op
     return ordered(context, context.labelled(node, [(x, labels)], labels, emit=local))
 
 
-_DROPOUTS = {"dropout": random_ops.dropout, "feature_dropout": random_ops.feature_dropout,
-"alpha_dropout": random_ops.alpha_dropout,
-             "feature_alpha_dropout": random_ops.feature_alpha_dropout}  # fmt: skip
-
-
-@RULES.rule(*_DROPOUTS)
+@RULES.rule(*named(Fact.DROPOUT))
 def _dropout(context: ShardingContext, node: fx.Node) -> Any:
     x, feature = node.args[0], op_name(node).startswith("feature")
     sizes = node.meta["val"].shape
@@ -100,7 +96,7 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
 
     def emit(emitter: Emitter, key: Any, value: fx.Node, layout: Any) -> fx.Node:
         return emitter.emit(
-            node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, _DROPOUTS[op_name(node)]
+            node, (emitter.env, value, given(node, "p"), *key(sizes)), {}, layout, getattr(random_ops, op_name(node))
         )
 
     form = _drawn(context, node, x, emit)
@@ -109,14 +105,13 @@ def _dropout(context: ShardingContext, node: fx.Node) -> Any:
     return form
 
 
-_KINDS = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal",
-"rand": "uniform",
-          "randn": "normal", "randint": "randint"}  # fmt: skip
+_LIKE = {"rand_like": "uniform", "uniform": "uniform", "randn_like": "normal", "normal_functional": "normal"}
+_NEW = {"rand": "uniform", "randn": "normal", "randint": "randint"}
 
 
-@RULES.rule("rand_like", "randn_like", "uniform", "normal_functional")
+@RULES.rule(*_LIKE)
 def _random_like(context: ShardingContext, node: fx.Node) -> Any:
-    kind = _KINDS[op_name(node)]
+    kind = _LIKE[op_name(node)]
     first, second = ("from", "to") if kind == "uniform" else ("mean", "std")
     a, b = given(node, first, 0.0), given(node, second, 1.0)
 
@@ -145,11 +140,11 @@ def _bernoulli(context: ShardingContext, node: fx.Node) -> Any:
     return _drawn(context, node, x, emit)
 
 
-@RULES.rule("rand", "randn", "randint")
+@RULES.rule(*_NEW)
 def _random(context: ShardingContext, node: fx.Node) -> Any:
     sizes = node.meta["val"].shape
     fresh = [d for d, s in enumerate(sizes) if context.is_rows(s)]
-    kind = _KINDS[op_name(node)]
+    kind = _NEW[op_name(node)]
     low, high = (given(node, "low", 0), given(node, "high", 1)) if kind == "randint" else (0, 1)
 
     def emit(emitter: Emitter, solved: Emission) -> fx.Node:

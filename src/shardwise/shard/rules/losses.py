@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from shardwise.graph.aten_ops import CLASS_LOSSES
+from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.torch_private import schema
 from shardwise.ops import cross_entropy, local_ops
 from shardwise.ops.collectives import ROWS
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission, Exchange, LocalOp, OpSharding, Shard, Strategy
-from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors, wide
+from shardwise.shard.op_spec import Emission, OpSharding, OwnCall, Shard, Strategy
+from shardwise.shard.rules.table import Table, aligned, broadcast, given, op_name, rank_of, tensors
 
 aten = torch.ops.aten
 RULES = Table()
 
 
-@RULES.rule(*CLASS_LOSSES)
+@RULES.rule(*named(Fact.CLASS_LOSS))
 def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
     x, target = node.args[:2]
     weight, reduction = given(node, "weight"), given(node, "reduction", cross_entropy.MEAN)
@@ -64,41 +64,19 @@ def _cross_entropy(context: ShardingContext, node: fx.Node) -> Any:
             return None
         return strategy if chances else Strategy(tuple(place if "class" in own else "I" for _, own in operands), ("I",))
 
-    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        values = list(solved.values)
-        weights = values[2] if len(values) > 2 else None
-        axes, spread = sharing(solved.strategies)
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        axes, spread = sharing(strategies)
         if not axes and (reduction != cross_entropy.MEAN or not spread):
-            tail = (weights, reduction, ignore) if chances else (weights, reduction, ignore, smoothing)
-            return emitter.emit(node, (*values[:2], *tail), {}, solved.layout)
+            return None
+        weights = values[2] if len(values) > 2 else None
         options = {
             "ignore_index": ignore, "smoothing": smoothing, "reduction": reduction, "counted": known(spread),
             "log_probabilities": chances, "summand": node in context.summands,
             "share": (context.shape(x)[1], axes) if axes else None, "spread": spread,
         }  # fmt: skip
-        return emitter.emit(
-            node,
-            (emitter.env, _before_cast(values[0]), values[1], weights),
-            options,
-            solved.layout,
-            cross_entropy.cross_entropy,
-        )
+        return OwnCall(cross_entropy.cross_entropy, (_before_cast(values[0]), values[1], weights), options)
 
-    def exchanges(op: LocalOp) -> Iterator[Exchange]:
-        """Some numbers a row between ranks with some of the classes each; a count of targets between those with some of
-        the rows.
-        """
-        axes, spread = sharing(op.strategies)
-        if spread and reduction == cross_entropy.MEAN and not known(spread):
-            unweighted = weight is None or classes
-            yield Exchange(
-                "all_reduce", spread, cross_entropy.COUNT if unweighted else weight.meta["val"].dtype.itemsize
-            )
-        if axes and not chances:
-            rows = math.prod(n for d, n in enumerate(op.shapes[0]) if d != 1)
-            yield Exchange("all_gather", axes, op.ranks(axes) * cross_entropy.numbers(classes) * rows * wide(x))
-
-    form.moves, form.emit, form.exchanges = moves, emit, exchanges
+    form.moves, form.call = moves, call
     return form
 
 
@@ -113,10 +91,11 @@ def _at_every_so_many(context: ShardingContext, x: fx.Node, place: Shard) -> boo
     return size % math.prod(context.tensor.axes.values()) == 0 or context.stands_for_pieces(size)
 
 
-def _before_cast(scores: fx.Node) -> fx.Node:
+def _before_cast(scores: Any) -> Any:
     """Scores before they were cast to fp32: the cross-entropy casts them piece by piece."""
     narrow = (torch.bfloat16, torch.float16)
-    if scores.target is not aten.to.dtype or scores.meta["val"].dtype is not torch.float32:
+    cast = isinstance(scores, fx.Node) and scores.target is aten.to.dtype
+    if not cast or scores.meta["val"].dtype is not torch.float32:
         return scores
     source = scores.args[0]
     return source if isinstance(source, fx.Node) and source.meta["val"].dtype in narrow else scores

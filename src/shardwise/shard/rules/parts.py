@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.core.layout import Factor
-from shardwise.graph.aten_ops import SPLITS
+from shardwise.graph.aten_ops import Fact, named
 from shardwise.graph.sizes import expression
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
@@ -155,7 +155,7 @@ def _diagonal_scatter(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-@RULES.rule(*SPLITS)
+@RULES.rule(*named(Fact.SPLIT))
 def _split(context: ShardingContext, node: fx.Node) -> Any:
     x = node.args[0]
     rank = rank_of(context, x)

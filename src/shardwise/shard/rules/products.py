@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from shardwise.core.mesh import Mesh
+from shardwise.graph.aten_ops import Fact, named
 from shardwise.ops import local_ops
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
@@ -152,7 +153,7 @@ def _conv(context: ShardingContext, node: fx.Node) -> Any:
     )
 
 
-@RULES.rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+@RULES.rule(*named(Fact.RECURRENT))
 def _recurrent(context: ShardingContext, node: fx.Node) -> Any:
     """Sequences of one length; packed ones have no batch dim."""
     x = node.args[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 from shardwise.ops import norms, softmax
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
-from shardwise.shard.op_spec import Emission, Exchange, LocalOp, Shard, Strategy, sharding
+from shardwise.shard.op_spec import Emission, OwnCall, Shard, Strategy, sharding
 from shardwise.shard.rules.table import (
     Table,
     aligned,
@@ -25,7 +25,6 @@ from shardwise.shard.rules.table import (
     rank_of,
     tensors,
     whole_dims,
-    wide,
 )  # fmt: skip
 
 aten = torch.ops.aten
@@ -140,25 +139,15 @@ def _softmax(context: ShardingContext, node: fx.Node) -> Any:
         )
         return Strategy((place,), ("I" if sums else place,)) if simple and context.shared_out(x, place) else None
 
-    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        axes = sharding(solved.strategies, dim)
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        axes = sharding(strategies, dim)
         if not axes:
-            return emitter.plain(node, solved)
+            return None
         if sums:
-            args = (emitter.env, *solved.values, dim, axes, bool(given(node, "keepdim", False)))
-            return emitter.emit(node, args, {}, solved.layout, softmax.logsumexp)
-        args = (emitter.env, *solved.values, dim, axes, given(node, "dtype"), name == "log_softmax")
-        return emitter.emit(node, args, {}, solved.layout, softmax.softmax)
+            return OwnCall(softmax.logsumexp, (*values, dim, axes, bool(given(node, "keepdim", False))))
+        return OwnCall(softmax.softmax, (*values, dim, axes, given(node, "dtype"), name == "log_softmax"))
 
-    def exchanges(op: LocalOp) -> Iterator[Exchange]:
-        """Two numbers a row, and a sum of one in backward."""
-        if axes := sharding(op.strategies, dim):
-            each = math.prod(n for d, n in enumerate(op.shapes[0]) if d != dim) * wide(x if sums else node)
-            yield Exchange("all_gather", axes, op.ranks(axes) * softmax.NUMBERS * each)
-            if not sums:
-                yield Exchange("all_reduce", axes, each, backward=True)
-
-    form.moves, form.emit, form.exchanges, form.factors = moves, emit, exchanges, True
+    form.moves, form.call, form.factors = moves, call, True
     return form
 
 
@@ -183,26 +172,18 @@ def _layer_norm(context: ShardingContext, node: fx.Node) -> Any:
         x_at, at = Shard(rank - 1, 1, place.post), Shard(0, 1, place.post)
         return Strategy((x_at, *[at] * (len(operands) - 1)), (x_at,))
 
-    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        axes = sharding(solved.strategies, rank - 1)
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        axes = sharding(strategies, rank - 1)
         if not axes:
-            return emitter.plain(node, solved)
-        feed = iter(solved.values)
-        value = next(feed)
+            return None
+        value, *rest = values
+        feed = iter(rest)
         weight, bias = (next(feed) if isinstance(given(node, name), fx.Node) else None for name in ("weight", "bias"))
         eps = given(node, "eps", 1e-5 if op_name(node) == "layer_norm" else None)
-        args = (emitter.env, value, weight, bias, eps, context.shape(x)[-1], axes, op_name(node) == "layer_norm")
-        return emitter.emit(node, args, {}, solved.layout, norms.norm_of_width)
+        args = (value, weight, bias, eps, context.shape(x)[-1], axes, op_name(node) == "layer_norm")
+        return OwnCall(norms.norm_of_width, args)
 
-    def exchanges(op: LocalOp) -> Iterator[Exchange]:
-        """A sum of squares of each row, before it a sum where a mean is taken off; in backward as many, at once."""
-        sums = 1 + (op_name(node) == "layer_norm")
-        if axes := sharding(op.strategies, rank - 1):
-            each = math.prod(op.shapes[0][:-1]) * wide(x)
-            yield from [Exchange("all_reduce", axes, each)] * sums
-            yield Exchange("all_reduce", axes, sums * each, backward=True)
-
-    form.moves, form.emit, form.exchanges = moves, emit, exchanges
+    form.moves, form.call = moves, call
     return form
 
 
@@ -254,27 +235,15 @@ def batch_norm(context: ShardingContext, node: fx.Node) -> Any:
         at = Shard(0, place.pre, place.post)
         return every and Strategy(every.operands, (every.results[0], *[at] * (len(shapes) - 1)))
 
-    def emit(emitter: Emitter, solved: Emission) -> fx.Node:
-        axes = sharding(solved.strategies, 0)
+    def call(strategies: Mapping[str, Strategy], values: Sequence[Any]) -> OwnCall | None:
+        axes = sharding(strategies, 0)
         if not axes:
-            return emitter.plain(node, solved)
-        rest = iter(solved.values[1:])
-        others = [
-            next(rest) if a in operands[1:] else emitter.arguments(a) if isinstance(a, fx.Node) else a
-            for a in node.args[1:]
-        ]
-        args = (emitter.env, solved.values[0], *others, axes)
-        return emitter.emit(node, args, {}, solved.layouts, norms.sync_batch_norm)
+            return None
+        rest = iter(values[1:])
+        others = (next(rest) if a in operands[1:] else a for a in node.args[1:])
+        return OwnCall(norms.sync_batch_norm, (values[0], *others, axes))
 
-    def exchanges(op: LocalOp) -> Iterator[Exchange]:
-        """Means and variances of each channel, and two sums in backward."""
-        mean, channels = node.args[3], op.shapes[0][1]
-        each = mean.meta["val"].dtype.itemsize if isinstance(mean, fx.Node) else wide(operands[0])
-        if axes := sharding(op.strategies, 0):
-            yield Exchange("all_gather", axes, op.ranks(axes) * norms.statistics(channels) * each)
-            yield Exchange("all_reduce", axes, 2 * channels * each, backward=True)
-
-    form.moves, form.emit, form.exchanges = moves, emit, exchanges
+    form.moves, form.call = moves, call
     return form
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from shardwise.core.layout import Layout
+from shardwise.graph.aten_ops import Fact, named, permutation
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.emit import Emitter
 from shardwise.shard.op_spec import Emission, Shard, Strategy
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 RULES = Table()
 
 
-@RULES.rule("view", "reshape", "_unsafe_view", "view_as", "reshape_as", "flatten", "unflatten", "ravel")
+@RULES.rule(*named(Fact.REGROUPS))
 def _view(context: ShardingContext, node: fx.Node) -> Any:
     """A row-major regrouping of dims: a sharded factor stays in one dim, or the operand is gathered."""
     if node.target is aten.view.dtype:
@@ -69,38 +69,11 @@ def _squeeze(context: ShardingContext, node: fx.Node) -> Any:
     return context.labelled(node, [(x, labels)], [d for d in labels if d is not None], (0,), emit=emit)
 
 
-def _reordered(context: ShardingContext, node: fx.Node, order: Sequence[int]) -> Any:
-    return context.labelled(node, [(node.args[0], range(len(order)))], list(order), (0,))
-
-
-@RULES.rule("transpose", "swapaxes", "swapdims")
-def _transpose(context: ShardingContext, node: fx.Node) -> Any:
-    order = list(range(rank_of(context, node)))
-    if order:
-        a, b = (d % len(order) for d in node.args[1:3])
-        order[a], order[b] = order[b], order[a]
-    return _reordered(context, node, order)
-
-
-@RULES.rule("t", "numpy_T", "mT", "mH", "matrix_H", "adjoint")
-def _t(context: ShardingContext, node: fx.Node) -> Any:
-    order = list(range(rank_of(context, node)))
-    if op_name(node) in ("t", "numpy_T"):
-        return _reordered(context, node, order[::-1])
-    return _reordered(context, node, [*order[:-2], order[-1], order[-2]])
-
-
-@RULES.rule("permute")
-def _permute(context: ShardingContext, node: fx.Node) -> Any:
-    rank = rank_of(context, node)
-    return _reordered(context, node, [d % rank for d in node.args[1]])
-
-
-@RULES.rule("movedim", "moveaxis")
-def _movedim(context: ShardingContext, node: fx.Node) -> Any:
-    cube = torch.empty([2] * rank_of(context, node), device="meta")  # its strides are all different and name the dims
-    moved = torch.movedim(cube, *node.args[1:3])
-    return _reordered(context, node, [cube.stride().index(s) for s in moved.stride()])
+@RULES.rule(*named(Fact.PERMUTES))
+def _reordered(context: ShardingContext, node: fx.Node) -> Any:
+    order = permutation(node)
+    assert order is not None
+    return context.labelled(node, [(node.args[0], range(len(order)))], order, (0,))
 
 
 @RULES.rule("diagonal")

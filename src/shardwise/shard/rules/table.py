@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardwise.graph.schema import given, has_argument, is_tensor, op_name
@@ -40,11 +39,6 @@ def tensors(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     fx.map_arg((node.args, node.kwargs), lambda a: found.append(a) if is_tensor(a) else None)
     return found
-
-
-def wide(node: fx.Node) -> int:
-    """Bytes of a number in which statistics of a tensor are taken."""
-    return int(torch.promote_types(node.meta["val"].dtype, torch.float32).itemsize)
 
 
 def rank_of(context: ShardingContext, node: fx.Node) -> int:

@@ -20,10 +20,11 @@ from shardwise.core.rates import Rates
 from shardwise.graph.captured import Uncapturable
 from shardwise.graph.sizes import expression
 from shardwise.ops import collectives
-from shardwise.ops.collectives import COLLECTIVES, ROWS
+from shardwise.ops.collectives import ROWS, Env
+from shardwise.ops.exchanges import exchanges, stand_in
 from shardwise.shard.assignment import Assignment
 from shardwise.shard.context import ShardingContext
-from shardwise.shard.op_spec import LocalOp, OpSharding, Placement, Shard, Strategy
+from shardwise.shard.op_spec import OpSharding, Placement, Shard, Strategy
 from shardwise.shard.redistribute import CUTTING, Placements, Step, dual, path
 from shardwise.shard.sizes import factored
 from shardwise.shard.solver.op_cost import Works
@@ -171,7 +172,7 @@ class CostModel:
 
     def talks(self, value: Value, step: Step) -> Iterator[Talk]:
         """What a move communicates."""
-        there, back = COLLECTIVES.get((getattr(collectives, step.name), dual(step)), ("", ""))
+        there, back = collectives.kinds(getattr(collectives, step.name), dual(step))
         whole = self.piece(value.shape, step.result if step.name == "gather" else step.states)
         nbytes = math.prod(whole) * value.itemsize
         if step.name in CUTTING:
@@ -280,19 +281,23 @@ class CostModel:
         value = node.meta["val"]
         return [self.works.sizes(v) for v in (value if isinstance(value, tuple | list) else [value])]
 
-    def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> Iterator[Talk]:
+    def exchanges(self, node: fx.Node, form: OpSharding | None, strategies: Sequence[Strategy]) -> list[Talk]:
         """What an op communicates by itself."""
-        if form is None or form.exchanges is None or not strategies:
-            return
-        shapes = [
-            self.piece(self.works.sizes(o.meta["val"]), [s.operands[k] for s in strategies])
-            for k, (o, _) in enumerate(form.operands)
-        ]
+        if form is None or form.call is None or not strategies:
+            return []
+        values = []
+        for k, (operand, _) in enumerate(form.operands):
+            tensor = operand.meta["val"]
+            shape = self.piece(self.works.sizes(tensor), [s.operands[k] for s in strategies])
+            values.append(stand_in(shape, tensor.dtype, self.context.carrying[operand]))
+        call = form.call(dict(zip(self.axes, strategies, strict=True)), values)
+        if call is None:
+            return []
+        args = fx.map_arg(call.args, lambda n: 1)  # a number that the graph computes
+        env = Env(rows=self.rows, tensor={axis: (n, n - 1) for axis, n in self.ranks_of.items()})  # that has most
+        found = exchanges(env, call.function, args, call.kwargs)
         number = self.axes.index
-        op = LocalOp(dict(zip(self.axes, strategies, strict=True)), shapes, lambda axes: self.ranks(map(number, axes)))
-        for one in form.exchanges(op):
-            if not one.backward or self.context.carrying[node]:
-                yield Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes)
+        return [Talk(one.backward, one.kind, tuple(map(number, one.axes)), one.nbytes) for one in found]
 
 
 @dataclass(frozen=True)

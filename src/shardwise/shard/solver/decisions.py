@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from torch import fx
 
 from shardwise.core.errors import ShardwiseError
+from shardwise.graph.aten_ops import Fact, has
 from shardwise.graph.naming import module_path
-from shardwise.graph.normalise import CASTS
 from shardwise.shard.assignment import Assignment, Decisions, Name
 from shardwise.shard.context import ShardingContext
 from shardwise.shard.solver.candidates import Chosen, learned
@@ -76,6 +76,6 @@ def _named(context: ShardingContext) -> dict[Name, list[fx.Node]]:
     """The ops that a solver chooses for."""
     mine, found = learned(context), dict[Name, list[fx.Node]]()
     for node, form in context.forms.items():
-        if form is not None and node in mine and node.target not in CASTS:
+        if form is not None and node in mine and not has(node, Fact.CASTS):
             found.setdefault((str(node.target), module_path(node)), []).append(node)
     return found

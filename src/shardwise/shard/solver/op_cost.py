@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.backend import Backend
+from shardwise.graph.schema import tensors_in
 from shardwise.graph.sizes import known
 from shardwise.kernels.device_kernels import COMPOSED
-from shardwise.kernels.flop_counter import Meter, tensors_in
+from shardwise.kernels.flop_counter import Meter
 from shardwise.shard.context import ShardingContext
 
 META = torch.device("meta")

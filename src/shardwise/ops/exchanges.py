@@ -1,0 +1,89 @@
+"""What one of our own functions communicates, found by running it: on the meta device, on local shapes, with a
+communicator that only writes down what it is handed.  So it is described once, by the code that does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.ops.collectives import Env
+
+META = torch.device("meta")
+
+
+class Exchange(NamedTuple):
+    """One collective over ``axes`` as :class:`Env` has them, in ``backward`` or in forward.
+
+    ``nbytes`` are those of a whole: what an all_reduce sums, what an all_gather puts together, what a reduce_scatter
+    takes apart, with the padding of uneven pieces.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    nbytes: int
+    backward: bool
+
+
+class _Recorder:
+    """A communicator, and the handle of its operations, that writes down what it is handed."""
+
+    def __init__(self) -> None:
+        self.found: list[Exchange] = []
+        self.backward = False
+
+    def note(self, kind: str, whole: Tensor, axes: Sequence[str]) -> _Recorder:
+        self.found.append(Exchange(kind, tuple(axes), whole.nbytes, self.backward))
+        return self
+
+    def all_reduce(self, x: Tensor, axes: Any, **kwargs: Any) -> _Recorder:
+        return self.note("all_reduce", x, axes)
+
+    def all_gather(self, out: Tensor, x: Tensor, axes: Any, **kwargs: Any) -> _Recorder:
+        return self.note("all_gather", out, axes)
+
+    def reduce_scatter(self, out: Tensor, x: Tensor, axes: Any, **kwargs: Any) -> _Recorder:
+        return self.note("reduce_scatter", x, axes)
+
+    def wait(self) -> None:
+        """At once."""
+
+
+@dataclass
+class _Recording(Env):
+    """An Env whose axes stay as the graph names them."""
+
+    def real(self, axes: Sequence[str]) -> tuple[str, ...]:
+        return tuple(axes)
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, grad: bool) -> Tensor:
+    """Return a tensor of that shape, which has a gradient where ``grad`` says so and the dtype allows it."""
+    learns = grad and (dtype.is_floating_point or dtype.is_complex)
+    return torch.empty(tuple(shape), dtype=dtype, device=META, requires_grad=learns)
+
+
+def exchanges(
+    env: Env, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Exchange]:
+    """Return what ``function(env, *args, **kwargs)`` and its backward communicate on the rank of ``env``, in order.
+
+    Its tensors are made by :func:`stand_in`, of local shapes.
+    """
+    comm = _Recorder()
+    mine = _Recording(
+        comm, parts=env.parts, index=env.index, rows=env.rows, tensor=env.tensor,
+        targets=torch.empty((), dtype=torch.int64, device=META),  # counted before the step, wherever that may be
+    )  # fmt: skip
+    with torch.enable_grad():
+        results = function(mine, *args, **kwargs)
+    good = [r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad]
+    comm.backward = True
+    if good:
+        given = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
+        torch.autograd.grad(good, given, [torch.empty_like(r) for r in good], allow_unused=True)
+    return comm.found
