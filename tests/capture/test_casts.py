@@ -96,6 +96,9 @@ MIXED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "inner": torch.inner,
     "prelu": lambda x, w: nn.functional.prelu(x, w[0]), "multi_dot": lambda x, w: torch.linalg.multi_dot([x, w.mT, w]),
     "addbmm": lambda x, w: torch.addbmm(x @ w.mT, x[None], w.mT[None]),
+    "linalg.matmul": lambda x, w: torch.linalg.matmul(x, w),
+    "convolution": lambda x, w: torch.convolution(x[:, None], w[:, None, :3], None, [1], [0], [1], False, [0], 1),
+    "layer_norm": lambda x, w: torch.layer_norm(x, (8,), w[0]), "rms_norm": lambda x, w: torch.rms_norm(x, (8,), w[0]),
 }  # fmt: skip
 
 

@@ -97,6 +97,15 @@ def view_(m: Any, h: Tensor, x: Tensor) -> Tensor:
 
 
 @case
+def views_of_many_kinds(m: Any, h: Tensor, x: Tensor) -> Tensor:
+    h = h * 1
+    for view in (h.movedim(0, 2), h.mT, h.swapaxes(0, 1), h.adjoint(), h.ravel(), h.reshape_as(h.flatten(1))):
+        view.mul_(1.1)
+        view[-1] += m.w[0, 0]
+    return h
+
+
+@case
 def nested_views(m: Any, h: Tensor, x: Tensor) -> Tensor:
     h = h.clone()
     v = h[:, 1:]

@@ -138,6 +138,15 @@ def named(fact: Fact) -> frozenset[str]:
     return frozenset(name for name, facts in FACTS.items() if facts & fact)
 
 
+FACTORS: Mapping[str, tuple[int, int]] = {
+    **dict.fromkeys(("linear", "mm", "matmul", "bmm"), (0, 1)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm"), (1, 2)),
+    **dict.fromkeys(named(Fact.CONVOLUTION | Fact.GROUPED_PRODUCT), (0, 1)),
+    "embedding": (1, 0),
+}
+"""The places of X and of the weight among the arguments of products; an embedding is one with rows of the identity."""
+
+
 def has(op: Any, fact: Fact) -> bool:
     """Whether an op, or what a node calls, has one of some facts."""
     return bool(FACTS.get(op_name(op), Fact(0)) & fact)

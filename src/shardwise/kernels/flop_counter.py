@@ -5,11 +5,12 @@ included.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
-from shardwise.graph.aten_ops import Fact, has
+from shardwise.graph.aten_ops import FACTORS, Fact, has
 from shardwise.graph.schema import op_name, tensors_in
 
 # The documented way to see every operation, though its module's name has an underscore.
@@ -67,6 +68,10 @@ def _product(a: Tensor, b: Tensor) -> int:
     return 2 * a.numel() * b.shape[-1]
 
 
+def _of_factors(places: tuple[int, int], args: Sequence[Any], results: Any) -> int:
+    return _product(*(args[at] for at in places))
+
+
 def _grouped(args: Sequence[Any], results: Any) -> int:
     a, b = args[0], args[1]
     return _product(a, b) // (a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1)
@@ -93,10 +98,10 @@ def _attention(args: Sequence[Tensor], keys: int, values: int) -> int:
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 
 FLOPS: Mapping[str, Callable[[Sequence[Any], Any], int]] = {
-    "mm": lambda args, _: _product(args[0], args[1]),
-    "bmm": lambda args, _: _product(args[0], args[1]),
-    "addmm": lambda args, _: _product(args[1], args[2]),
-    "baddbmm": lambda args, _: _product(args[1], args[2]),
+    **{n: partial(_of_factors, FACTORS[n]) for n in ("mm", "bmm", "addmm", "baddbmm", "addbmm")},
+    "mv": lambda args, _: 2 * args[0].numel(),
+    "addmv": lambda args, _: 2 * args[1].numel(),
+    **dict.fromkeys(("dot", "vdot"), lambda args, _: 2 * args[0].numel()),
     "_grouped_mm": _grouped,
     "transformers::grouped_mm_fallback": _grouped,
     "transformers::grouped_mm_fallback_backward": lambda args, _: 2 * _product(args[0], args[1]),

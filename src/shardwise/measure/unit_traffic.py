@@ -93,7 +93,7 @@ def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node
 
 def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:
     """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size."""
-    env = replace(env, rows=max(env.rows, env.parts))  # a row each
+    env = replace(env, rows=max(env.rows, 2 * env.parts))  # two each: norms want more than one
     nodes = (n for n in graph.nodes if facts_of(n.target).communicates)
     return tuple(dict.fromkeys(env.real(one.axes) for node in nodes for one in exchanged(node, env)))
 

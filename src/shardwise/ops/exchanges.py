@@ -67,9 +67,7 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, grad: bool) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=META, requires_grad=learns)
 
 
-def exchanges(
-    env: Env, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Exchange]:
+def exchanges(env: Env, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Exchange]:
     """Return what ``function(env, *args, **kwargs)`` and its backward communicate on the rank of ``env``, in order.
 
     Its tensors are made by :func:`stand_in`, of local shapes.

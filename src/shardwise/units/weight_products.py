@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shardwise.graph.aten_ops import Fact, may_share, named, permutation
+from shardwise.graph.aten_ops import FACTORS, Fact, may_share, named, permutation
 from shardwise.graph.schema import given, op_name
 from shardwise.ops import collectives
 from shardwise.ops.own_op import own_op
@@ -77,17 +77,18 @@ def find(graph: fx.Graph, trainable: Sequence[bool]) -> dict[fx.Node, Product]:
     learning = {n: i for i, (n, learns) in enumerate(zip(parameters, trainable, strict=True)) if learns}
     found: dict[fx.Node, Product] = {}
     for node in graph.nodes:
-        rule = PRODUCTS.get(op_name(node)) if node.op == "call_function" else None
-        if rule is None or len(node.args) <= max(rule.x, rule.weight):
+        name = op_name(node)
+        if name not in PRODUCTS or len(node.args) <= max(FACTORS[name]):
             continue
-        x, weight = node.args[rule.x], node.args[rule.weight]
+        rule, (at_x, at) = PRODUCTS[name], FACTORS[name]
+        x, weight = node.args[at_x], node.args[at]
         source, dims, alike = _source(weight)
         real = source in learning and not weight.meta["val"].is_complex()  # of complex numbers a conjugate would be due
         form = rule.form(node, x, weight) if real else None
         if form is not None:
             kind, *rest = form
             meets = bool(communicated(x)[1])
-            found[node] = Product(kind, x, rule.weight, learning[source], dims, alike, meets, tuple(rest), rule.forward)
+            found[node] = Product(kind, x, at, learning[source], dims, alike, meets, tuple(rest), rule.forward)
     return found
 
 
@@ -194,11 +195,8 @@ def edge(y: Tensor) -> GradientEdge:
 
 @dataclass(frozen=True)
 class _Rule:
-    """The positions of X and of the weight among an op's arguments, and the form of a call: its kind and ``rest``, or
-    None if it is no product."""
+    """The form of a call: its kind and ``rest``, or None if it is no product."""
 
-    x: int
-    weight: int
     form: Callable[[fx.Node, fx.Node, fx.Node], tuple[str, *tuple[Any, ...]] | None]
     forward: Callable[..., Tensor] | None = (
         None  # in place of an op whose backward would compute the weight's gradient regardless
@@ -270,15 +268,14 @@ def _rows(node: fx.Node, x: fx.Node, weight: fx.Node) -> tuple[str, int] | None:
 
 
 PRODUCTS: Mapping[str, _Rule] = {
-    "embedding": _Rule(1, 0, _rows),
-    "linear": _Rule(0, 1, _left),
-    **dict.fromkeys(("mm", "matmul", "bmm"), _Rule(0, 1, _right)),
-    **dict.fromkeys(("addmm", "baddbmm"), _Rule(1, 2, _right)),
-    "_grouped_mm": _Rule(0, 1, _groups),
-    "transformers::grouped_mm_fallback": _Rule(0, 1, _groups, grouped),
-    **dict.fromkeys(named(Fact.CONVOLUTION), _Rule(0, 1, _filters, convolved)),
+    "embedding": _Rule(_rows),
+    "linear": _Rule(_left),
+    **dict.fromkeys(("mm", "matmul", "bmm", "addmm", "baddbmm"), _Rule(_right)),
+    "_grouped_mm": _Rule(_groups),
+    "transformers::grouped_mm_fallback": _Rule(_groups, grouped),
+    **dict.fromkeys(named(Fact.CONVOLUTION), _Rule(_filters, convolved)),
 }
-"""By the name of the op."""
+"""By the name of the op, which is one of ``FACTORS``."""
 
 
 def _source(node: Any) -> tuple[Any, tuple[int, ...] | None, tuple[str, ...]]:
