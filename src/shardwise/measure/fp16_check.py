@@ -18,6 +18,7 @@ from shardwise.graph.aten_ops import Fact, has
 from shardwise.ops import collectives
 from shardwise.ops.own_op import facts_of
 from shardwise.units.opaque import first_loss
+from shardwise.units.split import with_backward
 from shardwise.units.trace import Trace, Unit
 
 aten = torch.ops.aten
@@ -99,7 +100,7 @@ class _Nodes(fx.Interpreter):
         assert unit.graph is not None
         super().__init__(nn.Module(), graph=unit.graph)
         self.unit, self.precision = unit, precision
-        self.learning = _with_backward(unit)
+        self.learning = with_backward(unit.graph, unit.output_grads)
 
     def run_node(self, n: fx.Node) -> Any:
         if n.op != "call_function":
@@ -136,20 +137,6 @@ class _Nodes(fx.Interpreter):
         ]
         if given and made:
             torch.autograd.grad(made, given, [torch.ones_like(v) for v in made], allow_unused=True)
-
-
-def _with_backward(unit: Unit) -> set[fx.Node]:
-    """The nodes that a gradient passes on its way from the unit's outputs."""
-    assert unit.graph is not None
-    output = next(n for n in unit.graph.nodes if n.op == "output")
-    stack = [n for n, good in zip(output.args[0], unit.output_grads, strict=False) if good]
-    found: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(i for i in node.all_input_nodes if i.meta.get("grad"))
-    return found
 
 
 def _wide(value: Any) -> Any:

@@ -16,7 +16,7 @@ from shardwise.ops.collectives import Env
 from shardwise.ops.exchanges import Exchange, exchanges, stand_in
 from shardwise.ops.own_op import facts_of
 from shardwise.shard.sizes import local_shape
-from shardwise.units.split import gradient_paths
+from shardwise.units.split import with_backward
 
 
 class Traffic(NamedTuple):
@@ -68,7 +68,7 @@ def traffic(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Uni
 
 def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> Iterator[tuple[Cause, UnitTraffic]]:
     """The same, node by node; a node may turn out to communicate nothing."""
-    reached = _with_backward(graph, output_grads)
+    reached = with_backward(graph, output_grads)
     for node in (n for n in graph.nodes if facts_of(n.target).communicates):
         name = str(node.target.__name__)
         cause = Cause(node.meta.get("cause", name), node.meta.get("path", ""))
@@ -81,14 +81,6 @@ def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> It
                 both[one.backward].append(Traffic(one.kind, env.real(one.axes), one.nbytes))
         forward, backward = map(tuple, both)
         yield cause, UnitTraffic(forward, backward, () if node.meta.get("unread") else forward)
-
-
-def _with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:
-    """The nodes that a gradient passes on its way from the outputs."""
-    if not output_grads:  # a graph without a backward; its output may be one tensor
-        return set()
-    outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
-    return gradient_paths(node for node, grad in zip(outputs, output_grads, strict=False) if grad)
 
 
 def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:

@@ -45,6 +45,11 @@ class Offloaded(NamedTuple):
     learns: bool
 
 
+def _address(x: Tensor) -> int:
+    """Where the memory of a tensor begins: the same for storages of one memory, as ranks of a host have in common."""
+    return x.untyped_storage().data_ptr()
+
+
 class Gathered:
     """The parameters of one rank while it runs ``instructions``.
 
@@ -64,7 +69,7 @@ class Gathered:
         stashed = {one.bucket for one in instructions if one.op is Op.STASH}
         self._refers = offload or bool(stashed) or any(one.op is Op.GATHER for one in instructions)
         self._memory, self._comm, self._strict, self._offload = memory, comm, strict, offload
-        self._resident = {leaf.untyped_storage().data_ptr() for leaf in memory.leaves.values()} if offload else set()
+        self._resident = {_address(leaf) for leaf in memory.leaves.values()} if offload else set()
         self._leaves = dict(memory.leaves)
         self._flat: dict[int, Tensor] = {}  # gathered buckets
         self._bucket: dict[int, int] = {}  # what lies in a storage
@@ -79,7 +84,7 @@ class Gathered:
         for bucket in stashed:
             self._home |= dict.fromkeys((p.name for p in memory.buckets[bucket].bucket.parameters), bucket)
             self._flat[bucket] = memory.buckets[bucket].param
-            self._bucket[self._flat[bucket].untyped_storage().data_ptr()] = bucket
+            self._bucket[_address(self._flat[bucket])] = bucket
 
     def __getitem__(self, name: str) -> Tensor:
         old = self._old.get((self._home.get(name, -1), self.version))
@@ -96,7 +101,7 @@ class Gathered:
         flat.copy_(memory.param)
         self._old[key] = flat, {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
         self._stash[one.slot] = key
-        self._bucket[flat.untyped_storage().data_ptr()] = one.bucket
+        self._bucket[_address(flat)] = one.bucket
 
     def gather(self, one: Instruction) -> Handle:
         """Post the gather of a bucket: into a slot, or, once a step, into its own buffer where that is whole."""
@@ -110,7 +115,7 @@ class Gathered:
             out, views = self._memory.slots.views(one.slot, memory)
             self._leaves |= {name: view.detach().requires_grad_(memory.learns) for name, view in views.items()}
             self._flat[one.bucket], self._slot[one.slot] = out, one.bucket
-            self._bucket[out.untyped_storage().data_ptr()] = one.bucket
+            self._bucket[_address(out)] = one.bucket
         return self._comm.all_gather(out, memory.own_parameters, SHARDS, lane=str(one.lane), what=what)
 
     def free(self, buffer: Buffer) -> None:
@@ -153,7 +158,7 @@ class Gathered:
         return found.requires_grad_(kept.learns) if isinstance(kept, Reference | Offloaded) else found
 
     def _refer(self, value: Any) -> Any:
-        bucket = self._bucket.get(value.untyped_storage().data_ptr()) if isinstance(value, Tensor) else None
+        bucket = self._bucket.get(_address(value)) if isinstance(value, Tensor) else None
         if bucket is None:
             return value
         if value.is_conj() or value.is_neg():  # a view that reads other values than the memory has
@@ -168,17 +173,17 @@ class Gathered:
 
         An ``update`` of a buffer is read at the end of the step, when parameters and other buffers have changed too.
         """
-        at = value.untyped_storage().data_ptr()
+        at = _address(value)
         return value.clone() if at in self._bucket or update and at in self._changing else value
 
     @cached_property
     def _changing(self) -> set[int]:
         """The storages of what a step changes where it rests."""
         resting = (*self._memory.leaves.values(), *self._memory.buffers.values())
-        return {tensor.untyped_storage().data_ptr() for tensor in resting}
+        return {_address(tensor) for tensor in resting}
 
     def _offloaded(self, value: Tensor) -> Any:
-        if value.nbytes < LEAST_OFFLOAD or value.untyped_storage().data_ptr() in self._resident:
+        if value.nbytes < LEAST_OFFLOAD or _address(value) in self._resident:
             return value
         # On the stream that computes: the copy ends before the memory can be used again.
         host = torch.empty_like(value, device="cpu", pin_memory=Backend.of(value.device).pins, requires_grad=False)

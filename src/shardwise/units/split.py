@@ -56,6 +56,14 @@ def gradient_paths(ends: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
+def with_backward(graph: fx.Graph, output_grads: Sequence[bool]) -> set[fx.Node]:
+    """The nodes that a gradient passes on its way from the outputs."""
+    if not output_grads:  # a graph without a backward; its output may be one tensor
+        return set()
+    outputs: Any = next(n for n in graph.nodes if n.op == "output").args[0]
+    return gradient_paths(node for node, grad in zip(outputs, output_grads, strict=False) if grad)
+
+
 def _sources(node: fx.Node) -> list[fx.Node]:
     """What a node reads, sizes that follow from tensors (``item``) replaced by these."""
     return _through(node, lambda n: n.all_input_nodes)
