@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from shardwise.graph.aten_ops import FACTS, FACTORS, Fact, is_blind, may_share, named, permutation, regroups
+from shardwise.graph.aten_ops import FACTORS, FACTS, Fact, is_blind, may_share, named, permutation, regroups
 from shardwise.graph.torch_private import is_composite, storage_key
 from shardwise.ops import collectives, cross_entropy, norms, random_ops, softmax
 from shardwise.ops.own_op import argument_at, facts_of

@@ -17,8 +17,8 @@ _MATMULS = frozenset(
         "linear", "bilinear", "matmul", "linalg_matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot",
         "inner", "addmm", "addmv", "addbmm", "baddbmm",
         "einsum", "tensordot", "linalg_multi_dot", "linalg_vecdot", "prelu",
-        "grouped_mm", "_grouped_mm", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-        "conv_transpose3d", "scaled_dot_product_attention", "layer_norm", "group_norm", "rms_norm",
+        "grouped_mm", "_grouped_mm", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+        "conv_transpose2d", "conv_transpose3d", "scaled_dot_product_attention", "layer_norm", "group_norm", "rms_norm",
     )
 )  # fmt: skip
 _LOSSES = frozenset(
