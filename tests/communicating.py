@@ -26,7 +26,12 @@ def communicated(trace: Trace) -> Counter[tuple[str, str, str]]:
         if node.target in KINDS:
             found[KINDS[node.target], node.meta["cause"], path] += 1
         elif facts_of(node.target).communicates:
-            env = Env(parts=2, rows=trace.rows or 2, tensor={axis: (ranks, 0) for axis, ranks in trace.tensor.items()})
+            env = Env(
+                parts=2,
+                index=1,
+                rows=trace.rows or 4,
+                tensor={axis: (ranks, 0) for axis, ranks in trace.tensor.items()},
+            )
             for _ in exchanged(node, env):
                 found["by itself", node.target.__name__, path] += 1
     return found

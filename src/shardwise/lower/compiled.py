@@ -301,7 +301,8 @@ class Compiled:
         mesh, found = self.plan.mesh, dict[tuple[Axes, str], None]()
         rows = tuple(axis for axis in batch_axes(self.plan.mesh) if mesh.axis_size(axis) > 1)
         for one in traces:
-            env = Env(axes=rows, parts=mesh.axis_size(rows), tensor=mesh.places(0, tuple(one.tensor)))
+            parts, last = mesh.axis_size(rows), mesh.places(mesh.size - 1, tuple(one.tensor))  # it has most of all
+            env = Env(axes=rows, parts=parts, index=parts - 1, rows=one.rows or 0, tensor=last)
             graphs = [unit.graph for unit in one.units] + ([one.targets.graph] if one.targets is not None else [])
             for graph in graphs:
                 axes = communicating_axes(graph, env) if graph is not None else ()

@@ -84,8 +84,11 @@ def by_cause(graph: fx.Graph, env: Env, output_grads: Sequence[bool] = ()) -> It
 
 
 def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]:
-    """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size."""
-    env = replace(env, rows=max(env.rows, 2 * env.parts))  # two each: norms want more than one
+    """The axes of the mesh over which the nodes of a graph, and their gradients, may communicate, at any size.
+
+    The rows of ``env`` are those of a graph whose batch dim is static; otherwise 0.
+    """
+    env = replace(env, rows=env.rows or 2 * env.parts)  # two each: norms want more than one
     nodes = (n for n in graph.nodes if facts_of(n.target).communicates)
     return tuple(dict.fromkeys(env.real(one.axes) for node in nodes for one in exchanged(node, env)))
 
