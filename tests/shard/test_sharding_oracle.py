@@ -12,6 +12,8 @@ from op_cases import LOCAL, LOSSES, MIXING, PARAMETERS, RANDOM
 from sharding_oracle import errors
 from torch import fx
 
+from shardwise.ops import softmax
+from shardwise.ops.own_op import OwnOp
 from shardwise.shard import rules
 from shardwise.shard.context import Rule, ShardingContext
 from shardwise.shard.op_spec import OpSharding, Shard, Strategy
@@ -69,11 +71,6 @@ def taken_for_whole(context: ShardingContext, node: fx.Node) -> OpSharding | Non
     return form and replace(form, alike=frozenset({0}))
 
 
-def unsaid(context: ShardingContext, node: fx.Node) -> OpSharding | None:
-    form = reductions.RULES["softmax"](context, node)
-    return form and replace(form, exchanges=None)
-
-
 @pytest.mark.parametrize(
     ("op", "rule", "name", "wrong"),
     [
@@ -81,9 +78,13 @@ def unsaid(context: ShardingContext, node: fx.Node) -> OpSharding | None:
         ("exp", of_summands, "unary chain", "result 0 is off by"),
         ("mul", without_reduction, "mul broadcast over rows", "ranks that should have the same do not"),
         ("sum", taken_for_whole, "sum", "ranks that should have the same do not"),
-        ("softmax", unsaid, "softmax", "it communicates, and its rule does not say so"),
     ],
 )
 def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch, op: str, rule: Rule, name: str, wrong: str) -> None:
     monkeypatch.setattr(rules, "RULES", {**rules.RULES, op: rule})
     assert any(wrong in error for error in errors(LOCAL[name], set()))
+
+
+def test_a_function_that_does_not_say_that_it_communicates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(softmax.softmax, "own_op", OwnOp())
+    assert any("no function that it calls says so" in error for error in errors(LOCAL["softmax"], set()))

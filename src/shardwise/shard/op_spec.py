@@ -126,9 +126,9 @@ class OpSharding:
                 yield strategy
 
     def knows(self, place: Shard) -> bool:
-        """Whether ``moves`` and ``emit``, if there are any, know of this kind of place."""
+        """Whether ``moves``, ``emit`` and ``call``, if there are any, know of this kind of place."""
         plain = not place.parts and isinstance(place.pre, int)
-        return plain or self.factors or (self.moves is None and self.emit is None)
+        return plain or self.factors or (self.moves is None and self.emit is None and self.call is None)
 
     def shards(self, position: int, place: Shard) -> Strategy | None:
         """The strategy that takes operand ``position`` sharded at ``place``; None where the op needs that whole."""
