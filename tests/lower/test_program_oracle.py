@@ -212,6 +212,7 @@ def test_all_programs_compute_what_one_device_computes(traces: dict[str, Trace],
         assert wrong(traces[name], planned(*rest)) == [], (name, rest)
 
 
+@pytest.mark.few(22)
 @pytest.mark.parametrize("case", list(covering(LATE, columns)), ids=str)
 def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_defined_by(
     traces: dict[str, Trace], case: tuple[Any, ...]
@@ -221,6 +222,7 @@ def test_programs_of_several_batches_use_the_versions_that_their_schedule_is_def
     assert wrong(traces[name], plan, batches=plan.pipeline.window) == []
 
 
+@pytest.mark.few(18)
 @pytest.mark.parametrize("case", list(covering(VALIDATED, columns)), ids=str)
 def test_updates_that_are_validated_later_are_those_of_a_barrier(
     traces: dict[str, Trace], case: tuple[Any, ...]

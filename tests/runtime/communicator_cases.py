@@ -43,7 +43,7 @@ SIZES = (1, 2, 3, 65, 1009, 4099)
 TIMEOUT = 2.0  # seconds, in the runs that fail
 STACKS_AFTER = 80.0  # seconds, after which a process that still runs shows where it is
 BACKENDS = ("shared", "gloo", "staged")
-LANES = ("compute", "gather", "reduce", "host", "other")
+LANES = ("compute", "gather", "reduce")
 
 
 def value(rank: int, numel: int, dtype: torch.dtype, salt: int = 0) -> Tensor:

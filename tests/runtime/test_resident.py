@@ -22,7 +22,7 @@ LOOPED = {(name, plan) for name in MODELS if name.startswith("mixtral") for plan
 """transformers multiplies experts one by one, after a look at their sizes, where torch has no kernel for all of them.
 """
 UNCUT = {"own tagger", "own mlp"}  # of one unit, so of one stage
-EACH = 6  # the models that share a process
+EACH = 4  # the models that share a process
 
 
 def legal(name: str) -> list[str]:

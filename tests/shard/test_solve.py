@@ -415,7 +415,7 @@ def test_a_plan_that_may_not_be_the_fastest_says_so(monkeypatch: pytest.MonkeyPa
     assert said is not None and best.total * (1 - 1e-9) <= rough.total <= best.total * (1 + float(said[1]) / 100 + 1e-4)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("axes", "recipe"), [({"tp": 4}, "1d"), ({"tp_i": 2, "tp_j": 2}, "2d")])
 @pytest.mark.parametrize("part", [None, 0.9])
 def test_where_ops_are_tied_together_too_closely_a_good_plan_is_found_and_said_so(

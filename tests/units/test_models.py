@@ -58,7 +58,7 @@ def check(name: str, cases: list[tuple[int, int, str]]) -> None:
             )
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", NAMES)
 def test_covering(name: str) -> None:
     check(name, covering(NAMES.index(name)))
@@ -91,6 +91,7 @@ WITHOUT_RULE = {
 }
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("name", NAMES)
 def test_activations_stay_where_they_are(name: str) -> None:
     """Rows are only gathered where a model mixes them, and what is computed for all of them on every rank is listed."""
