@@ -2,9 +2,7 @@
 .PHONY: train test test-all test-gpu lint format benchmark clean
 
 SHARDWISE := .venv/bin/shardwise
-# One process more than cores, as some tests wait; at most four.
-WORKERS := $(shell n=$$(nproc); echo $$((n < 4 ? n + 1 : 4)))
-PYTEST := .venv/bin/python -m pytest -n $(WORKERS) --dist=worksteal
+PYTEST := .venv/bin/python -m pytest -n auto --maxprocesses=4 --dist=worksteal
 
 train:
 	@scripts/install.sh run

@@ -41,7 +41,7 @@ Case = Callable[[Communicator], None]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 SIZES = (1, 2, 3, 65, 1009, 4099)
 TIMEOUT = 2.0  # seconds, in the runs that fail
-STACKS_AFTER = 80.0  # seconds, after which a process that still runs shows where it is
+STACKS_AFTER = 120.0  # seconds, after which a process that still runs shows where it is
 BACKENDS = ("shared", "gloo", "staged")
 LANES = ("compute", "gather", "reduce")
 

@@ -26,7 +26,7 @@ from shardwise.runtime.rendezvous import rendezvous
 from shardwise.runtime.threads import run_ranks
 
 MESHES = ("dp=1", "dp=2", "dp=3", "dp=2,tp=2")
-LIMIT = 100.0  # seconds for a set of processes
+LIMIT = 150.0  # seconds for a set of processes
 
 
 @dataclass(frozen=True)
