@@ -128,6 +128,11 @@ def test_a_stopped_rank_ends_the_run(tmp_path: Path) -> None:
     assert children() == []
 
 
+def launch_command(ranks: int, folder: Path, script: Path) -> list[str]:
+    words = f"-m shardwise launch --ranks {ranks} --run-dir".split()
+    return [sys.executable, *words, str(folder), str(script)]
+
+
 @pytest.mark.fresh
 def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
     """SIGTERM to the launcher; one rank does not listen to signals."""
@@ -137,17 +142,7 @@ def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
         "if os.environ['RANK'] == '1':\n    signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
         f"open('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise",
-        "launch",
-        "--ranks",
-        "2",
-        "--run-dir",
-        str(tmp_path / "run"),
-        str(script),
-    ]
+    command = launch_command(2, tmp_path / "run", script)
     launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     wait_for(tmp_path / "here0", tmp_path / "here1")
     ranks = psutil.Process(launcher.pid).children()
@@ -162,18 +157,7 @@ def test_an_interruption_ends_the_ranks(tmp_path: Path) -> None:
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(f"import os, time\nopen('{tmp_path}/here' + os.environ['RANK'], 'w').close()\ntime.sleep(60)\n")
-    command = [
-        sys.executable,
-        "-m",
-        "shardwise",
-        "launch",
-        "--ranks",
-        "1",
-        "--run-dir",
-        str(tmp_path / "run"),
-        str(script),
-    ]
-    launcher = subprocess.Popen(command)
+    launcher = subprocess.Popen(launch_command(1, tmp_path / "run", script))
     wait_for(tmp_path / "here0")
     (rank,) = psutil.Process(launcher.pid).children()
     launcher.kill()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.graph.captured import Captured
+from shardwise.graph.schema import differentiable
 
 aten = torch.ops.aten
 
@@ -39,8 +40,6 @@ class Tracked:
         if node.op == "placeholder":
             return bool(self.captured.trainable.get(self.captured.parameters.get(node.name, ""), False))
         value = node.meta.get("val")
-        if node.target is aten.detach.default or (
-            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
-        ):
+        if node.target is aten.detach.default or (isinstance(value, Tensor) and not differentiable(value)):
             return False
         return any(self.known[i] for i in node.all_input_nodes)
