@@ -1,4 +1,4 @@
-"""``shardwise checkpoint``: what a run has saved, whether it is whole, and its weights for other programs."""
+"""``shardwise checkpoint`` lists, inspects and verifies what a run has saved, and exports its weights."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 def list_(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")], json: Json = False
 ) -> None:
-    """The complete checkpoints of a run, and whether their manifests can be read."""
+    """List the complete checkpoints of a run, and whether their manifests can be read."""
     with reported(json):
         rows = [_row(path) for path in _of_run(run_dir)]
         _print_rows(f"checkpoints of {run_dir}", rows, json)
@@ -42,7 +42,7 @@ def list_(
 
 @app.command()
 def inspect(checkpoint: One, json: Json = False) -> None:
-    """What a checkpoint holds: tensors, files, and what the run said of itself."""
+    """Show what a checkpoint holds: tensors, files, and the facts that the run saved with it."""
     with reported(json):
         _inspect(_open(checkpoint), json)
 
@@ -54,7 +54,7 @@ def verify(
     ],
     json: Json = False,
 ) -> None:
-    """Read every byte: is each file what the manifest says?  Exit code 1 where one is not."""
+    """Read every byte, and check that each file is what the manifest says; the exit code is 1 if one is not."""
     with reported(json):
         paths = [path] if _is_checkpoint(path) else _of_run(path)
         rows = [_row(one, verify=True) for one in paths]
@@ -92,7 +92,7 @@ def export(
 
 
 def _add_tokenizer(opened: Checkpoint, folder: Path) -> list[Path]:
-    """The run's own tokenizer.json beside a model of transformers, for ``AutoTokenizer``; nothing where it is gone."""
+    """Copy the run's own tokenizer.json beside a model of transformers, for ``AutoTokenizer``, if it still exists."""
     data = tomllib.loads(str(opened.meta.get("config", ""))).get("data", {})
     source = Path(str(data.get("tokenizer", "")))
     if source.suffix != ".json" or not source.is_file() or not (folder / "config.json").exists():
@@ -104,14 +104,14 @@ def _add_tokenizer(opened: Checkpoint, folder: Path) -> list[Path]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether a path is meant as one checkpoint: by its manifest, or by its name, where the manifest is gone."""
+    """Return whether a path means one checkpoint, by its manifest, or by its name if the manifest is gone."""
     from shardwise.checkpoint.folder import MANIFEST, step_of
 
     return (path / MANIFEST).exists() or step_of(path) is not None
 
 
 def _of_run(path: Path) -> list[Path]:
-    """The checkpoints of a run's folder, or of the folder of checkpoints in it; ConfigError where there is none."""
+    """Return the checkpoints in a run's folder, or in its folder of checkpoints; raise ConfigError if there is none."""
     from shardwise.checkpoint.reader import checkpoints
 
     if not path.is_dir():
@@ -123,14 +123,14 @@ def _of_run(path: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Checkpoint:
-    """A checkpoint, or the latest one of a run."""
+    """Open a checkpoint, or the latest one of a run."""
     from shardwise.checkpoint.reader import Checkpoint
 
     return Checkpoint.open(path if _is_checkpoint(path) else _of_run(path)[-1])
 
 
 def _row(path: Path, verify: bool = False) -> dict[str, Any]:
-    """A checkpoint in a few words; ``error`` where it is not whole."""
+    """Return a checkpoint's row of the table; ``error`` says why it is damaged, if it is."""
     from shardwise.checkpoint.reader import Checkpoint
 
     row: dict[str, Any] = {

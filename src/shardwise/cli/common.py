@@ -1,4 +1,4 @@
-"""What the commands share: their arguments, and how errors reach people."""
+"""Hold what the commands share: their arguments, and how errors reach people."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """``[CONFIG.toml] [section.key=value …]`` in any order: the config file, if there is one, and the overrides."""
+    """Split ``[CONFIG.toml] [section.key=value …]``, in any order, into the config file, if any, and the overrides."""
     overrides = [argument for argument in arguments if "=" in argument]
     files = [argument for argument in arguments if "=" not in argument]
     for file in files:
@@ -45,7 +45,7 @@ def reported(json: bool) -> Iterator[None]:
 
 
 def exit_code(error: Exception) -> int:
-    """The exit code of a command that ends with this error: 2 for wrong input, else 1."""
+    """Return the exit code of a command that ends with this error: 2 for wrong input, else 1."""
     return 2 if isinstance(error, ShardwiseError) and error.cause == "config" else 1
 
 

@@ -1,4 +1,4 @@
-"""``shardwise launch``: a script of the user's on all local devices."""
+"""``shardwise launch`` runs a user's script on all local devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(
     json: bool,
     hang_timeout: float,
 ) -> None:
-    """Run the script; what rank 0 prints goes to the terminal, what every rank prints to its log."""
+    """Run the script; every rank prints to its log, and the log of rank 0 also goes to the terminal."""
     if not script.is_file():
         raise ConfigError(f"{script}: there is no such file; legal: a Python script")
     if adopt(os.environ):
@@ -50,7 +50,7 @@ def run(
     if own:
         print(f"note: {' '.join(own)} goes to {script.name}; options of launch come before the script", file=sys.stderr)
     start = time.monotonic()
-    run_dir = run_dir.absolute()  # the script may change to another folder
+    run_dir = run_dir.absolute()  # the script may change the working directory
     with run_folder(run_dir):
         clear_logs(run_dir)
         echo = _Echo(log_path(run_dir, 0))
@@ -68,7 +68,7 @@ def run(
 
 
 class _Echo:
-    """Copies a growing log to the terminal."""
+    """This copies a growing log to the terminal."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._offset = path, 0

@@ -1,5 +1,5 @@
-"""The ``shardwise`` command.  What needs torch is imported inside the commands: ``--help`` and wrong arguments answer
-at once.
+"""Define the ``shardwise`` command.  Modules that need torch are imported inside the commands, so that ``--help`` and
+wrong arguments answer at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RunArguments = Annotated[
 
 
 def _run_folder(arguments: list[str], step: int | None = None) -> Path | None:
-    """The folder of a run, if that is what they are; :class:`ConfigError` on a ``step`` of anything else."""
+    """Return the folder of a run if the arguments name one; raise :class:`ConfigError` on a ``step`` without one."""
     if len(arguments) == 1 and Path(arguments[0]).is_dir():
         return Path(arguments[0])
     if step is not None:
@@ -72,7 +72,7 @@ def top(
 
 @app.command()
 def train(arguments: Arguments = None, json: Json = False) -> None:
-    """Train on all local devices; without arguments a small GPT on the Python standard library's source text."""
+    """Train on all local devices; without arguments, train a small GPT on the source of Python's standard library."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .train import run
@@ -93,7 +93,7 @@ def verify(
         ),
     ] = "cpu",
 ) -> None:
-    """Is the plan the same as one device for this model?  Three steps of both in fp64 are compared tensor by tensor."""
+    """Check that the plan computes the same as one device: some steps of both in fp64 are compared by tensor."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .verify import run
@@ -117,7 +117,7 @@ def show(
         ),
     ] = None,
 ) -> None:
-    """The plan, the model's units with their costs, and the program of a step."""
+    """Show the plan, the model's units with their costs, and the program of a step."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .show import run
@@ -137,9 +137,7 @@ def memory(
         Path | None, typer.Option(metavar="FILE.png", help="Draw the step's bytes: .png, .svg or .pdf.")
     ] = None,
 ) -> None:
-    """The memory that a plan takes on each rank, of any device and any number of ranks; of a run also what was
-    measured.
-    """
+    """Predict the memory that a plan takes on each rank of any device; for a run, also show what was measured."""
     with reported(json):
         given = arguments or []
         folder = _run_folder(given)
@@ -196,7 +194,7 @@ def simulate(
     step: RecordedStep = None,
     json: Json = False,
 ) -> None:
-    """What a pipeline's schedule takes (step time, bubble, activations of each rank), with the times given or those of
+    """Simulate a pipeline's schedule (step time, bubble, activations of each rank) for given times, or for the times of
     a run's stages.
     """
     with reported(json):
@@ -229,8 +227,8 @@ def draw(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Who computes what when in a step: simulated from a schedule, or as a run has recorded it beside what the
-    simulator predicts.
+    """Draw which rank computes what when in a step: as a schedule is simulated, or as a run has recorded it, beside the
+    simulation.
     """
     with reported(json):
         given = arguments or []
@@ -255,7 +253,7 @@ def plot(
     over: Annotated[str, typer.Option(metavar="steps|seconds", help="What the curves are drawn over.")] = "steps",
     json: Json = False,
 ) -> None:
-    """The curves of runs as a picture: loss, throughput and memory."""
+    """Draw the curves of runs as a picture: loss, throughput and memory."""
     with reported(json):
         from .plot import run
 
@@ -276,7 +274,7 @@ def launch(
     ] = 20.0,
     json: Json = False,
 ) -> None:
-    """Run a script of yours on all local devices, as `shardwise train` runs its ranks."""
+    """Run your script on all local devices, as `shardwise train` runs its ranks."""
     with reported(json):
         from .launch import run
 
@@ -284,10 +282,10 @@ def launch(
 
 
 def main() -> None:
-    """The entry point.
+    """Run the command.
 
-    After a failure the process ends at once: threads of torchelastic have been seen to keep one whose ranks had been
-    ended.
+    After a failure the process ends at once, since threads of torchelastic have kept processes alive whose ranks had
+    been ended.
     """
     try:
         app()

@@ -1,6 +1,4 @@
-"""``shardwise memory``: the bytes of a plan on a device, before anything runs; or those of a run, predicted and
-measured.
-"""
+"""``shardwise memory`` predicts the bytes of a plan on a device, or shows those of a run, predicted and measured."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from shardwise.report.tables import WIDTH, make_console, pairs, print_json, show
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | None, picture: Path | None) -> None:
-    """Predict, print and draw what the ranks of a config need; nothing is trained, and no weight is made."""
+    """Predict, print and draw the memory that the ranks of a config need; nothing is trained, and no weight is made."""
     if picture is not None:
         check_format(picture, "--picture")
     config = load_anywhere(path, overrides)
@@ -56,7 +54,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, device: str | N
 
 
 def run_folder(folder: Path, json: bool, picture: Path | None) -> None:
-    """Print and draw what a run predicted and measured."""
+    """Print and draw the memory that a run has predicted and measured."""
     if picture is not None:
         check_format(picture, "--picture")
     values = read_memory(folder)

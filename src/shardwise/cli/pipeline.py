@@ -1,4 +1,4 @@
-"""``shardwise simulate`` and ``shardwise draw``: the timetable of a pipeline in numbers, and as a picture."""
+"""``shardwise simulate`` prints the timetable of a pipeline in numbers, and ``shardwise draw`` draws it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shardwise.report.timetable import Drawing, milliseconds, perfetto
 from shardwise.report.timetable_chart import chart
 from shardwise.report.timetable_picture import picture
 
-WIDEST = 160  # columns of a chart
+WIDEST = 160  # the most columns of a chart
 TIMES = (
     "four numbers of at least 0 in ms, of one microbatch on one rank, which its stages share: forward, the backward's "
     "parts for inputs "
@@ -39,10 +39,10 @@ TIMES = (
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of a pipeline; None: as the config has it, or without one as 1F1B on 4 ranks.
+    """This is what the command line says about a pipeline; None stands for the config's value, or 1F1B on 4 ranks.
 
-    ``memory`` is the most activations that schedule :data:`AUTO` may hold on a rank, in microbatches of a rank;
-    ``timetable`` its order, where the config has one.
+    ``memory`` is the most activations, in microbatches, that schedule :data:`AUTO` may hold on a rank.  ``timetable``
+    is the config's order for :data:`AUTO`, if it has one.
     """
 
     schedule: str | None = None
@@ -56,14 +56,12 @@ class Options:
 
     @staticmethod
     def each(schedules: Sequence[str] | None, *others: Any) -> list[Options]:
-        """Those of several schedules, or of the one that is not said; ``others`` are the fields after it, which they
-        share.
-        """
+        """Return the options of each schedule, or of the default one; ``others`` are the fields that they share."""
         return [Options(schedule, *others) for schedule in schedules or (None,)]
 
 
 def run_simulate(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options], json: bool) -> None:
-    """Print what a step of each pipeline takes."""
+    """Print the time, bubble and memory of a step of each pipeline."""
     _tell([(options, *simulated(options)[:2]) for options in resolved(path, overrides, pipelines)], json)
 
 
@@ -88,11 +86,10 @@ def _tell(found: Sequence[tuple[Options, str, Simulation]], json: bool) -> None:
 
 
 def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], json: bool) -> None:
-    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages; of
-    batches that each stage updates by its own norm one.
+    """Print what a recorded step takes without communication, as it ran or under other schedules of the same stages.
 
-    Of a run whose order was found first what that takes by the times that were measured before it, which serve other
-    schedules too.
+    Of a window of batches that stages update by their own norms, one batch counts.  A run of schedule ``auto`` also
+    gets its order simulated by the times that were measured before it; these then serve other schedules too.
     """
     plan = plan_of(folder)
     batch = plan.microbatches if plan is not None and plan.post_validates else None
@@ -131,7 +128,7 @@ def run_what_if(folder: Path, step: int | None, pipelines: Sequence[Options], js
 
 
 def _check_recorded(folder: Path, schedule: str, ranks: int, microbatches: int, costs: Costs) -> None:
-    """Has a run recorded the kinds of tasks that a schedule has?"""
+    """Raise :class:`ConfigError` if the run has not recorded the kinds of tasks that ``schedule`` has."""
     legal = check_schedule(schedule, ranks, microbatches, len(costs.forward) // ranks)
     if legal.splits and not any(costs.weight) or not (legal.splits or any(costs.backward)):
         both = ("I and W", "B") if legal.splits else ("B", "I and W")
@@ -156,20 +153,20 @@ def run_draw(
 
 
 def run_folder(folder: Path, step: int | None, out: Path | None, trace: Path | None, json: bool) -> None:
-    """Draw a step that a run has recorded, and below it what the simulator makes of the times of its tasks."""
+    """Draw a step that a run has recorded, and below it the simulation with the times of its tasks."""
     below = predicted(folder, step)
     whole = [of_recorded(folder, step, whole=False), below] if trace is not None else None
     _deliver([of_recorded(folder, step), below], whole, out, trace, json)
 
 
 def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Options]) -> list[Options]:
-    """The options with what they leave open; :class:`ConfigError` where they are not legal."""
+    """Fill in what the options leave open; raise :class:`ConfigError` if the result is not legal."""
     schedule, ranks, microbatches, stages, texts, norm = "1f1b", 4, 8, None, None, "barrier"
     if path is not None or overrides:
         given = load_anywhere(path, overrides).parallel
         schedule, ranks, microbatches, stages = given.schedule, given.pp, given.microbatches, given.stages_per_rank
         texts, norm = given.timetable, given.norm
-        if traits(schedule).asynchronous:  # a window shows more than a step
+        if traits(schedule).asynchronous:  # several batches, since a single step does not show the steady state
             microbatches *= steady_batches(given.window, ranks, microbatches)
     found = []
     for one in pipelines:
@@ -201,7 +198,7 @@ def resolved(path: Path | None, overrides: Sequence[str], pipelines: Sequence[Op
 
 
 def simulated(options: Options) -> tuple[str, Simulation, Costs]:
-    """A pipeline, whose options are :func:`resolved`, in words, its simulation, and the costs of its stages."""
+    """Return the title, the simulation and the stages' costs of a pipeline whose options are :func:`resolved`."""
     schedule, ranks, microbatches, each = options.schedule, options.ranks, options.microbatches, options.stages_per_rank
     norm = options.norm
     assert (
@@ -235,7 +232,7 @@ def simulated(options: Options) -> tuple[str, Simulation, Costs]:
 
 
 def _times(text: str) -> list[float]:
-    """Seconds."""
+    """Parse ``--times``, in milliseconds, into the seconds of F, I, W and a transfer."""
     try:
         found = [float(part) / 1e3 for part in text.split(",")]
     except ValueError:
@@ -267,7 +264,7 @@ def _plain(simulation: Simulation) -> dict[str, Any]:
 def _deliver(
     drawings: list[Drawing], traced: list[Drawing] | None, out: Path | None, trace: Path | None, json: bool
 ) -> None:
-    """Into files, and to the terminal."""
+    """Write drawings into files, and print them."""
     if out is not None:
         picture(drawings).write(out, "--out")
     if trace is not None:

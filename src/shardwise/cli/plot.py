@@ -1,4 +1,4 @@
-"""``shardwise plot``: the curves of runs as a picture, and their numbers."""
+"""``shardwise plot`` draws the curves of runs, and prints their numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``shardwise show``: the plan, the units of the model with their costs, and the program of a step."""
+"""``shardwise show`` prints the plan, the units of the model with their costs, and the program of a step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from shardwise.report.tables import count, folded, grid, make_console, pairs, pl
 from shardwise.units.trace import Trace
 
 OF_NAME = r"(?<=\.)(?!\d)"
-"""Where a name of a parameter or unit may be broken."""
+"""This matches the places where the name of a parameter or unit may be broken into lines."""
 
 
 def run(
@@ -69,12 +69,12 @@ def run(
 
 
 def _plain_layout(layout: Layout) -> list[list[dict[str, Any]]]:
-    """For each dim, its factors, the major one first."""
+    """Return, for each dim, its factors as dicts, the major one first."""
     return [[asdict(factor) for factor in dim] for dim in layout.dims]
 
 
 def _of_step(config: Config, plan: Plan, trace: Trace, programs: Sequence[Program]) -> list[Sum]:
-    """What the first rank of each stage of a pipeline communicates in a step."""
+    """Return what the first rank at each place of the pipeline communicates in a step."""
     traces, choice, found = [trace] * plan.microbatches, build_optimizer(config), list[Sum]()
     for place in range(plan.mesh.axis_size(PIPELINE)):
         rank = plan.mesh.rank({PIPELINE: place})
@@ -124,7 +124,7 @@ def _show(
     console = make_console()
     mesh = " x ".join(f"{axis.name} {axis.size}" for axis in plan.mesh.axes)
     each = config.data.batch_size // plan.microbatches
-    most = -(-each // (plan.mesh.axis_size(batch_axes(plan.mesh)) * row_parts(plan)))  # of uneven shares
+    most = -(-each // (plan.mesh.axis_size(batch_axes(plan.mesh)) * row_parts(plan)))  # the largest of uneven shares
     values = {
         "mesh": mesh, "links": _links(plan.mesh, per_host),
         "rows": f"{config.data.batch_size} a step, {each} a microbatch, {most} a rank",
@@ -149,11 +149,11 @@ def _show(
     for operations in sorted({name for one in costs for name in one.unknown}):
         console.print(Text(f"note: costs do not know {operations}"))
     for program in programs:
-        print(f"\n{program.text()}")  # one instruction a line, whatever the width
+        print(f"\n{program.text()}")  # not wrapped: one instruction per line
 
 
 def _links(mesh: Mesh, per_host: int) -> str | None:
-    """``dp across hosts, tp within``; None where there is but one host."""
+    """Return ``dp across, tp within hosts of 8 ranks``, or None if there is only one host."""
     if mesh.size <= per_host:
         return None
     words = {"device": "within", "host": "across"}
@@ -173,7 +173,7 @@ def _rule(options: DataOptions, name: str) -> dict[str, str]:
 
 
 def _parameter_table(plan: Plan, trace: Trace, width: int) -> Any:
-    """Parameters that differ only in the number of their block are one row."""
+    """Make the table of parameters, where those that differ only in the number of their block share a row."""
     found: dict[tuple[str, ...], list[int]] = {}
     alike: dict[str, set[Layout]] = {}
     for p in trace.parameters:
@@ -181,11 +181,11 @@ def _parameter_table(plan: Plan, trace: Trace, width: int) -> Any:
     for bucket in trace.buckets:
         for p in bucket.parameters:
             one = starred(p.name)
-            name = one if len(alike[one]) == 1 else starred(p.name, count=1)  # blocks' own parts have numbers too
+            name = one if len(alike[one]) == 1 else starred(p.name, count=1)  # parts of a block may have numbers too
             shape = str(p.placed)[1:-1].replace(", ", "x")
             key = (name, shape, "{rest} {grad} {state} ({kind})".format(**_rule(plan.data, p.name)))
             found.setdefault(key, []).append(bucket.index)
-    room = width - 38  # for names and shapes, beside the other columns
+    room = width - 38  # the columns that the other columns leave for names and shapes
     longest = max((len(shape) for _, shape, _ in found), default=0)
     if (names := max((len(name) for name, _, _ in found), default=0)) + longest > room:
         longest = max(room - names, max(len(dim) for _, shape, _ in found for dim in shape.split("x")) + 1)
@@ -199,14 +199,14 @@ def _parameter_table(plan: Plan, trace: Trace, width: int) -> Any:
 
 
 def _tensor(config: Config, plan: Plan) -> str | None:
-    """``1d``, or ``propagate`` where pins say what is sharded; where nothing is, what was asked for in vain."""
+    """Return what chose the tensor plan, such as ``1d``; without tensor parallelism, return notices about it."""
     if not tensor_axes(plan.mesh):
         return "; ".join(notice for notice in config.notices if "parallel.tensor" in notice) or None
     return plan.tensor.chosen_by
 
 
 def _predicted(mesh: Mesh, trace: Trace) -> dict[str, str]:
-    """The time by which a solver of tensor plans goes, whoever made this one."""
+    """Return the time that a solver of tensor plans would minimise, whatever made this plan."""
     axes = tensor_axes(mesh)
     if trace.predicted is None or not axes:
         return {}
@@ -216,7 +216,7 @@ def _predicted(mesh: Mesh, trace: Trace) -> dict[str, str]:
 
 
 def _decided_table(trace: Trace) -> list[Any]:
-    """Which pin or op made parameters lie as they do; no table where a recipe did."""
+    """Make the table of the pins or ops that decided how parameters are sharded; there is none for a recipe."""
     rows = dict.fromkeys((starred(name), axis, why) for name, by in trace.decided.items() for axis, why in by.items())
     if not rows:
         return []
@@ -231,10 +231,10 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _unit_table(mesh: Mesh, trace: Trace, costs: Sequence[UnitCost], cut: StageSplit, width: int) -> Any:
-    """A parameter that several units read is in the row of each, and once in the sum."""
+    """Make the table of units; a parameter that several units read counts in the row of each, but once in the total."""
     stage = ["all" if s == EVERYWHERE else f"{s}" for s in cut.stage]
     pipe = cut.stages > 1
-    name = max(8, width - 72 - 8 * pipe)  # beside the other columns
+    name = max(8, width - 72 - 8 * pipe)  # what the other columns leave
     columns = (
         *(("stage",) if pipe else ()),
         "unit",

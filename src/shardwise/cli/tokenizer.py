@@ -1,4 +1,4 @@
-"""``shardwise tokenizer``: make a tokenizer from text."""
+"""``shardwise tokenizer`` makes a tokenizer from text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ app = typer.Typer(name="tokenizer", help="Tokenizers for data.tokenizer.", no_ar
 
 @app.callback()
 def tokenizer() -> None:
-    """Tokenizers for data.tokenizer."""
+    """Make tokenizers for data.tokenizer."""
 
 
 @app.command()
@@ -57,4 +57,4 @@ def train(
             lines.append(f"note: the text has no pairs for more than {made.vocabulary} of {vocabulary} tokens")
         lines.append(f'use it with data.tokenizer="{made.path}"')
         for line in lines:
-            console.print(line, markup=False, soft_wrap=True)  # a path may be copied
+            console.print(line, markup=False, soft_wrap=True)  # no hard line breaks in a path that may be copied

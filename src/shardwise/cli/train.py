@@ -1,4 +1,4 @@
-"""``shardwise train``: start the ranks, show how they go on, sum up."""
+"""``shardwise train`` starts the ranks, shows their progress, and sums up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shardwise.runtime.progress import Progress, record_path
 
 from .common import INTERRUPTED, exit_code
 
-LEAST_TIMEOUT = 60.0  # seconds, under torchrun: nobody watches, and ranks need not start together
+LEAST_TIMEOUT = 60.0  # seconds, under torchrun, where nobody watches and ranks may start at different times
 STALE = ("sample.txt", "samples.jsonl", "evaluations.jsonl", "metrics.jsonl", "memory.json", "schedule.json", PLAN)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -43,7 +43,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     """Train as the config and its overrides say, or go on with the run in its folder."""
     start = time.monotonic()
     adopt(os.environ)
-    Backend.built().prepare(os.environ)  # this process may be a rank: before it asks for devices
+    Backend.built().prepare(os.environ)  # before this process, which may be a rank, asks for devices
     warnings = check_torch()
     config = load_config(path, overrides)
     backend = Backend.here()
@@ -58,15 +58,15 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
     console = make_console(stderr=json)
     notices = [*warnings, *config.notices, *_prepare_data(config, console if first else None)]
     with console.status("capturing the model") if first and not json else nullcontext():
-        check_plan(
-            config, torch.device(backend.type)
-        )  # by all ranks that somebody else has started: none waits for another that fails
+        # All ranks under torchrun check, so that none waits for another that fails.
+        check_plan(config, torch.device(backend.type))
     with run_folder(folder) if first else nullcontext():
         found = _prepare(config) if first else FoundRun()
         notices += found.notices
         if first and not json:
             for notice in notices:
-                console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)  # with a command to copy
+                # A warning may hold a command to copy, so it is not broken into lines.
+                console.print(f"note: {notice}", markup=False, soft_wrap=notice in warnings)
         ranks = config.train.devices
         display = Display(
             console, folder, config.train.steps, f"starting {ranks} rank{'s' if ranks > 1 else ''}", found.step
@@ -88,7 +88,7 @@ def run(path: Path | None, overrides: Sequence[str], json: bool) -> None:
 
 
 def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) -> None:
-    """How far the run has come, and whether that is kept."""
+    """Tell how far the run has come, and whether a checkpoint keeps that."""
     path = latest(folder / CHECKPOINTS)
     saved = None if path is None else Checkpoint.open(path).step
     lines = read_lines(folder / "metrics.jsonl")
@@ -113,7 +113,7 @@ def _tell_stopped(folder: Path, console: Console | None, extra: dict[str, Any]) 
 
 
 def _prepare(config: Config) -> FoundRun:
-    """Make the folder ready: what belongs to an unfinished run that this one goes on with stays."""
+    """Prepare the folder: unless this run goes on with an earlier one, delete logs and results that are left there."""
     folder = Path(config.train.run_dir)
     found = prepare_folder(config)
     if found.checkpoint is None:
@@ -127,7 +127,7 @@ def _prepare(config: Config) -> FoundRun:
 
 
 def _prepare_data(config: Config, console: Console | None) -> tuple[str, ...]:
-    """Tokenise text that is not in the cache, before ranks wait for it; what there is to say of it."""
+    """Tokenise text that is not in the cache, before ranks have to wait for it; return notices about it."""
     if not config.data.is_text:
         return ()
     with nullcontext() if console is None else shown("reading the text", console) as progress:
@@ -135,7 +135,7 @@ def _prepare_data(config: Config, console: Console | None) -> tuple[str, ...]:
 
 
 def _train_local(config: Config, display: Display, quiet: bool) -> None:
-    """As processes that this one starts and watches, and starts again if one is lost."""
+    """Train in processes that this one starts and watches, and starts again if one is lost."""
     folder = Path(config.train.run_dir).absolute()
 
     def start() -> bool:
@@ -152,17 +152,17 @@ def _train_local(config: Config, display: Display, quiet: bool) -> None:
 
 
 def _train_here(config: Config, display: Display | None) -> bool:
-    """As the one rank that this process is: SIGINT and SIGTERM ask all ranks to stop, a second one ends this one.
+    """Train as the one rank that this process is; return whether it was asked to stop before the last step.
 
-    An error is printed before anything waits for other ranks, and again at the end, when it may be too late for that.
+    The first SIGINT or SIGTERM asks all ranks to stop, and a second one ends this rank.  An error is printed at once,
+    before anything waits for other ranks, and raised at the end.
     """
     from shardwise.launch.ready import Surroundings
     from shardwise.launch.training import train
 
     progress = Progress(record_path(Path(config.train.run_dir), int(os.environ["RANK"])))
-    os.environ.update(
-        Backend.built().flight_recorder(str(progress.path.with_name(STEM)))
-    )  # read as process groups are made
+    # Torch reads these when process groups are made.
+    os.environ.update(Backend.built().flight_recorder(str(progress.path.with_name(STEM))))
     asked = stop_on(SIGNALS, then=signal.default_int_handler)
     on_step = None if display is None else lambda metrics: display.show([metrics])
     warn = print if display is None else display.say
@@ -171,7 +171,7 @@ def _train_here(config: Config, display: Display | None) -> bool:
     try:
         done = train(config, side, timeout=max(LEAST_TIMEOUT, config.train.hang_timeout))
     except Exception as error:
-        # An interpreter that ends leaves its process groups, and these wait for what is pending on a device.
+        # At the interpreter's end, process groups would wait for what is pending on a device.
         if Backend.here().asynchronous:
             atexit.register(end_now, exit_code(error))
         raise

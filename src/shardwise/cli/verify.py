@@ -1,4 +1,4 @@
-"""``shardwise verify``: is the plan the same as one device?"""
+"""``shardwise verify`` checks that a plan computes the same as one device."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardwise.launch.subject import check_plan, load_anywhere
 from shardwise.launch.verifying import verify_config
 from shardwise.report.tables import grid, make_console, print_json, show
 
-WORST = 5  # tensors shown where the plan is the same; all of the report's where it is not
+WORST = 5  # the number of tensors shown if the plan is the same; otherwise all of the report are
 
 
 def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, device: str) -> None:
@@ -47,15 +47,15 @@ def run(path: Path | None, overrides: Sequence[str], json: bool, ranks_as: str, 
 
 
 def _device(name: str, ranks_as: str) -> tuple[torch.device, list[str]]:
-    """The one device that ``--device`` says, which ranks as threads share, and what to warn of; :class:`ConfigError`
-    where this machine lacks it."""
+    """Return the device that ``--device`` names, which ranks as threads share, and warnings; raise :class:`ConfigError`
+    if this machine lacks it."""
     here = Backend.here()
     try:
         warnings = check_torch()
     except ConfigError:
         if name != "cpu":
             raise
-        warnings = []  # verify computes on CPUs unless asked otherwise
+        warnings = []  # the CPU does not need the GPU that torch cannot use
     legal = ["cpu", *([here.type] if here.asynchronous and here.widest_float is torch.float64 else [])]
     if name not in legal:
         lacks = f": {name} computes in no more than float32" if name == here.type else ""
@@ -76,7 +76,7 @@ def _processes(config: Config) -> dict[str, Any]:
         clear_logs(folder)
         (folder / "config.toml").write_text(config.resolved(), encoding="utf-8")
         command = ["-m", "shardwise.launch.verifying", str(folder)]
-        # Ranks wait for each other while any of them computes what one device does.
+        # The timeout is long, since ranks wait for each other while each computes the whole single-device run.
         launch_local(
             command,
             config.train.devices,

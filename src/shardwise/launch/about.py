@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step: in its log, to the parent, and in ``about.json``."""
+"""Write what a run says about itself before its first step: in its log, and in ``about.json`` for the parent."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ log = logging.getLogger("shardwise")
 
 
 def write_about(run: Ready, checkpoints: Checkpoints, first: int) -> None:
-    """All ranks call it before step ``first``; rank 0 writes ``about.json``, ``program.txt`` and ``memory.json`` into
-    the run's folder.
-    """
+    """Log how the start went, and let rank 0 write ``about.json``, ``program.txt`` and ``memory.json`` into the run's
+    folder; all ranks call it together before step ``first``."""
     trainer = run.trainer
     phases = _phases(run.side.progress.timeline)
     log.info("ready after %.1f s (%s): process %d on %s", age(), phases, os.getpid(), trainer.comm.device)
@@ -65,7 +64,7 @@ def _about(run: Ready) -> dict[str, Any]:
 
 
 def utilisation(run: Ready) -> Callable[[int, float], float] | None:
-    """A step's MFU from its rows and seconds, where the device's peak and the model's FLOPs are known."""
+    """Return a function from a step's rows and seconds to its MFU; None if peak or FLOPs of the model are unknown."""
     trainer, rows = run.trainer, run.config.data.batch_size
     peak = peak_flops(trainer.comm.device, trainer.plan.numeric.precision)
     flops = None if peak is None else model_flops(_whole(trainer.compiled), rows, trainer.plan.microbatches)
@@ -75,19 +74,19 @@ def utilisation(run: Ready) -> Callable[[int, float], float] | None:
 
 
 def _whole(compiled: Compiled) -> Trace:
-    """A trace of the whole model, as one rank would compute it."""
+    """Return the trace of the whole model, as a single rank would compute it."""
     if not compiled.general.tensor:
         return compiled.general
     return compiled.under(Plan(numeric=compiled.plan.numeric)).general
 
 
 def _phases(timeline: Sequence[tuple[str, float]]) -> str:
-    """``starting 2.1 s, connecting 0.1 s, …``: what the start took, the interpreter and its imports as "starting"."""
+    """Return ``starting 2.1 s, connecting 0.1 s, …``; "starting" includes the interpreter and its imports."""
     began = time.time() - age()
     marks = [(timeline[0][0], began), *timeline[1:], ("", time.time())]
     return ", ".join(f"{text} {after - at:.1f} s" for (text, at), (_, after) in zip(marks, marks[1:], strict=False))
 
 
 def age() -> float:
-    """Seconds since this process began."""
+    """Return the number of seconds since this process began."""
     return time.time() - float(psutil.Process().create_time())

@@ -1,5 +1,5 @@
-"""Whether the devices can be trained on, asked before anything starts: of torch and the drivers, and between ranks once
-they are connected.
+"""Check that the devices can be trained on: by torch and the drivers before ranks start, and between ranks once they
+are connected.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from shardwise.runtime.connect import check_possible, tell
 if TYPE_CHECKING:
     from .forecast import Forecast
 
-SHOWN = 3  # processes that are named
-NAME = 80  # characters of a device's name
-# of a card: more than a driver keeps for itself, and this process's context may differ from what is assumed of it
+SHOWN = 3  # the most processes that a message names
+NAME = 80  # the most characters of a device's name
+# A card counts as shared if more than this share of it is taken: a driver keeps some memory for itself, and this
+# process's context may be larger than what is assumed.
 LITTLE = 0.05
 
 # ---- before ranks start ----------------------------------------------------------------------------------------------
 
 
 def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """What to warn of: a GPU that this torch is not built for.  :class:`ConfigError` where it is built for it, and
-    cannot use it.
+    """Return a warning if this machine has a GPU that this torch is not built for.
 
-    Where torch has a device, or ``environment`` hides all of them, no tool is asked.
+    Raise :class:`ConfigError` if torch is built for the GPU but cannot use it.  The drivers are not asked where torch
+    has a device, or ``environment`` hides all devices.
     """
     built = Backend.built()
     if Backend.here().asynchronous:
@@ -62,7 +63,7 @@ def check_torch(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def _unusable(built: Backend, driver: drivers.Driver, chosen: str | None) -> str:
-    """Why torch has no device though it is built for the cards that the driver shows, and what mends it."""
+    """Say why torch has no device although it is built for the driver's cards, and how to repair that."""
     version, needs, build = torch.__version__, built.toolkit, driver.build(torch.__version__)
     instead = f"or set {driver.hidden} to train on CPUs"
     if needs is not None and driver.runs is not None and driver.runs[0] < needs[0]:
@@ -91,12 +92,12 @@ def _update(driver: drivers.Driver, needs: tuple[int, int] | None = None) -> str
 
 
 def _version(driver: drivers.Driver) -> str:
-    """`` (570.86)``, where it is known."""
+    """Return `` (570.86)``, or an empty string if the version is not known."""
     return f" ({driver.version})" if driver.version is not None else ""
 
 
 def check_kernels(local: int) -> None:
-    """:class:`ConfigError` where this torch has no kernels for one of the first ``local`` devices here."""
+    """Raise :class:`ConfigError` if this torch has no kernels for one of this machine's first ``local`` devices."""
     backend = Backend.here()
     lacking = backend.without_kernels(local)
     if lacking:
@@ -104,8 +105,8 @@ def check_kernels(local: int) -> None:
 
 
 def check_ranks(ranks: int, local: int) -> None:
-    """:class:`ConfigError` where ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on its
-    devices.
+    """Raise :class:`ConfigError` if ``ranks`` ranks, ``local`` of them on this host, cannot compute or communicate on
+    this host's devices.
     """
     backend = Backend.here()
     check_kernels(local)
@@ -135,8 +136,8 @@ def _without_kernels(backend: Backend, name: str, capability: tuple[int, int]) -
 
 @dataclass(frozen=True)
 class Card:
-    """The device of a rank; ``free`` is what the rank could have of its ``total`` bytes, with what it has taken
-    already, for whatever purpose.
+    """This describes a rank's device.  ``free`` is the part of its ``total`` bytes that the rank can have, including
+    what the rank has already taken.
     """
 
     name: str
@@ -145,18 +146,18 @@ class Card:
 
     @staticmethod
     def of(device: torch.device) -> Card:
-        """As its driver and torch describe it now."""
+        """Return the device as its driver and torch describe it now."""
         found = here(device)
         return Card(found.name[:NAME], found.memory, found.budget)
 
     @property
     def shared(self) -> bool:
-        """Whether others hold a part of it."""
+        """Return whether other processes hold a part of the device's memory."""
         return self.total - self.free > LITTLE * self.total
 
 
 def cards_of(comm: Communicator) -> list[Card]:
-    """Those of all ranks, which call this together; none where CPUs compute."""
+    """Return the devices of all ranks, or none where CPUs compute; all ranks call it together."""
     if not Backend.of(comm.device).asynchronous:
         return []
     return [
@@ -166,7 +167,7 @@ def cards_of(comm: Communicator) -> list[Card]:
 
 
 def mixed(cards: Sequence[Card]) -> str | None:
-    """A note where ranks have cards of several kinds: which rank has which."""
+    """Return a note that says which rank has which card if the cards are of several kinds, else None."""
     kinds = [(one.name, size(one.total)) for one in cards]
     if len(set(kinds)) < 2:
         return None
@@ -180,10 +181,9 @@ def mixed(cards: Sequence[Card]) -> str | None:
 
 
 def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> None:
-    """:class:`ConfigError`, on all ranks, where what others hold of a card leaves too little for what is predicted."""
-    beside = (
-        sum(found.beside.values()) if found.config.train.memory_gib is None else 0
-    )  # who sets a limit knows what is beside
+    """Raise :class:`ConfigError` on all ranks if other processes leave too little of a card for the predicted peak."""
+    # A user who sets train.memory_gib has already subtracted what is needed beside tensors.
+    beside = sum(found.beside.values()) if found.config.train.memory_gib is None else 0
     needed = found.worst.peak_bytes + beside
     short = [rank for rank, one in enumerate(cards) if one.shared and one.free < needed]
     if not short:
@@ -193,9 +193,8 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
         held = occupied(mine.free, mine.total, mine.name, uuid=Backend.of(comm.device).uuid(comm.device), own=family())
     first = tell(comm, held, "who holds the memory of the devices")[short[0]]
     others = f" (and {plural(len(short) - 1, 'other rank')} likewise)" if len(short) > 1 else ""
-    bounded = replace(
-        found, config=replace(found.config, train=replace(found.config.train, memory_gib=None))
-    )  # by what is free alone
+    # The advice has to go by the free memory alone.
+    bounded = replace(found, config=replace(found.config, train=replace(found.config.train, memory_gib=None)))
     raise ConfigError(
         f"memory: rank {short[0]} needs {size(needed)}{f', {size(beside)} of it beside tensors' if beside else ''}, "
         f"but only {first}{others}; "
@@ -206,18 +205,16 @@ def check_free(comm: Communicator, cards: Sequence[Card], found: Forecast) -> No
 
 @contextmanager
 def room_to_start(device: torch.device) -> Iterator[None]:
-    """:class:`ConfigError` where others hold so much of the device that what is done meanwhile, its first use, finds no
-    room on it.
-    """
+    """Raise :class:`ConfigError` if the body of the ``with``, the first use of the device, runs out of its memory."""
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError and torch.AcceleratorError are such
+    except RuntimeError as error:  # the base class of torch.OutOfMemoryError and torch.AcceleratorError
         if "out of memory" not in str(error).lower():
             raise
         backend = Backend.of(device)
         try:
             held = drivers.holders(backend.uuid(device), family())
-        except RuntimeError:  # such a device need not answer
+        except RuntimeError:  # a device without free memory may not answer
             held = []
         raise ConfigError(
             f"memory: device {device} has no room even to start: "
@@ -231,7 +228,7 @@ def _free_it(backend: Backend) -> str:
 
 
 def _named(held: Sequence[drivers.Holder]) -> str:
-    """``process 4242 (python3) holds 70.0 GiB``, of those that hold most."""
+    """Return ``process 4242 (python3) holds 70.0 GiB``, for the first processes of ``held``."""
     named = [
         f"process {one.pid} ({one.name}) holds {size(one.memory) if one.memory else 'some'}" for one in held[:SHOWN]
     ]
@@ -241,10 +238,9 @@ def _named(held: Sequence[drivers.Holder]) -> str:
 
 
 def occupied(free: int, total: int, device: str, *, uuid: str = "", own: Collection[int] = ()) -> str:
-    """``3.1 GiB of the 79.1 GiB of NVIDIA H100 are free: process 4242 (python3) holds 70.0 GiB``, as far as the driver
-    says.
+    """Return ``3.1 GiB of the 79.1 GiB of NVIDIA H100 are free: process 4242 (python3) holds 70.0 GiB``.
 
-    ``own`` are processes that are not named, since they are this run's.
+    ``free`` and ``total`` are bytes.  ``own`` are the ids of this run's processes, which are not named.
     """
     words = f"{size(free)} of the {size(total)} of {device} are free"
     named = _named(drivers.holders(uuid, own)) if uuid else ""
@@ -252,7 +248,7 @@ def occupied(free: int, total: int, device: str, *, uuid: str = "", own: Collect
 
 
 def family() -> set[int]:
-    """This process, who started it, and all that it has started: the run's own on this host."""
+    """Return the ids of this run's processes on this host: the parent of this process and all its descendants."""
     try:
         parent = psutil.Process().parent()
         return {os.getpid()} | (
@@ -263,7 +259,7 @@ def family() -> set[int]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """``ranks 0-3, 6``, or ``rank 6``: of ascending numbers."""
+    """Return ``ranks 0-3, 6``, or ``rank 6``, for ascending numbers."""
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ranks), lambda one: one[1] - one[0])]
     listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

@@ -1,4 +1,4 @@
-"""Evaluation on the validation split: the mean loss, and for text the perplexity."""
+"""Evaluate a model on the validation split: its mean loss, and for text also its perplexity."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from shardwise.train.trainer import Trainer
 
 
 def evaluate(trainer: Trainer, batches: Iterable[Batch], *, perplexity: bool) -> dict[str, Any]:
-    """The mean loss of batches, weighted by their targets (or rows); all ranks call it together.
+    """Return the mean loss of ``batches``, weighted by their numbers of targets (or rows); all ranks call it together.
 
-    ``perplexity`` is exp(loss), which means something where the loss is a mean cross-entropy in nats per token.  One
-    host read at the end: on a GPU the batches run without waiting.
+    ``perplexity`` adds exp(loss), which is meaningful if the loss is a mean cross-entropy in nats per token.  The host
+    reads the result once, at the end, so that a GPU runs the batches without waiting.
     """
     start = time.perf_counter()
     device = trainer.comm.device

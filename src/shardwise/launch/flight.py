@@ -1,9 +1,8 @@
-"""What the ranks' last collectives were, as the flight recorder of torch's communication backends kept them: asked for
-when a run hangs.
+"""Report the ranks' last collectives when a run hangs, from the flight recorder of torch's communication backends.
 
-Torch keeps the last collectives of a process in a ring and writes them into a file when somebody writes into a pipe;
-which variables of the environment make it do so says :meth:`shardwise.backend.Backend.flight_recorder`.  The files are
-pickles of plain objects: a dict with the lists ``entries`` (a collective each) and the dict ``pg_config`` (the process
+Torch keeps the last collectives of a process in a ring buffer, and writes them into a file when a pipe is written to;
+:meth:`shardwise.backend.Backend.flight_recorder` gives the environment variables that make it do so.  The files are
+pickles of plain objects: a dict with the list ``entries`` (the collectives) and the dict ``pg_config`` (the process
 groups).
 """
 
@@ -19,16 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-STEM = "flight_"  # the pipe of rank N is flight_N.pipe, its file flight_N
-ANSWER_TIME = 5.0  # seconds that ranks have to write: torch looks into the pipe once a second
+STEM = "flight_"  # rank N has the pipe flight_N.pipe and the file flight_N
+ANSWER_TIME = 5.0  # seconds that ranks have to write: torch checks the pipe once a second
 POLL = 0.1
-SHOWN = 3  # collectives of a rank in the report
+SHOWN = 3  # the most collectives of a rank in the report
 
 
 @dataclass(frozen=True)
 class RecordedCollective:
-    """One that a rank has posted: the ``number``-th of its group, or of the messages in it; ``state`` is scheduled,
-    started or completed.
+    """This is a collective, or a message between two ranks, that a rank has posted.
+
+    It is the ``number``-th collective, or message, of its process group.  ``state`` is "scheduled", "started" or
+    "completed", and ``time`` is when it was posted, in nanoseconds.
     """
 
     group: str
@@ -41,13 +42,13 @@ class RecordedCollective:
 
     @property
     def key(self) -> tuple[str, bool, int]:
-        """The same on all ranks that take part."""
+        """Return the key of the collective, which is the same on all ranks that take part."""
         return self.group, self.message, self.number
 
 
 @dataclass(frozen=True)
 class Flight:
-    """What a rank's recorder had, oldest first; ``groups`` are the ranks of each process group."""
+    """This is what a rank's recorder held, the oldest first; ``groups`` maps each process group to its ranks."""
 
     groups: Mapping[str, tuple[int, ...]]
     collectives: tuple[RecordedCollective, ...]
@@ -56,19 +57,19 @@ class Flight:
         return next((one for one in reversed(self.collectives) if one.key == key), None)
 
     def is_past(self, key: tuple[str, bool, int]) -> bool:
-        """Whether the ring has gone beyond it: it lacks it, and has a later one of the group."""
+        """Return whether the recorder has a later collective of the group, so that it may have dropped this one."""
         return any(one.key[:2] == key[:2] and one.number > key[2] for one in self.collectives)
 
 
 class _Plain(pickle.Unpickler):
-    """Reads nothing but dicts, lists, tuples, texts and numbers."""
+    """This unpickles only dicts, lists, tuples, strings and numbers."""
 
     def find_class(self, module: str, name: str) -> NoReturn:
         raise pickle.UnpicklingError(f"{module}.{name} in a dump of collectives")
 
 
 def parse(dump: bytes) -> Flight:
-    """From the bytes of a dump; ValueError where they are something else."""
+    """Parse the bytes of a dump; raise ValueError if they are something else."""
     try:
         found = _Plain(io.BytesIO(dump)).load()
         groups = {str(name): _ranks(one["ranks"]) for name, one in found["pg_config"].items()}
@@ -91,12 +92,11 @@ def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
 
 
 def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> dict[int, Flight]:
-    """Ask all ranks that have a pipe in ``pipes``, and wait so long for what they write into ``folder``; who does not
-    answer is left out.
-    """
+    """Ask all ranks with a pipe in ``pipes``, and wait at most ``seconds`` for what they write into ``folder``; ranks
+    that do not answer are left out."""
     asked: dict[int, float] = {}
     for pipe in () if pipes is None else pipes.glob(f"{STEM}*.pipe"):
-        with suppress(OSError, ValueError):  # nobody reads it any more
+        with suppress(OSError, ValueError):  # no process reads the pipe any more
             rank, file = int(pipe.name[len(STEM) : -len(".pipe")]), os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
             try:
                 before = time.time()
@@ -110,16 +110,15 @@ def collect(folder: Path, pipes: Path | None, seconds: float = ANSWER_TIME) -> d
         time.sleep(POLL)
         for rank in asked.keys() - found.keys():
             path = folder / f"{STEM}{rank}"
-            with suppress(OSError, ValueError):  # not yet, or half of it
-                if path.stat().st_mtime >= asked[rank] - 1.0:  # clocks of file systems are coarse
+            with suppress(OSError, ValueError):  # the file is not there yet, or not complete
+                if path.stat().st_mtime >= asked[rank] - 1.0:  # the clocks of file systems are coarse
                     found[rank] = parse(path.read_bytes())
     return found
 
 
 def report(flights: Mapping[int, Flight]) -> list[str]:
-    """A line with the first collective on which ranks differ, and one for each rank with its unfinished ones, or the
-    last.
-    """
+    """Return a line with the first collective on which ranks differ, and for each rank one with its unfinished
+    collectives, or its last one."""
     if not flights:
         return []
     lines = [first] if (first := _first_difference(flights)) else []
@@ -133,21 +132,19 @@ def report(flights: Mapping[int, Flight]) -> list[str]:
 
 
 def _words(one: RecordedCollective, flight: Flight) -> str:
-    """``all_gather 12 of group 5 among ranks [0, 1]``."""
+    """Return ``all_gather 12 of group 5 among ranks [0, 1]``."""
     ranks = flight.groups.get(one.group)
     return f"{one.name} {one.number} of group {one.group}" + (f" among ranks {list(ranks)}" if ranks else "")
 
 
 def _first_difference(flights: Mapping[int, Flight]) -> str | None:
-    """Ranks that have not posted what others wait in, or something else; if all have, what has ended on some of them
-    alone.
-    """
+    """Describe the first collective that ranks have not all posted alike, else the first with unlike states."""
     posted = sorted(_differences(flights), key=lambda one: (not one[0], one[1]))
     return posted[0][2] if posted else None
 
 
 def _differences(flights: Mapping[int, Flight]) -> Iterator[tuple[bool, int, str]]:
-    """(whether it is about what was posted, when, in words) of each collective that is not over everywhere."""
+    """Yield (whether ranks differ in what they posted, time, words) for the collectives whose states differ by rank."""
     seen: set[tuple[str, bool, int]] = set()
     for flight in flights.values():
         for one in flight.collectives:

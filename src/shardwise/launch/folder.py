@@ -1,4 +1,4 @@
-"""What a run finds in its folder: nothing, a run to go on with, or one that is set aside.  Only logs are deleted."""
+"""Decide whether the run in a folder goes on or moves aside, and read and cut its files of JSON lines."""
 
 from __future__ import annotations
 
@@ -22,25 +22,19 @@ from .monitor import RANKS_LOCK
 
 CHECKPOINTS = "checkpoints"
 PLAN = "plan.toml"
-LEFT = ("metrics.jsonl", "weights.safetensors")  # of value even without a checkpoint
+LEFT = ("metrics.jsonl", "weights.safetensors")  # worth keeping even without a checkpoint
 EARLIER = "earlier"
 LOCKS = (".lock", RANKS_LOCK)
 SAME = ("model", "data.source", "data.mix", "data.factory", "data.arguments", "optimizer.name", "train.seed")
-FREE = ("model.weights",)  # only the start of a run looks at them
+FREE = ("model.weights",)  # read only at the start of a run
 SILENT = ("train.run_dir", "train.devices", "train.threads", "train.resume", "data.cache_dir")
-LONGER = (
-    "train.",
-    "checkpoint.",
-    "parallel.",
-    "optimizer.warmup_steps",
-    "data.cache_dir",
-    *FREE,
-)  # may change as a finished run goes on
+# Keys with these prefixes may change when a finished run goes on.
+LONGER = ("train.", "checkpoint.", "parallel.", "optimizer.warmup_steps", "data.cache_dir", *FREE)
 
 
 @dataclass(frozen=True)
 class FoundRun:
-    """The checkpoint to go on from, if any, and what to tell the user."""
+    """This is the checkpoint to go on from, if any, its step, and what to tell the user."""
 
     checkpoint: Path | None = None
     step: int = 0
@@ -48,7 +42,7 @@ class FoundRun:
 
 
 def plan_of(folder: Path) -> Plan | None:
-    """The plan that a run in ``folder`` has trained with so far; None where there is none to read."""
+    """Return the plan that a run in ``folder`` has trained with so far; None if there is none, or it cannot be read."""
     try:
         return Plan.from_toml((folder / PLAN).read_text(encoding="utf-8"))
     except (OSError, UnicodeError, ConfigError):
@@ -58,9 +52,9 @@ def plan_of(folder: Path) -> Plan | None:
 def prepare_folder(config: Config) -> FoundRun:
     """Look into ``train.run_dir``, whose lock this process holds, and make it ready.
 
-    An unfinished run with a checkpoint goes on (``train.resume = "auto"``), and so does a finished one that only gets
-    more steps; any other moves to a folder of its own beside.  Raises ConfigError where a run to go on with is of
-    another configuration, naming the keys.
+    An unfinished run with a checkpoint goes on (``train.resume = "auto"``), and so does a finished run that only gets
+    more steps; any other run moves to a folder of its own.  Raise :class:`ConfigError` if an unfinished run has another
+    configuration, naming the keys, or has taken more than ``train.steps``.
     """
     folder = Path(config.train.run_dir)
     finished = (folder / "result.json").exists()
@@ -101,9 +95,9 @@ def _opened(path: Path) -> Checkpoint:
 
 
 def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
-    """Keys whose values differ between the checkpoint's configuration and this one, with both values.
+    """Yield the keys whose values differ between the checkpoint's configuration and this one, with both values.
 
-    A key that there was not when the checkpoint was written had what is its default now.
+    A key that did not exist when the checkpoint was written counts as having today's default.
     """
     old = tomllib.loads(before) if isinstance(before, str) else {}
     new = tomllib.loads(config.resolved())
@@ -119,9 +113,7 @@ def _changes(before: Any, config: Config) -> Iterator[tuple[str, str]]:
 
 
 def _set_aside(folder: Path) -> list[str]:
-    """Move what a run left into the first free ``FOLDER-N``, or into ``FOLDER/earlier-N`` where the folder is a mount
-    of its own.
-    """
+    """Move what a run left into the first free ``FOLDER-N``, or ``FOLDER/earlier-N`` if the folder is a mount point."""
     folder = folder.resolve()
     own = folder.stat().st_dev == folder.parent.stat().st_dev
     base = folder if own and folder.name else folder / EARLIER
@@ -142,9 +134,8 @@ def _set_aside(folder: Path) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that have a step; a missing file has none, nor has the line that a killed run
-    was writing.
-    """
+    """Return the objects with a step in a file of JSON lines; a missing file, or a line that a killed run left
+    incomplete, has none."""
     if not path.exists():
         return []
     found = (parsed_line(line) for line in path.read_bytes().splitlines())
@@ -152,7 +143,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, before: int) -> list[dict[str, Any]]:
-    """Cut a file of JSON lines back to those of steps before ``before``, and return them."""
+    """Cut a file of JSON lines down to the objects of steps before ``before``, and return these."""
     if not path.exists():
         return []
     kept = [values for values in read_lines(path) if values["step"] < before]

@@ -1,5 +1,5 @@
-"""What a plan needs on a device before anything is allocated: whether it fits, how long parameters stay gathered, what
-would fit.
+"""Predict what a plan needs on a device before anything is allocated: whether it fits, how long parameters can stay
+gathered, and which plan would fit.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from .left_open import OPEN, WAYS, Before, left_open
 
 @dataclass
 class Forecast:
-    """Predictions of ``config`` on ``device``.
+    """This predicts the memory of ``config`` on ``device``.
 
-    ``compiled`` is the model under :attr:`plan`: that of the config, with ``gathered`` and ``reduced`` chosen where the
-    config leaves them open.  ``note`` tells of that choice.
+    ``compiled`` is the model under :attr:`plan`, the plan of the config with values for what the config leaves open.
+    ``note`` tells of these choices.
     """
 
     config: Config
     compiled: Compiled
     device: Device
     note: str | None = None
-    common: bool = False  # ranks have memory in common
-    _compiled: dict[Any, Compiled] = field(default_factory=dict)  # by what a trace depends on
+    common: bool = False  # whether ranks are processes of one host that share memory
+    _compiled: dict[Any, Compiled] = field(default_factory=dict)  # by those parts of a plan that traces depend on
     _known: dict[tuple[Plan, int | None], Prediction] = field(default_factory=dict)
-    _profiles: dict[Any, Profile] = field(default_factory=dict)  # most plans differ in nothing that units see
+    _profiles: dict[Any, Profile] = field(default_factory=dict)  # many plans have the same profiles
 
     @staticmethod
     def of(
@@ -62,10 +62,10 @@ class Forecast:
         common: bool = False,
         before: Before | None = None,
     ) -> Forecast:
-        """The forecast for a model that was compiled for ``build_plan(config)``.
+        """Return the forecast for a model that was compiled for ``build_plan(config)``.
 
-        What the config leaves open is as it was ``before`` if that fits: a run that goes on adds in the same order.
-        :class:`ConfigError` where it does not fit, and the config asks for the same bits.
+        What the config leaves open stays as it was ``before`` if that fits, so that a run that goes on adds numbers in
+        the same order.  Raise :class:`ConfigError` if it does not fit but the config asks for the same bits.
         """
         found = Forecast(config, compiled, device, common=common)
         if keys_left := left_open(config):
@@ -84,24 +84,22 @@ class Forecast:
 
     @cached_property
     def beside(self) -> Mapping[str, int]:
-        """What the rank that needs most takes of its device beside tensors, in bytes, by what takes it: nothing on a
-        CPU.
-        """
+        """Return the bytes that the rank that needs most takes beside tensors, by what takes them; none on a CPU."""
         return self._beside(build_plan(self.config))
 
     @cached_property
     def budget(self) -> int:
-        """The bytes that a rank may take for tensors: ``train.memory_gib``, or its device's less :attr:`beside`."""
+        """Return the bytes that a rank has for tensors: ``train.memory_gib``, or its device's without the reserve."""
         return max(self._left(self.beside), 0)
 
     def _left(self, beside: Mapping[str, int]) -> int:
-        """The budget of a plan that takes ``beside`` bytes beside tensors; below 0 where that alone is too much."""
+        """Return the budget of a plan that takes ``beside`` besides tensors, negative if that alone is too much."""
         given = self.config.train.memory_gib
         return self.device.budget - sum(beside.values()) if given is None else int(given * GIB)
 
     @property
     def worst(self) -> Prediction:
-        """The prediction for the rank that needs most."""
+        """Return the prediction for the rank that needs most memory."""
         return self.predict(self.plan)
 
     @property
@@ -109,7 +107,7 @@ class Forecast:
         return self.worst.peak_bytes <= self.budget
 
     def predict(self, plan: Plan, rank: int | None = None) -> Prediction:
-        """What a rank needs, by default the one that needs most."""
+        """Predict the memory of ``rank`` under ``plan``, by default of the rank that needs most."""
         if (plan, rank) not in self._known:
             compiled = self._traced(plan)
             self._known[plan, rank] = predict(
@@ -120,15 +118,14 @@ class Forecast:
         return self._known[plan, rank]
 
     def peaks(self, plan: Plan) -> list[int]:
-        """The bytes that the fullest rank of each stage of the pipeline needs at most."""
+        """Return, for each stage of the pipeline, the peak bytes of the rank that needs most."""
         trace, rows = self._trace(plan), self.config.data.batch_size
         ranks = fullest(trace, plan, build_optimizer(self.config), rows, self._traced(plan).cut(trace, plan))
         return [self.predict(plan, rank).peak_bytes for rank in ranks]
 
     def profile(self) -> tuple[Trace, Profile]:
-        """The trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with backwards
-        in two parts.
-        """
+        """Return the trace of a microbatch under :attr:`plan`, and the memory of its units on the first rank, with
+        backwards split into two parts."""
         plan, trace = self.plan, self._trace(self.plan)
         parts, rows = plan.mesh.axis_size(batch_axes(plan.mesh)), self.config.data.batch_size // plan.microbatches
         options: dict[str, Any] = {
@@ -141,13 +138,13 @@ class Forecast:
         return trace, self._profiled(trace, rows, parts, self.device.kind, **options)
 
     def others(self) -> list[Prediction]:
-        """The predictions for the first and the last rank, where they differ from the worst."""
+        """Return the predictions for the first and the last rank, if they differ from the worst."""
         ranks = sorted({0, self.plan.mesh.size - 1} - {self.worst.rank})
         found = [self.predict(self.plan, rank) for rank in ranks]
         return [one for one in found if (one.peak, one.states) != (self.worst.peak, self.worst.states)]
 
     def nearest(self) -> Fit:
-        """The plan that fits and differs least."""
+        """Search for the plan that fits and differs least from this one."""
         parallel = self.config.parallel
         now = FitChoices(
             batch_size=self.config.data.batch_size, dp=parallel.dp, dp_replicate=parallel.dp_replicate,
@@ -164,14 +161,12 @@ class Forecast:
         )
 
     def check(self) -> None:
-        """:class:`ConfigError` if the plan does not fit: which rank, what most of it is, by how much, and what would
-        fit.
-        """
+        """Raise :class:`ConfigError` if the plan does not fit, saying where, by how much, and what would fit."""
         if not self.fits:
             raise ConfigError(f"{self.misfit()}; {self.advice(self.nearest())}")
 
     def check_kept(self, kept: bool) -> None:
-        """:class:`ConfigError` where a run goes on otherwise than it began but the config asks for the same bits."""
+        """Raise :class:`ConfigError` if the plan was not ``kept`` but the config asks for the same bits."""
         if self.config.train.deterministic and not kept:
             raise ConfigError(
                 f"train.deterministic: what this run began with ({PLAN} in its folder) does not fit into "
@@ -181,7 +176,7 @@ class Forecast:
             )
 
     def check_host(self, free: int) -> None:
-        """:class:`ConfigError` if what is offloaded does not fit into the ``free`` bytes that a rank has there."""
+        """Raise :class:`ConfigError` if offloaded state does not fit into a rank's ``free`` bytes on the host."""
         needed = self.worst.host_bytes
         if needed > free:
             wrong = f"rank {self.worst.rank} needs {size(needed)} on the host, which has {size(free)} free for it"
@@ -189,7 +184,7 @@ class Forecast:
             raise ConfigError.on(f'parallel.offload = "{self.plan.memory.offload}"', wrong, legal)
 
     def misfit(self) -> str:
-        """By how much the plan does not fit, and where."""
+        """Say by how much the plan does not fit, and where."""
         worst, over = self.worst, self.worst.peak_bytes - self.budget
         largest = max(worst.peak, key=lambda c: worst.peak[c])
         given = self.config.train.memory_gib
@@ -200,7 +195,7 @@ class Forecast:
         )
 
     def _limit(self) -> str:
-        """``the 70.1 GiB that a rank has for tensors on H100-80GB``, and where the rest is."""
+        """Return ``the 70.1 GiB that a rank has for tensors on H100-80GB``, and what the rest is used for."""
         device, beside = self.device, sum(self.beside.values())
         if not device.taken and not beside:
             return f"the {size(self.budget)} that a rank has on {device.name}"
@@ -218,7 +213,7 @@ class Forecast:
         )
 
     def advice(self, fit: Fit) -> str:
-        """What a search has found, in words."""
+        """Describe what :meth:`nearest` has found."""
         if fit.changes is not None:
             return f"the nearest plan that fits: {keys(fit.changes)} ({size(fit.peak)} a rank)"
         with_ = f", with {keys(fit.least_changes)}" if fit.least_changes else ""
@@ -232,7 +227,7 @@ class Forecast:
         return f"no plan fits; legal: a device with at least {size(whole)} free, the least that any plan needs{with_}"
 
     def _choose(self, left: Sequence[str], ways: Sequence[Sequence[str]]) -> None:
-        """The first that fits, else the last."""
+        """Take the first of ``ways`` that fits, else the last."""
         chosen: dict[str, Any] = {}
         for way in ways:
             chosen = {key: word for key, word in zip(OPEN, way, strict=True) if key in left}
@@ -246,8 +241,8 @@ class Forecast:
         self.note = f"{values}: {what} into {size(self.budget)} a rank ({size(needed)} needed)"
 
     def _gather_ahead(self) -> None:
-        """On GPUs: gather as many units ahead as it takes to hide gathers under computing, or as fit.  On CPUs
-        computing and communication share the cores, and there is nothing to hide under."""
+        """On GPUs, prefetch as many units as it takes to hide gathers behind computation, or as fit.  On CPUs both
+        share the cores, so that nothing can be hidden."""
         plan, axes = self.plan, shard_axes(self.plan.mesh)
         if self.device.kind != "gpu" or not axes or self.compiled.general.opaque is not None:
             return
@@ -267,8 +262,8 @@ class Forecast:
                 return
 
     def _shrink(self, before: int = 0) -> None:
-        """The solver's fastest plan that fits, where the fastest of all does not: it is asked for so many bytes fewer
-        as are too many, to begin with for as many as ``before``."""
+        """Find the solver's fastest plan that fits, if the fastest of all does not: lower the solver's limit of bytes,
+        which begins at ``before`` (0: no limit), by the excess until the plan fits."""
         first = self.plan
         plan = first.replace(tensor_bytes=before) if before else first
         while (over := self.predict(plan).peak_bytes - self.budget) > 0:
@@ -293,7 +288,7 @@ class Forecast:
         self.take(plan, note)
 
     def take(self, plan: Plan, note: str) -> None:
-        """Another plan, and what to say of it."""
+        """Change to ``plan``, and append ``note``."""
         self.compiled = self._traced(plan).under(plan)
         self.note = note if self.note is None else f"{self.note}; {note}"
 
@@ -303,8 +298,8 @@ class Forecast:
         return predicted()
 
     def _peak(self, changes: Mapping[str, Any]) -> int:
-        """What a rank needs under some changes, and what they leave less for tensors; more than there is of any device
-        where they are not legal, as for a schedule."""
+        """Return the peak bytes under ``changes``, plus the bytes by which they make the budget smaller; changes that
+        are not legal, as for a schedule, return more bytes than any device has."""
         try:
             plan = self._changed(changes)
             return self.predict(plan).peak_bytes + self._left(self.beside) - self._left(self._beside(plan))
@@ -321,9 +316,8 @@ class Forecast:
         return self.device.beside(sizes(self.predict(plan).program, plan.mesh, more))
 
     def _traced(self, plan: Plan) -> Compiled:
-        """The model traced as ``plan`` needs it: of all that can change here only precision and tensor parallelism
-        matter.
-        """
+        """Return the model traced for ``plan``; of what can change here, traces depend on precision and tensor
+        parallelism only."""
 
         def key(plan: Plan) -> tuple[Any, ...]:
             return traced_for(plan.replace(parameters=self.plan.data.parameters), self.compiled.per_host)
@@ -335,7 +329,7 @@ class Forecast:
         return self._compiled[key(plan)]
 
     def _trace(self, plan: Plan) -> Trace:
-        """The trace of a microbatch of a whole batch."""
+        """Return the trace of a microbatch of a full batch."""
         return self._traced(plan).trace(self._ones, self.config.data.batch_size // plan.microbatches)
 
     def _profiled(self, one: Trace, rows: int, parts: int, device: str, **options: Any) -> Profile:
@@ -346,31 +340,31 @@ class Forecast:
 
     @property
     def _ones(self) -> tuple[str, ...]:
-        """The masks that are taken to be all ones: those of the example are."""
+        """Return the masks that count as all ones, which are all or none: they are all ones in the example."""
         example = self.compiled.example
         return self.compiled.masks if all(bool((example[m] == 1).all()) for m in self.compiled.masks) else ()
 
 
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
-    """``config`` with other values of ``parallel.…``."""
+    """Return ``config`` with other values of ``parallel.…``."""
     values = {key.removeprefix("parallel."): value for key, value in changes.items()}
     return replace(config, parallel=replace(config.parallel, **values))
 
 
 def keys(changes: Mapping[str, Any]) -> str:
-    """``parallel.zero = 3, parallel.recompute = "full"``."""
+    """Return ``parallel.zero = 3, parallel.recompute = "full"``."""
     return ", ".join(f"{key} = {value!r}".replace("'", '"') for key, value in changes.items())
 
 
 def gib_at_least(nbytes: int) -> str:
-    """A number of GiB with four digits that is not less than ``nbytes``."""
+    """Return ``nbytes`` in GiB, rounded up to four digits."""
     digits = 3 - math.floor(math.log10(nbytes / GIB))
     return f"{math.ceil(nbytes / GIB * 10**digits) / 10**digits:.{max(digits, 0)}f}"
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Python's collector looks at a growing graph again and again, a tenth of the time of a capture."""
+    """Switch off Python's garbage collector, which takes a tenth of a capture's time to scan the growing graph."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""How a forecast is shown: its plan in two lines, and what each rank needs."""
+"""Show a forecast: its plan in two lines, and the memory that a rank needs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .forecast import Forecast
 
 
 def account(prediction: Prediction) -> Account:
-    """A prediction as it is shown, stored and drawn."""
+    """Return a prediction as the account that is shown, stored and drawn."""
     moments = prediction.timeline.moments
     return Account(
         prediction.rank, tuple(str(one) for one in prediction.timeline.instructions),
@@ -22,7 +22,7 @@ def account(prediction: Prediction) -> Account:
 
 
 def headline(forecast: Forecast) -> str:
-    """The model and the devices in a line, and the plan in another."""
+    """Return two lines: the model with its devices, and the plan."""
     config, plan, dp = forecast.config, forecast.plan, forecast.config.parallel
     model = config.model.name or config.model.transformers or str(config.model.factory).rpartition(":")[2]
     number = count(sum(p.numel() for p in forecast.compiled.module.parameters()))

@@ -1,5 +1,5 @@
-"""What a config leaves to be chosen by the memory that is free: how long parameters stay gathered, and how often
-gradients are reduced.
+"""Find what a config leaves to be chosen by the free memory: how long parameters stay gathered, and how often gradients
+are reduced.
 """
 
 from __future__ import annotations
@@ -14,25 +14,24 @@ from shardwise.parallel.data import shard_axes
 OPEN = ("gathered", "reduced")
 """The fields of a plan that a config may leave open."""
 WAYS: tuple[tuple[str, ...], ...] = tuple(itertools.product(*(tuple(reversed(CHOICES[key])) for key in OPEN)))
-"""Their values, those that communicate least (and need most memory) first."""
+"""The combinations of their values; those that communicate least, and need most memory, come first."""
 
 
 class Before(NamedTuple):
-    """What an earlier start of a run chose by the memory that was free: one of :data:`WAYS`, and the bytes that it left
-    a solver.
-    """
+    """This is what an earlier start of a run chose by its free memory: the index of one of :data:`WAYS`, and the bytes
+    that the solver of tensor plans could use (0: no limit)."""
 
     way: int
     tensor_bytes: int
 
     @staticmethod
     def of(plan: Plan) -> Before:
-        """What stands in its plan."""
+        """Return the choices in ``plan``."""
         return Before(WAYS.index((plan.data.gathered, plan.data.reduced)), plan.tensor.bytes)
 
 
 def left_open(config: Config) -> tuple[str, ...]:
-    """Those of ``gathered`` and ``reduced`` that have a meaning for the plan of ``config`` and no value in it."""
+    """Return which of ``gathered`` and ``reduced`` matter for the plan of ``config`` and have no value in it."""
     plan, parallel = build_plan(config), config.parallel
     rules = plan.data.parameters if shard_axes(plan.mesh) else ()
     gathers = any(rule.rest == "S" for rule in rules)

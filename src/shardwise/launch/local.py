@@ -1,4 +1,4 @@
-"""Starting the ranks of this machine with torchelastic, and ending them when one of them cannot go on."""
+"""Start the ranks of this machine with torchelastic, and end them when one of them cannot go on."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ from . import flight
 from .monitor import RANKS_LOCK, Kind, first_cause, log_path, read_errors
 from .watch import Hang, Watcher
 
-# glibc gives freed activations back to the system and faults them in again: 100 MB a step of a small GPT.  Ranks keep
-# them.
+# By default glibc returns freed activations to the system and faults them in again, 100 MB per step of a small GPT.
 ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
@@ -37,18 +36,18 @@ ALLOCATOR = {
 POLL = 0.1  # seconds between two looks at the ranks
 EXIT_TIME = 15.0  # seconds that processes have to end once all have done their work
 GRACE = 3.0  # seconds that ranks have to end by themselves once one has failed, or after an interruption
-LEAVE_TIME = 60.0  # instead, while they finish a checkpoint: each of them has written its part of it, or is about to
+LEAVE_TIME = 60.0  # the same while they finish a checkpoint, of which each has written its part or is about to
 ORPHAN_TIME = 15.0  # seconds that ranks of a killed launcher have to end
-LOG_LINES = 6  # of the culprit's log, shown with a failure
+LOG_LINES = 6  # the number of lines of the culprit's log that a failure shows
 
 
 class RunFailed(ShardwiseError):
-    """A run ended because of one of its ranks.
+    """This is raised when a run ends because of one of its ranks.
 
-    ``cause`` is "config", "shardwise", "non-finite", "communication" or "other" for an exception inside a rank, "hang"
-    or "lost" otherwise; ``rank`` is the culprit, if there is one; ``details`` are further lines for people: where the
-    ranks were, the culprit's log; ``ending`` is the number of seconds from the first sign of failure to the end of all
-    ranks; ``asked``: they had been asked to stop.
+    ``cause`` is the error's kind (such as "config", "shardwise", "non-finite", "communication" or "other") for an
+    exception inside a rank, and "hang" or "lost" otherwise; ``rank`` is the culprit, if there is one.  ``details`` are
+    further lines for people, such as where the ranks were and the end of the culprit's log.  ``ending`` is the number
+    of seconds since the first sign of the failure, and ``asked`` says that the ranks had been asked to stop.
     """
 
     def __init__(
@@ -60,13 +59,13 @@ class RunFailed(ShardwiseError):
 
 
 def under_torchrun() -> bool:
-    """Whether somebody else has started the ranks, of which this process is one."""
+    """Return whether this process is one of several ranks that something else, such as torchrun, has started."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "WORLD_SIZE" in os.environ
 
 
 @contextmanager
 def run_folder(run_dir: Path) -> Iterator[None]:
-    """Make the folder of a run and keep it for this process: :class:`ConfigError` where another run writes to it."""
+    """Make a run's folder and lock it for this process; raise :class:`ConfigError` if another run writes to it."""
     try:
         for name in ("logs", "monitor"):
             (run_dir / name).mkdir(parents=True, exist_ok=True)
@@ -86,7 +85,7 @@ def run_folder(run_dir: Path) -> Iterator[None]:
 
 
 def _wait_for_ranks(run_dir: Path) -> None:
-    """Ranks whose launcher was killed notice it within a second, and until then write: wait for their end."""
+    """Wait for the end of ranks whose launcher was killed: they notice it within a second, and write until then."""
     deadline = time.monotonic() + ORPHAN_TIME
     with (run_dir / RANKS_LOCK).open("w") as lock:
         while True:
@@ -117,23 +116,24 @@ def launch_local(
     on_stop: Callable[[], object] | None = None,
     on_notice: Callable[[str], object] | None = None,
 ) -> bool:
-    """Run ``python COMMAND`` as ``ranks`` processes of this machine and wait for their end.
+    """Run ``python COMMAND`` as ``ranks`` processes on this machine, and wait for their end.
 
     Args:
-        command: what follows the interpreter; a process that uses :func:`shardwise.launch.rank.rank_process`.
+        command: the interpreter's arguments; the process must use :func:`shardwise.launch.rank.rank_process`.
         run_dir: the run's folder (see :func:`run_folder`): ``logs/rank_N.log`` gets what rank N prints.
-        threads: OpenMP threads of each.
-        hang_timeout: seconds without progress after which a rank is taken to hang while others wait for it.
-        tick: called ten times a second meanwhile.
-        on_stop: for ranks that stop when their record asks them to, as those of `shardwise train` do: on the first
-            Ctrl-C, SIGTERM or SIGHUP it is called and they are asked; only a second one ends them.
+        threads: the number of OpenMP threads of each rank.
+        hang_timeout: seconds without progress after which a rank that others wait for counts as hanging.
+        tick: called ten times a second until the ranks end.
+        on_stop: given if ranks stop when their record asks them to, as those of `shardwise train` do.  The first
+            Ctrl-C, SIGTERM or SIGHUP then calls it and asks the ranks to stop; only a second one ends them.
         on_notice: gets what ranks have to tell the user.
 
-    Returns whether the ranks were asked to stop.  Raises :class:`RunFailed` as soon as a rank has failed, been killed
-    or stopped, or hangs; all ranks have ended then.  On KeyboardInterrupt, SIGTERM and SIGHUP (with ``on_stop``: before
-    the first step, or a second one) the ranks are ended first.
+    Return whether the ranks were asked to stop.  Raise :class:`RunFailed`, after all ranks have ended, as soon as a
+    rank has failed, hangs, or has been killed or stopped.  An interruption by Ctrl-C, SIGTERM or SIGHUP that does not
+    ask ranks to stop ends them, and raises KeyboardInterrupt; with ``on_stop`` that is one before the first step, or
+    the second one.
     """
-    from shardwise.backend import Backend  # starts torch
+    from shardwise.backend import Backend  # imported late because it imports torch
 
     for old in [*run_dir.glob("monitor/rank_*"), *run_dir.glob(f"monitor/{flight.STEM}*")]:
         old.unlink(missing_ok=True)
@@ -164,7 +164,7 @@ def launch_local(
                 agent.join(GRACE)
             raise
         finally:
-            while agent.is_alive():  # a rank may be starting just now
+            while agent.is_alive():  # repeated because a rank may just be starting
                 watcher.kill()
                 agent.join(POLL)
             shutil.rmtree(watcher.pipes, ignore_errors=True)
@@ -178,7 +178,7 @@ def launch_local(
 
 
 def _ask_all_to_stop(watcher: Watcher, tick: Callable[[], object] | None) -> None:
-    """Ask again and again: ranks that are still starting do not listen yet."""
+    """Ask all ranks to stop; this is repeated because ranks that are still starting do not listen yet."""
     for rank in range(watcher.ranks):
         ask_to_stop(watcher.run_dir, rank)
     if tick is not None:
@@ -186,7 +186,7 @@ def _ask_all_to_stop(watcher: Watcher, tick: Callable[[], object] | None) -> Non
 
 
 def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -> None:
-    """Return when the agent is through; raise when a rank hangs."""
+    """Return when the agent has ended; raise :class:`RunFailed` when a rank hangs."""
     finished_at = None
     while agent.is_alive():
         agent.join(POLL)
@@ -200,9 +200,9 @@ def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -
             finished_at = time.monotonic()
         grace = LEAVE_TIME if watcher.leaving else GRACE
         if watcher.failed_at is not None and time.monotonic() > watcher.failed_at + grace:
-            watcher.kill()  # those that are stuck in a call do not hear the agent's SIGTERM
+            watcher.kill()  # ranks that are stuck in a call do not handle the agent's SIGTERM
         elif finished_at is not None and time.monotonic() > finished_at + EXIT_TIME:
-            watcher.kill()  # threads of a library keep the process
+            watcher.kill()  # threads of a library may keep a process alive
         elif watcher.failed_at is None and hang is not None:
             watcher.failed_at = time.monotonic()
             failure = _failure(watcher, hang, {})
@@ -213,9 +213,8 @@ def _watch(agent: _Agent, watcher: Watcher, tick: Callable[[], object] | None) -
 
 
 def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int]) -> RunFailed:
-    """The root cause: a rank's own error, else a rank that was killed or ended, else whoever hangs, else lost
-    connections.
-    """
+    """Return the failure with its root cause: a rank's own error, else a hang, else a rank that was killed or ended,
+    else lost connections."""
     errors = read_errors(watcher.run_dir)
     first = first_cause(errors)
     if first is not None:
@@ -229,7 +228,7 @@ def _failure(watcher: Watcher, hang: Hang | None, exit_codes: Mapping[int, int])
         return _failed(watcher, hang.message, "hang", rank, [*where, *collectives, *stacks])
     failed = {error.rank for error in errors}
     ours = {rank for rank, one in watcher.watched.items() if one.killed}
-    for asked in (False, True):  # SIGTERM is how the agent ends those that are left
+    for asked in (False, True):  # the agent ends the remaining ranks by SIGTERM, so these come last
         for rank, code in exit_codes.items():
             if rank not in failed | ours and asked == (code in (-signal.SIGTERM, 128 + signal.SIGTERM)):
                 cause = "lost" if code < 0 or asked else "other"
@@ -274,7 +273,7 @@ def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None,
 
 
 def last_lines(path: Path) -> list[str]:
-    """The last lines of a text file, none if it cannot be read."""
+    """Return the last lines of a text file that are not blank, or none if it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 16384))
@@ -285,30 +284,30 @@ def last_lines(path: Path) -> list[str]:
 
 @dataclass
 class _Agent:
-    """torchelastic's agent in a thread of its own: the main thread watches and shows.
+    """This runs torchelastic's agent in a thread, while the main thread watches the ranks.
 
-    ``exit_codes`` are those of the ranks that failed, in the order in which the agent saw them end.
+    ``exit_codes`` are the codes of the ranks that failed, in the order in which the agent saw them end.
     """
 
     command: Sequence[str]
     ranks: int
     run_id: str
     threads: int
-    recorder: Mapping[str, str]  # their environment, for torch's flight recorder
+    recorder: Mapping[str, str]  # the ranks' environment variables for torch's flight recorder
     exit_codes: dict[int, int] = field(default_factory=dict)
     error: BaseException | None = None
 
     def __post_init__(self) -> None:
-        # Not the thread's own join: an interrupted one takes the thread to have ended (CPython 3.11).
+        # Thread.join does not serve: an interrupted one counts the thread as ended (CPython 3.11).
         self._ended = threading.Event()
         self.start = threading.Thread(target=self._run, name="shardwise-agent", daemon=True).start
 
     def join(self, seconds: float) -> None:
-        """Wait so long at most for the end of the ranks."""
+        """Wait at most ``seconds`` for the end of the ranks."""
         self._ended.wait(seconds)
 
     def is_alive(self) -> bool:
-        """Whether there are ranks, or may be soon."""
+        """Return whether there are ranks, or may be soon."""
         return not self._ended.is_set()
 
     def _run(self) -> None:
@@ -324,7 +323,7 @@ class _Agent:
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-        from shardwise.backend import Backend  # starts torch
+        from shardwise.backend import Backend
 
         _silence()
         prepared: dict[str, str] = {}
@@ -332,7 +331,7 @@ class _Agent:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=self.ranks, run_id=self.run_id, role="rank", rdzv_backend="c10d",
             rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=POLL,
-            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks send their output to their log themselves
+            logs_specs=DefaultLogsSpecs(log_dir=os.devnull),  # ranks redirect their output to their logs themselves
             numa_options=Backend.here().numa_options(self.ranks),
         )  # fmt: skip
         try:
@@ -344,7 +343,7 @@ class _Agent:
 
 
 def _silence() -> None:
-    """What torchelastic logs of failures we say better."""
+    """Silence torchelastic's logs of failures, since :class:`RunFailed` says more."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")) and isinstance(
             logger, logging.Logger
@@ -354,7 +353,7 @@ def _silence() -> None:
 
 @contextmanager
 def _environment(**variables: str) -> Iterator[None]:
-    """Environment variables for the ranks: the agent passes its own on."""
+    """Set environment variables for the ranks, which inherit those of the agent."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -369,7 +368,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a run as Ctrl-C does; only the main thread can say so."""
+    """Let SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does; only the main thread can set handlers."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -377,7 +376,7 @@ def _signals() -> Iterator[None]:
     def interrupt(signum: int, frame: FrameType | None) -> Any:
         raise KeyboardInterrupt
 
-    # A run under nohup ignores SIGHUP, and goes on doing so.
+    # A run under nohup ignores SIGHUP, and must go on doing so.
     wanted = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in wanted}
     try:

@@ -1,4 +1,4 @@
-"""Which float32 matrix multiplication a CPU run uses: the fast one only where it is as accurate."""
+"""Choose the float32 matrix multiplication of a CPU run: the fast kernel only where it is about as accurate."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from torch import Tensor, nn
 
 FAST, SAFE = "medium", "highest"
 SQUARE = (512, 512, 512)
-FACTOR = 4.0  # how much larger the fast kernel's error may be
-LARGEST = 1024  # rows and columns that are tried at most
+FACTOR = 4.0  # the factor by which the fast kernel's error may be larger
+LARGEST = 1024  # the most rows and columns that are tried
 
 Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class MatmulChoice:
-    """The chosen ``torch.set_float32_matmul_precision`` and the mean relative errors it rests on, the largest of all
-    shapes.
+    """This is the chosen ``torch.set_float32_matmul_precision`` with the errors that decided it.
+
+    The errors are relative means, each the largest over all shapes.
     """
 
     precision: str
@@ -34,9 +35,9 @@ class MatmulChoice:
 
 
 def choose_matmul(shapes: Iterable[Shape]) -> MatmulChoice:
-    """Compare the kernels with float64 for each (rows, inner, columns), as a product and as a linear layer.
+    """Compare the kernels with float64 for each shape (rows, inner, columns), as a product and as a linear layer.
 
-    The setting of the process is as before afterwards.
+    The setting of the process is restored.
     """
     before = torch.get_float32_matmul_precision()
     worst = {FAST: 0.0, SAFE: 0.0}
@@ -52,14 +53,14 @@ def choose_matmul(shapes: Iterable[Shape]) -> MatmulChoice:
 
 
 def typical_shapes(module: nn.Module, rows: int) -> list[Shape]:
-    """A square, and the product of ``rows`` tokens with the module's largest matrix."""
+    """Return a square shape, and that of the product of ``rows`` tokens with the module's largest matrix."""
     matrices = [p.shape for p in module.parameters() if p.dim() == 2]
     largest = max(matrices, key=lambda shape: shape.numel(), default=None)
     return [SQUARE] if largest is None else [SQUARE, (rows, largest[1], largest[0])]
 
 
 def _errors(shape: Shape) -> dict[str, float]:
-    """Mean error of each kernel relative to the mean magnitude of the exact result."""
+    """Return each kernel's mean error relative to the mean magnitude of the exact result."""
     rows, inner, columns = shape
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, inner, generator=generator)

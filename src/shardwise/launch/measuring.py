@@ -1,4 +1,4 @@
-"""The memory of one step as it is: bytes by category at every instruction, of the storages on a CPU, of torch's
+"""Measure the memory of one step: bytes by category at every instruction, from storages on a CPU and from torch's
 allocator on a GPU.
 """
 
@@ -27,13 +27,12 @@ from .forecast_shown import account, headline
 from .results import write_json
 
 MEMORY = "memory.json"
-"""What rank 0 writes of it into the run's folder."""
+"""The file in the run's folder that rank 0 writes the prediction and the measurement to."""
 
 
 class _Source(Protocol):
-    """Where bytes are read: what is there now, and since the last mark the most of it, and what was made and is there
-    still.
-    """
+    """This reads bytes: ``mark`` returns those in use, ``peak`` is the most in use since the last mark, ``made`` is
+    what was made since then and is still there, and ``reserve`` is what the allocator keeps unused."""
 
     @property
     def peak(self) -> int: ...
@@ -49,7 +48,7 @@ class _Storages(StorageTracker):  # type: ignore[no-untyped-call]
 
 
 class _Allocator:
-    """The allocator of one GPU.  It works in the order in which the host asks, so nothing here waits for the device."""
+    """This reads the allocator of one GPU, which follows the host's calls, so that reading it waits for nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._backend, self._before = device, Backend.of(device), 0
@@ -73,11 +72,10 @@ class _Allocator:
 
 
 class StepMemory:
-    """Measures the step that is taken inside of ``with``, which changes none of its numbers; :meth:`account` is what it
-    found.
+    """This measures the step inside of ``with`` without changing its results; :meth:`account` returns what it found.
 
-    What lives from instruction to instruction counts as activations, what does not as temporary, like what was there
-    before the step and is none of the engine's.
+    Memory that lives beyond its instruction counts as activations, and other memory as temporary, as does memory that
+    was there before the step without being the engine's.
     """
 
     def __init__(self, engine: Engine, name: Callable[[Instruction], str]) -> None:
@@ -95,7 +93,7 @@ class StepMemory:
         if isinstance(self._source, StorageTracker):
             self._undo.enter_context(self._source)
         self._begun = self._source.mark()
-        # On a CPU only what the step makes is seen; on a GPU also what others keep there, such as workspaces.
+        # A CPU shows only what the step makes; a GPU also shows what others keep there, such as workspaces.
         self._others = 0 if self._device.type == "cpu" else max(0, self._begun - sum(self._held.values()))
         self._progress = self._engine.interpreter.progress
         self._engine.interpreter.progress = self._look
@@ -109,7 +107,7 @@ class StepMemory:
         self._undo.__exit__(kind, error, trace)
 
     def taking(self, batches: Iterator[Batch]) -> Batch:
-        """The next batch, which counts as held; on a GPU it is copied during the step, and its allocator sees that."""
+        """Return the next batch, which counts as held; a GPU copies it during the step, where the allocator sees it."""
         if not isinstance(self._source, StorageTracker):
             return next(batches)
         with self._source.paused():
@@ -125,7 +123,7 @@ class StepMemory:
             self._progress(position, one)
 
     def _end(self) -> None:
-        """The instruction that was under way is done."""
+        """Record the bytes of the instruction that has just ended."""
         if not self._instructions:
             return
         source, held = self._source, self._held
@@ -136,7 +134,7 @@ class StepMemory:
         })  # fmt: skip
 
     def account(self) -> Account:
-        """The account of the step, which is over; the peak counts what is used, not what is in reserve."""
+        """Return the account of the step, which is over; the peak counts used bytes without the allocator's reserve."""
         used = [sum(p.values()) - p["reserve"] for p in self._peaks]
         at = used.index(max(used))
         return Account(
@@ -146,9 +144,7 @@ class StepMemory:
 
 
 def model_states(engine: Engine, device: str) -> dict[str, int]:
-    """The bytes of an engine's own buffers on one type of device, by category; memory that two of them share counts
-    once.
-    """
+    """Return the bytes of an engine's own buffers on one type of device, by category; shared memory counts once."""
     seen: set[tuple[str, int]] = set()
     sizes = {"parameters": 0, "gradients": 0, "optimizer": 0}
     for category, tensor in _buffers(engine):
@@ -160,7 +156,7 @@ def model_states(engine: Engine, device: str) -> dict[str, int]:
 
 
 def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Those that are whole before those that may be a range of one."""
+    """Yield the engine's buffers with their categories, whole ones before those that may be ranges of them."""
     memory = engine.memory
     parameters = [
         *(b.own_parameters if b.common else b.param for b in memory.buckets.values()),
@@ -191,7 +187,7 @@ def _inside(part: Tensor, whole: Tensor) -> bool:
 
 
 def write_memory(path: Path, forecast: Forecast, measured: Account | None = None) -> None:
-    """What was predicted of rank 0, and what was measured there so far."""
+    """Write what was predicted for rank 0, and what has been measured there so far."""
     values: dict[str, Any] = {
         "title": headline(forecast), "device": forecast.device.to_dict(), "budget_bytes": forecast.budget,
         "beside_bytes": dict(forecast.beside),
@@ -202,7 +198,7 @@ def write_memory(path: Path, forecast: Forecast, measured: Account | None = None
 
 
 def read_memory(folder: Path) -> dict[str, Any]:
-    """What :func:`write_memory` wrote into the folder of a run; :class:`ConfigError` where there is nothing of it."""
+    """Read what :func:`write_memory` wrote into a run's folder; raise :class:`ConfigError` if that cannot be read."""
     path, legal = folder / MEMORY, "legal: the folder of a run (train.run_dir), or CONFIG.toml and overrides"
     try:
         values = json.loads(path.read_bytes())

@@ -1,7 +1,7 @@
-"""Model FLOPs utilisation: what share of its devices' peak a run computes the model with.
+"""Compute the model FLOPs utilisation (MFU) of a run: the share of its devices' peak that it uses for the model.
 
-MFU as Chowdhery et al. define it (PaLM, 2022, appendix B): the FLOPs that forward and backward need, over what the
-devices could do in the time of a step.  Recomputation does not count, and causal attention counts in full.
+Chowdhery et al. (PaLM, 2022, appendix B) define MFU as the FLOPs that forward and backward need, divided by the FLOPs
+that the devices could do in the time of a step.  Recomputation does not count, and causal attention counts in full.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from shardwise.units.trace import Trace
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """The dense peak of ``device`` for matrix products in ``precision`` (as in a plan), in FLOP/s; None if unknown.
+    """Return the dense peak of ``device`` for matrix products in ``precision`` (as in a plan), in FLOP/s, or None.
 
-    "fp32" is the peak of TF32 where torch may use it for the products of float32 matrices, as it is set now.  CPUs have
-    none: what a core can do depends on its clock under load, on its vector units and on its neighbours.
+    For "fp32" it is the peak of TF32 if torch is now set to use TF32 for products of float32 matrices.  It is None for
+    a CPU: that peak depends on the clock under load, on the vector units and on what the other cores do.
     """
     check_choice("precision", precision, CHOICES["precision"])
     backend = Backend.of(device)
@@ -31,18 +31,18 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def named_peak(name: str, precision: str, *, tf32: bool = False) -> float | None:
-    """:func:`peak_flops` of the device that its driver calls ``name``."""
+    """Return :func:`peak_flops` for the device that its driver calls ``name``."""
     model = model_of(name)
     return None if model is None else model.peak.flops(precision, tf32=tf32)
 
 
 def model_flops(trace: Trace, rows: int, microbatches: int = 1) -> float | None:
-    """FLOPs of forward and backward of a whole batch of ``rows`` rows in ``microbatches``, on all ranks together.
+    """Return the FLOPs of forward and backward on all ranks for a batch of ``rows`` rows in ``microbatches`` parts.
 
-    The ``trace`` is of the whole model, for no axis of tensor parallelism, on which ranks may compute the same.  None
-    for a model that was not captured.  Matrix products, convolutions and attention count, 2 FLOPs a multiply-add; a
-    product's backward is at most two products of its size, for what kernels compute beyond that is the scores of
-    attention once more.
+    The result is None for a model that was not captured.  Matrix products, convolutions and attention count, with 2
+    FLOPs for each multiply-add; a product's backward counts as at most two products of its size, since kernels that
+    compute more recompute the scores of attention.  ``trace`` must be of the whole model: with tensor parallelism,
+    where several ranks may compute the same, :class:`ConfigError` is raised.
     """
     check_count("rows", rows)
     check_count("microbatches", microbatches)
@@ -51,8 +51,7 @@ def model_flops(trace: Trace, rows: int, microbatches: int = 1) -> float | None:
     if trace.opaque is not None:
         return None
     sizes = Counter(shard_sizes(rows, microbatches))
-    # What a kernel is chosen for on a GPU (heads padded to multiples of 8) is no work of the model's, so "cpu"
-    # everywhere.
+    # The costs are those of a CPU: on a GPU they include padding of heads, which the model does not need.
     return float(sum(times * _useful(trace, size) for size, times in sizes.items() if size))
 
 
@@ -61,7 +60,7 @@ def _useful(trace: Trace, rows: int) -> int:
 
 
 def mfu(flops_per_step: float, seconds: float, ranks: int, peak: float) -> float:
-    """The share, from 0 to 1, of what ``ranks`` devices of ``peak`` FLOP/s each could do in a step's ``seconds``."""
+    """Return the MFU, from 0 to 1, of a step that takes ``seconds`` on ``ranks`` devices of ``peak`` FLOP/s each."""
     if not (seconds > 0 and peak > 0 and ranks > 0):
         raise ConfigError(
             f"mfu: {seconds} s on {ranks} ranks of {peak} FLOP/s is not legal; legal: more than 0 of each"

@@ -1,5 +1,5 @@
-"""How a rank ended, told to the parent: errors go into a file of their own, so that the first cause can be told from
-what followed.
+"""Tell the parent process how a rank ended: each rank writes its error into a file of its own, so that the first cause
+can be told from its consequences.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Literal
 from shardwise.core.errors import ShardwiseError
 from shardwise.runtime.progress import record_path
 
-RANKS_LOCK = ".ranks"  # each rank shares this lock of the run's folder until it ends
+RANKS_LOCK = ".ranks"  # a file in the run's folder: each rank holds a shared lock on it until it ends
 
 Kind = Literal["config", "shardwise", "non-finite", "communication", "other"]
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
-    """Where what rank ``rank`` prints goes."""
+    """Return the path of the log that gets everything rank ``rank`` prints."""
     return run_dir / "logs" / f"rank_{rank}.log"
 
 
 @dataclass(frozen=True)
 class RankError:
-    """An exception that ended a rank; ``message`` is for people, ``place`` what the rank was doing."""
+    """This records the exception that ended a rank: ``message`` is for people, ``place`` is what the rank was doing."""
 
     rank: int
     time: float
@@ -36,8 +36,8 @@ class RankError:
 
     @staticmethod
     def of(rank: int, error: BaseException, place: str, message: str) -> RankError:
-        """The record of ``error``."""
-        from shardwise.runtime.communicator import CommunicationError  # imports torch: only now
+        """Return the record of ``error``, made now."""
+        from shardwise.runtime.communicator import CommunicationError  # imported late because it imports torch
 
         kind: Any = "other"
         if isinstance(error, CommunicationError) or type(error).__name__ in ("DistNetworkError", "DistStoreError"):
@@ -47,7 +47,7 @@ class RankError:
         return RankError(rank, time.time(), kind, message, place)
 
     def save(self, run_dir: Path) -> None:
-        """Write it where :func:`read_errors` looks, whole or not at all; a rank's first error stays."""
+        """Write the record atomically to where :func:`read_errors` looks; a rank's first error stays."""
         path = record_path(run_dir, self.rank).with_suffix(".error")
         if path.exists():
             return
@@ -57,7 +57,7 @@ class RankError:
 
 
 def read_errors(run_dir: Path) -> list[RankError]:
-    """The errors of all ranks, the first first."""
+    """Return the errors of all ranks, the earliest first."""
     found = [
         RankError(**json.loads(path.read_text(encoding="utf-8"))) for path in (run_dir / "monitor").glob("rank_*.error")
     ]
@@ -65,5 +65,5 @@ def read_errors(run_dir: Path) -> list[RankError]:
 
 
 def first_cause(errors: Iterable[RankError]) -> RankError | None:
-    """The earliest error that is no mere consequence of another rank's end."""
+    """Return the earliest error that is not just a consequence of another rank's end, or None."""
     return next((error for error in errors if error.kind != "communication"), None)

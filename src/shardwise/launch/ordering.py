@@ -1,5 +1,5 @@
-"""Schedule ``auto`` before the first step: what each unit of the model takes, measured by the ranks that will train,
-and the best order.
+"""Find the order of schedule ``auto`` before the first step, for the times of the model's units as measured by the
+ranks that will train.
 """
 
 from __future__ import annotations
@@ -44,26 +44,25 @@ from .forecast import Forecast
 from .results import write_json
 
 SCHEDULE = "schedule.json"
-"""What rank 0 writes of the choice into the run's folder."""
+"""The file in the run's folder that rank 0 writes the choice to."""
 WARMUP, STEPS, PINGS = 1, 3, 5
 TOO_LARGE = b"too large"
-"""Stands for a plan that a run has begun with, and that does not fit now."""
+"""This stands for the plan that a run began with, if it does not fit now."""
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""Seconds by the name of a unit and the kind of a task."""
+"""Seconds by the name of a unit and the kind of a task (F, B, I or W)."""
 
 
 def unordered(config: Config) -> bool:
-    """Whether a config leaves its timetable to be found."""
+    """Return whether a config leaves its timetable to be found."""
     return config.parallel.schedule == AUTO and config.parallel.timetable is None
 
 
 def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
-    """Give the plan of ``forecast``, which is one to measure with, the order that is best for what the units take on
-    these ranks.
+    """Replace the plan of ``forecast``, with which the units are measured, by one with the best order for their times.
 
-    A run that goes on keeps the order in its folder if it fits the config.  All ranks call it together.
-    :class:`ConfigError`, on all of them, if no order fits into the memory.
+    A run that goes on keeps the order in its folder if that suits the config.  All ranks call it together.  Raise
+    :class:`ConfigError` on all of them if no order fits into the memory.
     """
     config, first, talk = forecast.config, comm.rank == 0, Background(comm)
     folder = Path(config.train.run_dir)
@@ -85,7 +84,7 @@ def settle(forecast: Forecast, comm: Communicator, dataset: Any) -> None:
 
 
 def settle_by_costs(forecast: Forecast) -> None:
-    """The same where nothing trains, by the units' FLOPs and memory traffic."""
+    """Do as :func:`settle` where nothing trains, by the units' FLOPs and memory traffic instead of measured times."""
     trace, _ = forecast.profile()
     ratio, found = forecast.compiled.own_rates().flops_per_byte, {}
     for c in cost(trace, trace.rows or 2, device=forecast.device.kind):
@@ -101,8 +100,9 @@ def settle_by_costs(forecast: Forecast) -> None:
 
 
 def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
-    """What :func:`settle` chose in a run's folder: in words, the order, and the costs of its stages; None where it did
-    not.
+    """Read what :func:`settle` chose for the run in ``folder``: the order's name, the order, and its stages' costs.
+
+    Return None if it chose nothing; raise :class:`ConfigError` if the file is damaged.
     """
     path = folder / SCHEDULE
     try:
@@ -117,9 +117,8 @@ def chosen_before(folder: Path) -> tuple[str, Timetable, Costs] | None:
 
 
 def _kept(forecast: Forecast, folder: Path) -> str:
-    """The plan to go on with: that of an earlier start of this run, if its order is one for this config; else nothing,
-    or that it does not fit.
-    """
+    """Return the plan to go on with, with the order of an earlier start of this run; return an empty string if that
+    order does not suit this config, and :data:`TOO_LARGE` if it does not fit."""
     before = plan_of(folder)
     if before is None:
         return ""
@@ -142,7 +141,7 @@ def _planned(plan: Plan, stages: Sequence[int], timetable: Timetable) -> Plan:
 
 
 def _halved(timetable: Timetable) -> Timetable:
-    """The backwards of every other microbatch in two parts, one after the other."""
+    """Split the backwards of every other microbatch into two parts, one after the other."""
 
     def parts(task: Task) -> tuple[Task, ...]:
         halves = task.kind == "B" and task.microbatch % 2
@@ -152,10 +151,10 @@ def _halved(timetable: Timetable) -> Timetable:
 
 
 def _measured(forecast: Forecast, comm: Communicator, dataset: Any) -> dict[str, Any]:
-    """What this rank's units take, by unit and kind, and messages to the next rank: all seconds that were measured.
+    """Measure the seconds of this rank's units, by unit and kind of task, and of messages to the next rank.
 
-    An engine of its own runs some steps of a batch while the other ranks do the same; nobody waits for anybody within a
-    step, and nothing of it stays.
+    A separate engine runs a few steps on one batch while the other ranks do the same; ranks do not wait for each other
+    within a step, and the engine is dropped afterwards.
     """
     plan = forecast.plan
     cut = forecast.compiled.cut(forecast.compiled.general)
@@ -185,7 +184,7 @@ def _step(engine: Engine, batch: Batch) -> RankStep:
 
 
 def _seconds(recorded: RankStep) -> dict[tuple[int, str], list[float]]:
-    """By unit and kind those of each microbatch; here the recorder has taken units for stages."""
+    """Return the seconds of each microbatch by unit and kind of task; the recorder has recorded units as stages."""
     spent: dict[tuple[int, str, int], float] = defaultdict(float)
     for one in recorded.events:
         task = OP_INFO[one.op].task
@@ -199,7 +198,7 @@ def _seconds(recorded: RankStep) -> dict[tuple[int, str], list[float]]:
 
 
 def _transfers(comm: Communicator, nbytes: int) -> Iterator[float]:
-    """Half of the seconds to the next rank of the pipeline and back, some times; the ranks take turns."""
+    """Yield half of the seconds of messages of ``nbytes`` bytes to the next rank of the pipeline and back."""
     mesh, ranks = comm.mesh, comm.mesh.group(comm.rank, PIPELINE)
     me = ranks.index(comm.rank)
     pipelines = [one.ranks for one in groups(mesh, PIPELINE, CONTROL)]
@@ -228,7 +227,7 @@ def _transfers(comm: Communicator, nbytes: int) -> Iterator[float]:
 
 
 def _answer(forecast: Forecast, each: Sequence[Mapping[str, Any]], folder: Path) -> dict[str, str]:
-    """On rank 0, from what all ranks have measured: the plan and what to say of it, or why there is none."""
+    """Return, on rank 0, the plan for what all ranks have measured and a note, or an error that says why none fits."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in each:
         for name, kinds in one["units"].items():
@@ -263,7 +262,7 @@ def _order(forecast: Forecast, seconds: Seconds, transfer: float) -> Order:
 
 
 def _unit_costs(forecast: Forecast, seconds: Seconds, transfer: float) -> UnitCosts:
-    """Those of the units that a stage can have, with the bytes that a microbatch takes of each."""
+    """Return the costs of the units that a stage can have, with the bytes that each needs for a microbatch."""
     trace, profile = forecast.profile()
     cut = forecast.compiled.cut(trace)
     units = [u for u in trace.units if cut.stage[u.index] != EVERYWHERE]
@@ -289,9 +288,7 @@ def _name(found: Found) -> str:
 
 
 def _note(chosen: Order, ranks: int) -> str:
-    """``parallel.schedule = "auto": from zbv, 2 stages a rank: 41.3 ms a step (…); the best named one is zbv: 43.0
-    ms``.
-    """
+    """Return a note such as ``parallel.schedule = "auto": from zbv, 2 stages a rank of [3, 3, 3, 3] units: …``."""
     step, named = chosen.found.simulation, chosen.named
     each = len(chosen.stages) // ranks
     words = (

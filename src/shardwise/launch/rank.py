@@ -1,6 +1,6 @@
-"""What surrounds the work of a rank that shardwise started: its log, its record, and how it ends.
+"""Surround the work of a rank that shardwise started: its log, its progress record, and its end.
 
-``python -m shardwise.launch.rank RUN_DIR SCRIPT [ARGUMENTS]`` runs a script of the user's as one rank.
+``python -m shardwise.launch.rank RUN_DIR SCRIPT [ARGUMENTS]`` runs a user's script as one rank.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from shardwise.runtime.progress import RUN_DIR, Progress, read_record, record_pa
 from .monitor import RANKS_LOCK, RankError, log_path
 from .watch import STACK_SIGNAL, stack_path
 
-FOLLOW_DELAY = 0.5  # seconds by which a rank that lost its peers ends later, so that whoever was first can say why
+FOLLOW_DELAY = 0.5  # seconds that a rank that lost its peers waits, so that the first to fail can report its error
 PARENT_CHECK = 1.0  # seconds between two looks at whether the parent is alive
 
 
 @contextmanager
 def rank_process(run_dir: Path) -> Iterator[Progress]:
-    """Make this process a rank of the run: output to its log, a record of its progress, its error where the parent
-    reads it.
+    """Make this process a rank of the run: it prints to its log, records its progress, and writes its error for the
+    parent.
 
     An error ends the process with code 1, an interruption with 130 or 143.
     """
     rank = int(os.environ["RANK"])
-    lock = (run_dir / RANKS_LOCK).open("w")  # to the end of the process
+    lock = (run_dir / RANKS_LOCK).open("w")  # held to the end of the process
     fcntl.flock(lock, fcntl.LOCK_SH)
     _redirect(log_path(run_dir, rank))
     threading.Thread(target=_leave_with_parent, args=(os.getppid(),), name="shardwise-parent", daemon=True).start()
     signal.signal(signal.SIGTERM, _terminated)
     progress = Progress(record_path(run_dir, rank))
-    stack = stack_path(run_dir, rank).open("ab")  # open to the end: the answer must work wherever Python is
+    stack = stack_path(run_dir, rank).open("ab")  # stays open: faulthandler writes to its file descriptor
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     try:
         yield progress
@@ -60,12 +60,12 @@ def rank_process(run_dir: Path) -> Iterator[Progress]:
 
 
 def message_of(error: BaseException) -> str:
-    """An error for people: our own as they are, others with their type and where they were raised."""
+    """Return an error as text for people; errors that are not shardwise's get their type and where they were raised."""
     return str(error) if isinstance(error, ShardwiseError) else describe(error)
 
 
 def _fail(run_dir: Path, rank: int, error: BaseException, progress: Progress) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it as soon as another rank has ended
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends SIGTERM as soon as another rank has ended
     with suppress(OSError):  # a full disk
         traceback.print_exc()
     if record_error(run_dir, rank, progress, error).kind == "communication":
@@ -74,18 +74,18 @@ def _fail(run_dir: Path, rank: int, error: BaseException, progress: Progress) ->
 
 
 def record_error(run_dir: Path, rank: int, progress: Progress, error: BaseException) -> RankError:
-    """Tell the parent what ends this rank; what has been told before stays, with its time."""
+    """Tell the parent which error ends this rank; an error that was told before stays, with its time."""
     record = read_record(run_dir, rank)
     found = RankError.of(rank, error, record.whereabouts if record else "", message_of(error))
     try:
         found.save(run_dir)
-    except OSError:  # a full disk: the record has its place
+    except OSError:  # a full disk: the record has room for the message
         progress.tell(found.message)
     return found
 
 
 def end_now(code: int) -> NoReturn:
-    """End at once: threads and communicators that wait for lost peers would keep the process."""
+    """End the process at once: threads and communicators that wait for lost peers would keep it alive."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()
@@ -93,7 +93,7 @@ def end_now(code: int) -> NoReturn:
 
 
 def _redirect(path: Path) -> None:
-    """Send all output of this process, and of what it starts, to one file."""
+    """Send all output of this process and of its children to one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
@@ -103,7 +103,7 @@ def _redirect(path: Path) -> None:
 
 
 def _leave_with_parent(parent: int) -> None:
-    """Nobody looks after the ranks of a launcher that was killed."""
+    """End this rank once its launcher is gone, since nobody would watch over it any more."""
     while os.getppid() == parent:
         time.sleep(PARENT_CHECK)
     print("the launcher is gone", file=sys.stderr, flush=True)
@@ -115,7 +115,7 @@ def _terminated(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def stop_on(numbers: Sequence[signal.Signals], then: Any) -> Callable[[], bool]:
-    """Let the first of these signals only be noted, and ``then`` handle further ones; whether one has come."""
+    """Only note the first of these signals, and let ``then`` handle further ones; the result tells if one has come."""
     asked: list[int] = []
 
     def ask(number: int, frame: FrameType | None) -> None:
@@ -136,11 +136,11 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Run a script as one rank: what this module's command line says."""
+    """Run the script on this module's command line as one rank."""
     run_dir, script, *arguments = sys.argv[1:]
     with rank_process(Path(run_dir)) as progress:
         progress.phase(f"running {script}")
-        os.environ[RUN_DIR] = run_dir  # a Trainer in the script goes on with the record
+        os.environ[RUN_DIR] = run_dir  # tells a Trainer in the script where its record is
         run_script(script, arguments)
 
 

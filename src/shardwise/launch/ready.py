@@ -1,4 +1,4 @@
-"""A rank that is ready to train, and what surrounds it."""
+"""Describe a rank that is ready to train, and what surrounds it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ log = logging.getLogger("shardwise")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What surrounds a rank: ``asked`` says whether it shall stop, as its record can, ``warn`` reaches the user,
-    ``on_step`` gets rank 0's metrics, ``failed`` the error that ends the rank, before anything is waited for."""
+    """This is what surrounds a rank: ``asked`` returns whether it has to stop, as its record can say too; ``warn``
+    reaches the user; ``on_step`` gets rank 0's metrics, and ``failed`` the error that ends the rank before it waits."""
 
     progress: Progress
     asked: Callable[[], bool] | None = None
@@ -37,14 +37,14 @@ class Surroundings:
         return self.progress.asked_to_stop or (self.asked is not None and self.asked())
 
     def tell(self, text: str) -> None:
-        """Into the log, and to the user."""
+        """Write ``text`` into the log, and tell it to the user."""
         log.warning(text)
         (self.warn or self.progress.tell)(text)
 
 
 @dataclass
 class Ready:
-    """The trainer of a rank, with its data, its config, and what is predicted of its memory."""
+    """This holds the trainer of a rank with its config, its data, and the forecast of its memory."""
 
     config: Config
     trainer: Trainer
@@ -55,7 +55,7 @@ class Ready:
 
     @property
     def module(self) -> nn.Module:
-        """The plain model, whose parameters may have no memory: for its names, shapes and config."""
+        """Return the plain model for its names, shapes and config; its parameters may have no memory."""
         return self.trainer.compiled.module
 
     @property

@@ -1,4 +1,4 @@
-"""``train.deterministic``: the same bits each time, or an error that names the op that cannot."""
+"""``train.deterministic`` gives the same bits each time, or an error that names an op that cannot."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import torch
 from shardwise.core.errors import ConfigError
 
 REFUSED = re.compile(r"(?:^|: )([^:\n]+) does not have a deterministic implementation")
-"""What torch says of an op that gives other bits each time; its name may be several words, such as "median CUDA with
-indices output".
-"""
+"""This matches torch's error for an op that gives other bits each time; the op's name may be several words, such as
+"median CUDA with indices output"."""
 
 
 @contextmanager
 def repeatable(device: torch.device, wanted: bool) -> Iterator[None]:
-    """Where it is ``wanted``, ops give the same bits each time; :class:`ConfigError` names one of the model that
-    cannot.
-    """
+    """If ``wanted``, let ops give the same bits each time; raise :class:`ConfigError` naming an op that cannot."""
     if not wanted:
         yield
         return
@@ -39,7 +36,7 @@ def repeatable(device: torch.device, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def same_bits() -> Iterator[None]:
-    """Meanwhile torch computes with kernels that give the same bits each time, and raises where it has none."""
+    """Let torch compute only with kernels that give the same bits each time; it raises where it has none."""
     memory: Any = torch.utils.deterministic
     before, warned = (
         torch.are_deterministic_algorithms_enabled(),
@@ -47,12 +44,11 @@ def same_bits() -> Iterator[None]:
     )
     fill, benchmark = memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    # It would fill all new memory with NaN: time for nothing, since every element that is read has been written.
+    # Filling new memory with NaN would take time for nothing: every element that is read has been written.
     memory.fill_uninitialized_memory = torch.backends.cudnn.benchmark = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(
-            before, warn_only=warned
-        )  # which tells torch.compile too; the debug mode does not
+        # Unlike torch.set_deterministic_debug_mode, this also tells torch.compile.
+        torch.use_deterministic_algorithms(before, warn_only=warned)
         memory.fill_uninitialized_memory, torch.backends.cudnn.benchmark = fill, benchmark

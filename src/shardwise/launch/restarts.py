@@ -1,4 +1,4 @@
-"""A run that goes on after the loss of a rank: all ranks start again from the last checkpoint."""
+"""Continue a run after the loss of a rank: all ranks start again from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardwise.checkpoint.reader import latest
 from .folder import CHECKPOINTS
 from .local import RunFailed
 
-CAUSES = ("lost", "hang", "communication")  # an exception of a rank's own would come again
+CAUSES = ("lost", "hang", "communication")  # a rank's own exception would happen again
 
 
 class LaunchLog:
-    """``logs/launcher.log``: what happened to the run as a whole, each line with its time."""
+    """This writes ``logs/launcher.log``, whose lines say when what happened to the run as a whole."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "logs" / "launcher.log"
@@ -30,10 +30,11 @@ class LaunchLog:
 
 
 def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say: Callable[[str], object]) -> bool:
-    """Call ``start``, which runs all ranks to their end, and again after a rank was lost, killed or hung.
+    """Call ``start``, which runs all ranks to their end, and again whenever a rank was lost or hung.
 
-    Raises the last :class:`RunFailed` after ``limit`` restarts in a row without a new checkpoint, and at once where
-    starting again would not help (an error in the model, the data, the configuration).
+    Return what ``start`` returns: whether the ranks were asked to stop.  Raise the last :class:`RunFailed` after
+    ``limit`` restarts in a row without a new checkpoint, and at once where starting again would not help (an error in
+    the model, the data or the configuration), or if the ranks had been asked to stop.
     """
     log = LaunchLog(run_dir)
     in_a_row, before = 0, _last(run_dir)

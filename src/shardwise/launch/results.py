@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: metrics of each step, weights, a sample, and the result."""
+"""Write what a run leaves in its folder: the metrics of each step, the weights, a sample, and the result."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ OnStep = Callable[[Metrics], object]
 
 @dataclass
 class MetricsWriter:
-    """Appends one JSON object a step to ``file``, one step late: on a GPU reading a value would wait for the step.
+    """This appends one JSON object per step to ``file``, a step late: on a GPU, reading a value waits for its step.
 
-    ``tokens_per_row`` are the tokens of a sample; ``step_seconds`` is the time from the begin of one step to that of
-    the next, or to the end of the window that it is the last of, reading the batch included.  ``utilisation(rows,
-    seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with what earlier parts of the
-    run have written.
+    ``tokens_per_row`` is the number of tokens of a sample.  ``step_seconds`` is the time from the beginning of a step,
+    where its batch is read, to the beginning of the next, or to the end of the window for its last step.
+    ``utilisation(rows, seconds)`` gives a step's MFU where the device's peak is known.  ``history`` begins with what
+    earlier parts of the run have written.
     """
 
     file: TextIO
@@ -61,7 +61,7 @@ class MetricsWriter:
         self._earlier = len(self.history)
 
     def add(self, step: int, rows: int, result: StepResult, seconds: float) -> None:
-        """A step of ``rows`` rows has been issued, and has taken so long: write the one before."""
+        """Take a step of ``rows`` rows that has been issued and took ``seconds``, and write the step before it."""
         before, self._pending = self._pending, (step, rows, result, seconds)
         self._write(before)
 
@@ -71,9 +71,8 @@ class MetricsWriter:
         self._write(before)
 
     def close(self, *, flush: bool = True) -> None:
-        """Write the last step, unless its numbers may never come; what a full disk did not take is lost, and has been
-        told.
-        """
+        """Close the file, and before that write the last step unless ``flush`` is false, as when its numbers may never
+        come; what a full disk has refused is lost, and a warning has said so."""
         if flush:
             self.flush()
         with suppress(OSError):
@@ -112,7 +111,7 @@ class MetricsWriter:
             self.on_step(values)
 
     def _append(self, values: Metrics) -> None:
-        """A full disk costs metrics, not the run."""
+        """Write a line; a full disk loses metrics, but does not end the run."""
         try:
             self.file.write(json.dumps(values) + "\n")
             self.file.flush()
@@ -123,7 +122,7 @@ class MetricsWriter:
             self._failed = True
 
     def summary(self) -> Metrics:
-        """First and last loss, and medians over all steps but the first, which warms up."""
+        """Return the first and last loss, totals, and medians over all steps but the first, which warms up."""
         steady = self.history[1:] or self.history
         return {
             "steps": len(self.history),
@@ -143,9 +142,7 @@ class MetricsWriter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory this rank has used, in bytes: of the GPU since its peak was last reset, or the process's resident
-    memory.
-    """
+    """Return the most bytes that this rank has used: of its GPU since the last reset, else of resident memory."""
     backend = Backend.of(device)
     if backend.asynchronous:
         return backend.most_allocated(device)
@@ -154,8 +151,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
-    """Write the full single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank``
-    writes.
+    """Write the single-device state as safetensors, tensor by tensor; all ranks call it together, and ``rank`` writes.
 
     A tied tensor is written once, under the first of its names; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.
@@ -173,7 +169,7 @@ def save_weights(whole: WholeState, path: Path, rank: int = 0) -> None:
 
 
 def sample_text(module: nn.Module, prompt: Sequence[int], decode: Callable[[Any], str], seed: int) -> str:
-    """Text that a language model writes after the tokens ``prompt``."""
+    """Return ``prompt`` and the text that a language model writes after these tokens."""
     device = next(module.parameters()).device
     ids = torch.tensor([list(prompt)], device=device)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -182,20 +178,20 @@ def sample_text(module: nn.Module, prompt: Sequence[int], decode: Callable[[Any]
 
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
-    """Write an object, whole or not at all."""
+    """Write a JSON object atomically."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     part.replace(path)
 
 
 def tokens_per_row(example: Mapping[str, Tensor]) -> int:
-    """Tokens of a sample of text; a sample of anything else counts as one."""
+    """Return the number of tokens in a row of ``input_ids`` (rows, tokens); a row of other data counts as one."""
     ids = example.get("input_ids")
     return ids.shape[1] if ids is not None and ids.dim() == 2 else 1
 
 
 def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], object]) -> None:
-    """Append an object as a line, whole or not at all; where the disk is full, the run goes on without it."""
+    """Append an object as a line, or nothing and warn if the disk is full: the run goes on without it."""
     try:
         with path.open("ab", buffering=0) as file:
             size, line = file.tell(), json.dumps(values).encode() + b"\n"
@@ -207,7 +203,7 @@ def append_line(path: Path, values: Mapping[str, Any], warn: Callable[[str], obj
 
 
 def _number(value: float) -> float | None:
-    """A number that JSON has."""
+    """Return the number, or None if JSON has none for it."""
     return value if math.isfinite(value) else None
 
 

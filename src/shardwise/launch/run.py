@@ -1,4 +1,4 @@
-"""One rank's run: steps, evaluations, samples and checkpoints, and what they leave in the run's folder."""
+"""Run one rank: its steps, evaluations, samples and checkpoints, and what they leave in the run's folder."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ WEIGHTS = "weights.safetensors"
 
 @dataclass
 class Run(Ready):
-    """A rank's training."""
+    """This is the training of one rank, from its first step to its last."""
 
     metrics: MetricsWriter | None = None
-    _to_measure: int = -1  # the step whose memory is measured
+    _to_measure: int = -1  # the first step whose memory may be measured; -1 once it has been
 
     def train(self) -> bool:
-        """All steps that are left, and a checkpoint; False if it was asked to stop before the last of them."""
+        """Take the steps that are left, and save a checkpoint; return False if asked to stop before the last step."""
         trainer = self.trainer
         loader = trainer.loader(self.data.train, self.config.data.batch_size)
         with loader, self._checkpoints() as checkpoints:
@@ -77,7 +77,7 @@ class Run(Ready):
 
     @contextmanager
     def _told(self, checkpoints: Checkpoints) -> Iterator[None]:
-        """An error is told before what follows it: that waits for a checkpoint under way and a device's numbers."""
+        """Tell an error at once, since what follows it waits for a checkpoint under way and for a device's numbers."""
         try:
             yield
         except Exception as error:
@@ -88,12 +88,10 @@ class Run(Ready):
             raise
 
     def _steps(self, first: int, loader: Loader, checkpoints: Checkpoints) -> None:
-        """A step that is not finite ends the run; the weights before it are saved."""
+        """Take the steps from ``first`` on; one that is not finite ends the run after saving the weights before it."""
         trainer, step, steps = self.trainer, first, self.config.train.steps
         self._clock = time.perf_counter()
-        self._to_measure = next(
-            at for at in count(first + 1) if at not in self.config.train.trace_steps
-        )  # or soon after
+        self._to_measure = next(at for at in count(first + 1) if at not in self.config.train.trace_steps)
         try:
             while step < steps and not trainer.stopping:
                 stop = self._window(step)
@@ -101,16 +99,14 @@ class Run(Ready):
                     self._train(step, stop, loader, measuring)
                 step = stop
                 if self._after(step, checkpoints, loader):
-                    self._clock = time.perf_counter()  # what was done meanwhile is no part of the next step
+                    self._clock = time.perf_counter()  # what was done since then is no part of the next step
             trainer.finish()
         except (NonFiniteError, LossScaleError):
             self.save_weights()
             raise
 
     def _window(self, step: int) -> int:
-        """Where the steps from ``step`` on end that are taken together: at the latest where something is due after
-        them.
-        """
+        """Return the end of the window of steps that begins with ``step``: it ends before anything else is due."""
         plan, train = self.trainer.plan, self.config.train
         if not plan.overlaps:
             return step + 1
@@ -125,7 +121,7 @@ class Run(Ready):
         return 0 <= self._to_measure <= step
 
     def _train(self, step: int, stop: int, loader: Loader, measuring: StepMemory | None) -> None:
-        begun = deque[tuple[float, int]]()  # of batches whose result is not known: when, and how many rows
+        begun = deque[tuple[float, int]]()  # when each batch without a result began, and its number of rows
 
         def batches() -> Iterator[Batch]:
             for at in range(step, stop):
@@ -140,7 +136,7 @@ class Run(Ready):
 
         for at, result in enumerate(self.trainer.steps(batches(), stop - step), step):
             start, rows = begun.popleft()
-            # Where batches overlap results come late, and several at once.
+            # If batches overlap, their results come late, and several at once.
             end = begun[0][0] if begun else time.perf_counter()
             self._clock = end
             if self.metrics is not None:
@@ -148,7 +144,7 @@ class Run(Ready):
 
     @contextmanager
     def _watched(self, step: int, stop: int) -> Iterator[StepMemory | None]:
-        """Steps are recorded, or their memory is measured, if it is their turn."""
+        """Record the steps from ``step`` to ``stop``, or measure their memory, if it is their turn."""
         if traced := self._traced(step, stop):
             with self._recorded(traced[0]):
                 yield None
@@ -156,7 +152,7 @@ class Run(Ready):
         if not self._measures(step):
             yield None
             return
-        self._to_measure = -1  # on all ranks, whose windows have to be the same
+        self._to_measure = -1  # also on ranks that do not measure, since their windows have to be the same
         if self.metrics is None:
             yield None
             return
@@ -165,23 +161,23 @@ class Run(Ready):
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """A step, or the window that it is in, of which every rank writes down what it did when."""
+        """Let every rank write down when it did what in a step, or in the window that has the step."""
         trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
             yield
         self.side.progress.phase(f"writing down what step {step} did when")
         found = recorder.found(step, peak_memory(trainer.comm.device))
-        with suppress(OSError):  # then the next line says so
+        with suppress(OSError):  # append_line warns of the same error
             path.parent.mkdir(exist_ok=True)
         append_line(path, found.to_dict(), self.side.tell)
 
     @contextmanager
     def _measured(self) -> Iterator[StepMemory]:
-        """A step of rank 0 whose memory is measured and put beside the prediction; the first has made what stays."""
+        """Measure the memory of a step of rank 0, and write it beside the prediction."""
         trainer, metrics = self.trainer, self.metrics
         if metrics is not None:
-            metrics.flush()  # on a GPU the peak so far is forgotten now
+            metrics.flush()  # it reads the peak of a GPU, which is reset now
         with StepMemory(trainer.engine, lambda one: describe(one, trainer.compiled.general)) as memory:
             yield memory
         self.side.progress.phase("writing down the memory of a step")
@@ -191,7 +187,7 @@ class Run(Ready):
             self.side.tell(f"{self.folder / MEMORY} cannot be written: {error.strerror}; the run goes on")
 
     def _after(self, done: int, checkpoints: Checkpoints, loader: Loader) -> bool:
-        """What is due after ``done`` steps: an evaluation, a sample, a checkpoint; whether there was anything."""
+        """Do what is due after ``done`` steps (evaluate, sample, save), and return whether anything was."""
         train, every = self.config.train, self.config.checkpoint.every
         last = done == train.steps
         self._log_saved(checkpoints)
@@ -209,7 +205,7 @@ class Run(Ready):
     def _save(self, checkpoints: Checkpoints, loader: Loader, wait: bool = False) -> None:
         self.side.progress.phase(f"saving a checkpoint after step {self.trainer.engine.step_index - 1}")
         if self.metrics is not None:
-            self.metrics.flush()  # a run killed after this checkpoint goes on behind these steps
+            self.metrics.flush()  # a run killed after this checkpoint goes on after these steps
         checkpoints.save(loader)
         if wait:
             checkpoints.wait()
@@ -241,7 +237,7 @@ class Run(Ready):
         trainer.comm.barrier(what="the evaluation's record")
 
     def _sample(self, done: int) -> None:
-        """All ranks give their part of the state; rank 0 writes."""
+        """Collect the state from all ranks, and let rank 0 write a sample."""
         self.side.progress.phase(f"writing a sample after step {done - 1}")
         state = self.trainer.state_dict(rank=0) if self._writes else {}
         text = self._text(state) if self._writes and self.trainer.comm.rank == 0 else None
@@ -249,25 +245,23 @@ class Run(Ready):
             append_line(self.folder / "samples.jsonl", {"step": done, "text": text}, self.side.tell)
             if self.metrics is not None and self.metrics.board is not None:
                 self.metrics.board.text(done, "sample", text)
-        if self._writes:  # the others wait on their hosts, with patience, and not in the next step's first collective
+        if self._writes:  # others wait here, where they are patient, and not in the next step's first collective
             self.trainer.comm.barrier(what="the sample of rank 0")
 
     @property
     def _writes(self) -> bool:
-        """Whether the model is one of our own, of text."""
+        """Return whether the model is one of shardwise's own, trained on text, so that it can write a sample."""
         return self.data.decode is not None and self.data.encode is not None and self.config.model.name is not None
 
     def _text(self, state: Mapping[str, Tensor]) -> str:
-        """What an own model of text writes."""
+        """Return a sample of text that the model with the whole ``state`` writes."""
         assert self.data.decode is not None and self.data.encode is not None
         module = Values.of_mapping(self.module, state).whole()
         prompt = self.data.encode("\ndef " if self.config.data.source == "stdlib" else "\n")
         return sample_text(module.to(self._roomy()), prompt, self.data.decode, self.config.train.seed)
 
     def _roomy(self) -> torch.device:
-        """The device, if the whole model has room there without more memory than training has taken; else the host's
-        CPU.
-        """
+        """Return the device if the whole model fits there into the memory that training has taken, else the CPU."""
         device = self.trainer.comm.device
         backend, described = Backend.of(device), self.trainer.engine.whole.describe().values()
         needed = sum(math.prod(one.shape) * one.dtype.itemsize for one in described)
@@ -304,22 +298,21 @@ class Run(Ready):
         try:
             yield self.metrics
         except BaseException as error:
-            agreed = isinstance(
-                error, NonFiniteError | LossScaleError
-            )  # by all ranks, whose devices have done the step
+            # All ranks raise these errors together, after their devices have done the step.
+            agreed = isinstance(error, NonFiniteError | LossScaleError)
             pending = not agreed and Backend.of(self.trainer.comm.device).asynchronous
             raise
         finally:
             self.metrics.close(flush=not pending)
 
     def save_weights(self) -> None:
-        """All ranks give their part of the weights, tensor by tensor; rank 0 writes them."""
+        """Collect the weights from all ranks, tensor by tensor, and let rank 0 write them."""
         self.side.progress.phase("saving the weights")
         save_weights(self.trainer.engine.whole, self.folder / WEIGHTS)
-        self.trainer.comm.barrier(what="the weights that rank 0 writes")  # who ends before with an error ends rank 0
+        self.trainer.comm.barrier(what="the weights that rank 0 writes")  # ranks that fail before this end rank 0 too
 
     def finish(self) -> None:
-        """Once the weights are saved: let an own model of text write, and sum up."""
+        """Write a sample with the saved weights if the model can, and the result of the run."""
         folder = self.folder
         written = {"weights": str(folder / WEIGHTS)}
         if self._writes:

@@ -1,4 +1,4 @@
-"""Ranks that SLURM has started: ``srun`` with one task per device, its variables translated into torchrun's.
+"""Translate the variables of ``srun``, which has started one task per device, into torchrun's.
 
 =====================  ================================================================================
 ``RANK``               ``SLURM_PROCID``
@@ -12,7 +12,7 @@
 ``TORCHELASTIC_RUN_ID``  ``slurm-JOB.STEP``
 =====================  ================================================================================
 
-There is no agent: rank 0 hosts the store.
+No agent of torchelastic runs, so rank 0 hosts the store.
 """
 
 from __future__ import annotations
@@ -24,31 +24,30 @@ from itertools import product
 
 from shardwise.core.errors import ConfigError
 
-SPECIAL_STEPS = (
-    0xFFFFFFF0  # slurm.h: the steps of a batch script, of an interactive allocation and the like count from here
-)
+# According to slurm.h, the steps of batch scripts, interactive allocations and the like count from here.
+SPECIAL_STEPS = 0xFFFFFFF0
 PORTS = range(20000, 32768)  # above the usual services, below the ports that Linux gives to outgoing connections
-STEP_STRIDE = 8191  # prime: the steps of a job get ports far from those of the jobs started just after it
-MOST_HOSTS = 1 << 16  # as in SLURM
+STEP_STRIDE = 8191  # prime, so that the steps of a job get ports far from those of the jobs started just after it
+MOST_HOSTS = 1 << 16  # the limit of SLURM itself
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 def adopt(environment: MutableMapping[str, str], terminal: bool | None = None) -> bool:
-    """Make this process a rank if it is one of several tasks of a SLURM step, and say whether it is.
+    """Make this process a rank if it is one of several tasks of a SLURM step, and return whether it is.
 
     ``environment`` gets torchrun's variables.  It is left alone under torchrun, outside of SLURM, in batch scripts and
-    allocations (no step, so no other tasks), in the shell of ``srun --pty``, and in a step of one task: there, the
-    local launcher starts all devices.  ``MASTER_ADDR`` and ``MASTER_PORT`` of the user's stay.
+    allocations (without a step there are no other tasks), in the shell of ``srun --pty``, and in a step of one task,
+    where the local launcher starts a rank for each device.  The user's ``MASTER_ADDR`` and ``MASTER_PORT`` stay.
 
     Args:
         environment: ``os.environ``.
-        terminal: whether standard input is a terminal (default: look).  What runs inside the shell of ``srun --pty``
-            inherits ``SLURM_PTY_PORT``, the tasks of a second ``srun`` too; only the shell's own commands also have its
-            terminal.
+        terminal: whether standard input is a terminal (default: look).  All processes inside the shell of
+            ``srun --pty`` inherit ``SLURM_PTY_PORT``, also the tasks of a second ``srun``; only the shell's own
+            commands also have its terminal.
 
-    Raises :class:`ConfigError` that names the variable where one is missing, malformed or contradicts another.
+    Raise :class:`ConfigError` naming the variable if one is missing, malformed or contradicts another.
     """
     if (
         "TORCHELASTIC_RUN_ID" in environment
@@ -79,23 +78,21 @@ def adopt(environment: MutableMapping[str, str], terminal: bool | None = None) -
 
 
 def port_of(job: int, step: int) -> int:
-    """The port of a step's store, from 20000 to 32767: another for each of the next 12768 jobs, and for each step of a
-    job.
-    """
+    """Return the port of a step's store, from 20000 to 32767; 12768 jobs or steps in a row have different ones."""
     return PORTS[(job + STEP_STRIDE * step) % len(PORTS)]
 
 
 def expand_nodes(nodes: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
-    """The hosts of ``node[01-03,07],gpu5``, in that order; a name with several brackets counts up its last one first.
+    """Return the hosts of ``node[01-03,07],gpu5``, in that order; the last of several brackets varies fastest.
 
-    :class:`ConfigError` calls the variable ``name``.
+    Raise :class:`ConfigError`, which calls the variable ``name``, if ``nodes`` is malformed.
     """
     error = ConfigError(
         f"environment variable {name}: {nodes!r} is not legal; legal: hosts such as node[01-03,07],gpu5."
     )
     hosts: list[str] = []
     for part in re.split(r",(?![^\[]*\])", nodes):  # commas outside of brackets
-        pieces = re.split(r"\[([^\[\]]*)\]", part)  # text, the inside of a bracket, text, ...
+        pieces = re.split(r"\[([^\[\]]*)\]", part)  # every second piece is the inside of a bracket
         if not part or any(set(text) & set("[] \t\n") for text in pieces):
             raise error
         choices = [_numbers(piece, error) if index % 2 else [piece] for index, piece in enumerate(pieces)]
@@ -109,7 +106,7 @@ def expand_nodes(nodes: str, name: str = "SLURM_STEP_NODELIST") -> list[str]:
 
 
 def expand_tasks(tasks: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[int]:
-    """``4(x2),3`` is ``[4, 4, 3]``; :class:`ConfigError` calls the variable ``name``."""
+    """Return ``[4, 4, 3]`` for ``4(x2),3``; :class:`ConfigError` calls the variable ``name``."""
     counts: list[int] = []
     for part in tasks.split(","):
         match = _TASKS.fullmatch(part)
@@ -123,7 +120,7 @@ def expand_tasks(tasks: str, name: str = "SLURM_STEP_TASKS_PER_NODE") -> list[in
 
 
 def _numbers(ranges: str, error: ConfigError) -> list[str]:
-    """``01-03,07`` is 01, 02, 03, 07: as many digits as the first of a range has."""
+    """Return 01, 02, 03, 07 for ``01-03,07``: the numbers have at least as many digits as the first of their range."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
@@ -137,7 +134,7 @@ def _numbers(ranges: str, error: ConfigError) -> list[str]:
 
 
 def _ranks(environment: Mapping[str, str], tasks: int) -> dict[str, str]:
-    """Torchrun's numbers of this process."""
+    """Return torchrun's variables for this process."""
     node = _number(environment, "SLURM_NODEID")
     counts, source = _tasks_per_node(environment)
     if sum(counts) != tasks or node >= len(counts):
@@ -155,7 +152,7 @@ def _ranks(environment: Mapping[str, str], tasks: int) -> dict[str, str]:
 
 
 def _tasks_per_node(environment: Mapping[str, str]) -> tuple[list[int], str]:
-    """Tasks of each node of the step, and the variable that says so."""
+    """Return the number of tasks on each node of the step, and the variable that says so."""
     lists = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     name = _first(environment, *lists, "SLURM_NTASKS_PER_NODE")
     if name in lists:
@@ -169,7 +166,7 @@ def _nodes(environment: Mapping[str, str]) -> list[str]:
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str:
-    """The first of the variables that has a value."""
+    """Return the name of the first variable that has a value."""
     found = next((name for name in names if environment.get(name)), None)
     if found is None:
         raise ConfigError(

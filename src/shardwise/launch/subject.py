@@ -1,4 +1,4 @@
-"""A config's model, plan and data in one process, for commands that do not train."""
+"""Build a config's model, plan and data in one process, for commands that do not train."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXAMPLE_ROWS = 2
 
 @dataclass(frozen=True)
 class Subject:
-    """What a plan is applied to: a model, its loss, and whole batches of its data, rows first."""
+    """This holds a plan with its model, its loss, and whole batches of its data, whose tensors have rows in dim 0."""
 
     plan: Plan
     module: nn.Module
@@ -41,7 +41,7 @@ class Subject:
 
 
 def load_anywhere(path: Path | None, overrides: Sequence[str]) -> Config:
-    """A config for which this machine's devices are no limit, only the default: nothing trains."""
+    """Load a config for a command that does not train: this machine's devices set defaults, and are no limit."""
     return load_config(path, overrides, hardware=Hardware(cores=Hardware.here().devices))
 
 
@@ -62,8 +62,10 @@ def subject(config: Config, batches: int, *, weights: bool = True) -> Subject:
 def compiled_here(
     config: Config, found: Subject, per_host: int | None = None, device: torch.device | None = None
 ) -> Compiled:
-    """Made ready for its plan, as devices like those of this machine, ``per_host`` of them on a host, would train it;
-    on ``device``, by default the CPU."""
+    """Compile the model for its plan and for devices like those of this machine, ``per_host`` of them on each host.
+
+    What is compiled runs on ``device``, by default the CPU.
+    """
     per_host, device = per_host or ranks_of_a_host(found.plan.mesh), device or torch.device("cpu")
     there = _device(config)
     return Compiled(
@@ -79,12 +81,12 @@ def compiled_here(
 
 
 def ranks_of_a_host(mesh: Mesh) -> int:
-    """As many as this machine has GPUs; of CPUs all."""
+    """Return the number of ranks on one host: one for each GPU of this machine, or all ranks if it has none."""
     return Hardware.here().gpus or mesh.size
 
 
 def settled(config: Config, compiled: Compiled) -> Compiled:
-    """``compiled`` under the plan that would be trained on this machine: with a note, where something is open."""
+    """Return ``compiled`` under the plan that this machine would train, with a note on what the config leaves open."""
     if not opens(config):
         return compiled
     found = _ordered(Forecast.of(config, compiled, _device(config)))
@@ -93,7 +95,7 @@ def settled(config: Config, compiled: Compiled) -> Compiled:
 
 
 def opens(config: Config) -> bool:
-    """Whether the plan that would be trained depends on the device."""
+    """Return whether the plan that would be trained depends on the device."""
     return (
         bool(left_open(config))
         or unordered(config)
@@ -102,15 +104,14 @@ def opens(config: Config) -> bool:
 
 
 def _device(config: Config) -> Device:
-    """The one here, for as many ranks as this machine would have."""
+    """Return this machine's device, as one of the ranks that would share this machine has it."""
     return here(ranks=min(config.train.devices, Hardware.here().devices))
 
 
 def forecast(config: Config, device: Device | None = None) -> Forecast:
-    """Predict the memory of what ``config`` describes; of the model only the structure is made, of its data two rows
-    are read.
+    """Predict the memory that ``config`` needs on ``device``, by default the device of this machine.
 
-    The device is by default the one here.
+    Only the structure of the model is made, without weights, and two rows of its data are read.
     """
     with config.answering():
         device = device or _device(config)
@@ -118,12 +119,11 @@ def forecast(config: Config, device: Device | None = None) -> Forecast:
 
 
 def check_plan(config: Config, device: torch.device) -> None:
-    """:class:`ConfigError` where the plan of ``config`` does not suit its model, as far as a capture shows and before
-    anything starts.
+    """Raise :class:`ConfigError` if a capture of the model shows that the plan of ``config`` does not suit it.
 
-    That are plans that cut the model, by layers or within them: nothing is looked at for others.  Ranks train on
-    devices like ``device``, which is not touched; of the model only the structure is made, of its data two rows are
-    read.
+    Only plans with tensor or pipeline parallelism are checked, before any rank starts.  ``device`` stands for the
+    devices that ranks train on, and is not touched.  Only the structure of the model is made, without weights, and two
+    rows of its data are read.
     """
     if config.parallel.tp == config.parallel.pp == 1:
         return
@@ -135,7 +135,7 @@ def check_plan(config: Config, device: torch.device) -> None:
 def _compiled(
     config: Config, kind: Kind, model: DeviceModel | None = None, device: torch.device | None = None
 ) -> Compiled:
-    """The model under its plan, from its structure alone, with the rates of a ``kind`` of device, or of a ``model``."""
+    """Compile the model without weights for its plan, with the rates of the device ``model``, else of its ``kind``."""
     constructor, loss = build_model(config)
     dataset, _ = build_dataset(config)
     samples = Samples(dataset)
@@ -150,7 +150,7 @@ def _compiled(
 
 
 def _ordered(found: Forecast) -> Forecast:
-    """With an order, where the config leaves that open."""
+    """Find a timetable for the pipeline where the config leaves it open, and return the same forecast."""
     if unordered(found.config):
         settle_by_costs(found)
     return found

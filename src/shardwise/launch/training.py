@@ -1,4 +1,4 @@
-"""Training as one rank: from a config to steps, and what they leave in the run's folder."""
+"""Train as one rank: from a config to the steps, and to what they leave in the run's folder."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from .run import Run
 from .subject import EXAMPLE_ROWS
 
 DEVICE_TIMEOUT = 600.0
-"""Seconds that a collective may be pending on a device: longer than any phase for which a host is given time
-(``watch.START_TIMEOUT``), since the device of another rank may be waiting for that host."""
+"""The number of seconds that a collective may be pending on a device.  It is longer than any phase for which a host is
+given time (``watch.START_TIMEOUT``), since the device of another rank may be waiting for that host."""
 
 TF32 = {
     "gpu": "train.tf32: matrices of float32 are multiplied with TF32 where the device has it",
@@ -55,16 +55,16 @@ log = logging.getLogger("shardwise")
 
 
 def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool:
-    """Train as one rank of ``config``, going on from the last checkpoint of its folder; the environment says which
-    rank.
+    """Train as the rank of ``config`` that the environment names, going on from the last checkpoint of its folder.
 
     Args:
-        side: what surrounds the rank: whom it tells what it does, and who can ask it to stop.
+        side: whom the rank tells what it does, and who can ask it to stop.
         timeout: seconds until a wait for another rank fails by itself; on GPUs at least :data:`DEVICE_TIMEOUT`.
 
-    Rank 0 writes into ``train.run_dir``: ``plan.toml``, ``program.txt``, ``about.json``, ``metrics.jsonl``,
-    ``evaluations.jsonl``, ``weights.safetensors``, ``sample.txt`` (own models of text) and at the end ``result.json``;
-    all ranks write ``checkpoints``. Returns False if it was asked to stop before the last step.
+    Rank 0 writes into ``train.run_dir``: ``plan.toml``, ``program.txt``, ``about.json``, ``memory.json``,
+    ``metrics.jsonl``, ``evaluations.jsonl``, ``weights.safetensors``, ``sample.txt`` (for shardwise's own models of
+    text) and at the end ``result.json``; all ranks write ``checkpoints``.  Return False if the run was asked to stop
+    before the last step.
     """
     torch.set_num_threads(config.train.threads)
     plan, progress = build_plan(config), side.progress
@@ -97,7 +97,7 @@ def train(config: Config, side: Surroundings, *, timeout: float = 300.0) -> bool
 
 
 def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -> Run:
-    """The model with weights that depend on the seed alone, the data, and a trainer over both."""
+    """Build the model, the data and the trainer; without ``model.weights`` the weights depend on the seed alone."""
     progress = side.progress
     with room_to_start(comm.device):
         cards = cards_of(comm)
@@ -136,9 +136,7 @@ def _build(config: Config, plan: Plan, comm: Communicator, side: Surroundings) -
 
 
 def _slowest(cards: Sequence[Card]) -> DeviceModel | None:
-    """The model of the ranks' GPUs, where they differ the slowest, by which all ranks find the same plan; None if one
-    is not known.
-    """
+    """Return the model of the slowest GPU of all ranks, by which all find the same plan; None if one is unknown."""
     found = [model_of(one.name) for one in cards]
     known = [model for model in found if model is not None]
     if len(known) < len(found) or not known:
@@ -147,7 +145,7 @@ def _slowest(cards: Sequence[Card]) -> DeviceModel | None:
 
 
 def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Sequence[Card]) -> Forecast:
-    """What the plan needs, on the rank with the least memory; ConfigError, on all ranks, if it does not fit there."""
+    """Predict what the plan needs on the rank with the least memory; raise ConfigError on all ranks if it is more."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", comm.mesh.size))
     device, host = here(comm.device, local), here(torch.device("cpu"), local)
     told = torch.zeros(5, comm.mesh.size, dtype=torch.float64)
@@ -170,14 +168,14 @@ def _forecast(config: Config, compiled: Compiled, comm: Communicator, cards: Seq
 
 
 def scarcest(device: Device, budgets: Sequence[float], memories: Sequence[float], cards: Sequence[Card]) -> Device:
-    """The device of the rank that has the least budget, of those of all ranks; ``device`` is one of them."""
+    """Return the device of the rank with the least budget; ``budgets`` and ``memories`` are the bytes of each rank."""
     least = min(range(len(budgets)), key=budgets.__getitem__)
     name = cards[least].name if cards else device.name
     return replace(device, name=name, memory=int(memories[least]), budget=int(budgets[least]))
 
 
 def _initial(config: Config, constructor: Constructor) -> Values:
-    """The values of the constructor, or of ``model.weights``, which must fit: nothing is read yet."""
+    """Return the initial values, of the constructor or of ``model.weights``, which must fit; nothing is read yet."""
     initial = Values.of_recorded(record(constructor, seed=config.train.seed), config.train.seed)
     if config.model.weights is None:
         return initial
@@ -189,9 +187,7 @@ def _initial(config: Config, constructor: Constructor) -> Values:
 
 
 def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator) -> MatmulChoice | None:
-    """Set the fast float32 kernels if they are accurate on the machines of all ranks; None where there is nothing to
-    choose.
-    """
+    """Use the fast float32 kernels if they are accurate for all ranks; return None where there is no choice."""
     if comm.device.type != "cpu" or plan.numeric.precision != "fp32":
         return None
     choice = choose_matmul(typical_shapes(module, rows))
@@ -203,7 +199,7 @@ def _choose_matmul(module: nn.Module, rows: int, plan: Plan, comm: Communicator)
 
 
 def _start_log(rank: int, run_dir: Path) -> None:
-    """Into this rank's log file, whoever started it."""
+    """Log into this rank's file, whoever started the rank."""
     path = log_path(run_dir, rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(path)

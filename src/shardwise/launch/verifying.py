@@ -1,4 +1,4 @@
-"""``shardwise verify`` with ranks that are processes: ``python -m shardwise.launch.verifying RUN_DIR``, one rank."""
+"""``python -m shardwise.launch.verifying RUN_DIR`` runs one rank of ``shardwise verify --ranks-as processes``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def verify_config(config: Config, comm: Communicator | None = None, device: torch.device | None = None) -> Report:
     """Verify what ``config`` describes; with ``comm`` this process is one rank, else all ranks are threads of it.
 
-    Threads, and the one device that they are compared with, compute on ``device``, by default the CPU.
+    The threads and the single-device run that they are compared with compute on ``device``, by default the CPU.
     """
     from shardwise.verify.verify import OVERLAPPING_STEPS, STEPS, run_threads, verify
 
@@ -52,7 +52,7 @@ def verify_config(config: Config, comm: Communicator | None = None, device: torc
 def _one_rank(
     comm: Communicator,
 ) -> Callable[[Compiled, Callable[[Communicator], list[VerifiedStep]]], list[list[VerifiedStep]]]:
-    """A runner of this rank alone, which gets the last parameters of the others: they must agree."""
+    """Return a function that runs this rank alone and gathers the other ranks' last parameters, which must agree."""
     import torch
 
     from shardwise.core.communicators import CONTROL

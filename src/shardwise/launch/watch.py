@@ -1,4 +1,4 @@
-"""Watching over local ranks: which of them hangs, has been stopped or is gone."""
+"""Watch local ranks, and find those that hang, have been stopped or are gone."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ import psutil
 
 from shardwise.runtime.progress import LEAVING, Record, read_record, record_path
 
-START_TIMEOUT = 300.0  # seconds for phases that may take long: imports, capture, saving
-LONGEST_LOOK = 1.0  # seconds counted at most between two looks: if we were stopped ourselves, so were perhaps the ranks
+START_TIMEOUT = 300.0  # seconds that phases such as imports, capture and saving may take without progress
+LONGEST_LOOK = 1.0  # the most seconds that count between looks: if this process was stopped, ranks may have been too
 STACK_SIGNAL = signal.SIGUSR2  # asks a rank for its Python stack
-STACK_TIME = 2.0  # seconds that it has to answer
+STACK_TIME = 2.0  # seconds within which the rank has to answer
 POLL_STACK = 0.1
 STACK_LINES = 30
-PEERS = 4  # ranks that wait which a message names; the report has all of them
+PEERS = 4  # the most waiting ranks that a message names; the report has all of them
 LOADER = "shardwise/data/loader.py"
-IDLE = 0.05  # share of a core below which a silent process is thought to do nothing
+IDLE = 0.05  # the share of a core below which a silent process counts as idle
 
 
 def stack_path(run_dir: Path, rank: int) -> Path:
-    """Where rank ``rank`` writes its Python stack on :data:`STACK_SIGNAL`."""
+    """Return the path of the file that rank ``rank`` writes its Python stack to on :data:`STACK_SIGNAL`."""
     return record_path(run_dir, rank).with_suffix(".stack")
 
 
 def _current_thread(text: str) -> list[str]:
-    """From what ``faulthandler`` wrote, the frames of the thread that answered and of the one that reads batches,
-    innermost first.
-    """
+    """Return the frames, innermost first, that ``faulthandler`` wrote for the current thread and the data loader's."""
     blocks = [block.splitlines() for block in text.split("\n\n")]
     current = next((block for block in blocks if block[0].startswith("Current thread")), blocks[0])
     reader = [block for block in blocks if block is not current and any(LOADER in line for line in block)]
@@ -43,10 +41,10 @@ def _current_thread(text: str) -> list[str]:
 
 @dataclass
 class Watched:
-    """One rank's process and what has been seen of it.
+    """This holds the process of one rank and what the watcher has seen of it.
 
-    ``quiet`` and ``stopped`` are the seconds for which its record has not changed and for which it has been stopped;
-    ``busy`` are the CPU seconds that it used meanwhile.
+    ``quiet`` is the number of seconds since its record last changed, ``busy`` the CPU seconds used since then, and
+    ``stopped`` the number of seconds for which it has been stopped.
     """
 
     process: psutil.Process
@@ -60,7 +58,7 @@ class Watched:
 
     @property
     def alive(self) -> bool:
-        """Whether it still has work to do."""
+        """Return whether the rank still has work to do."""
         return not self.gone and not (self.record is not None and self.record.done)
 
     @property
@@ -68,7 +66,7 @@ class Watched:
         return self.record is not None and self.record.waiting
 
     def look(self, read: Callable[[], Record | None], seconds: float) -> None:
-        """Take in how the rank's process does and what it says, ``seconds`` after the last look."""
+        """Read the state of the rank's process and its record (by ``read``), ``seconds`` after the last look."""
         try:
             status = self.process.status()
             times = self.process.cpu_times()
@@ -77,14 +75,14 @@ class Watched:
         self.gone = self.gone or status in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
         self.stopped = self.stopped + seconds if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else 0.0
         cpu = times.user + times.system if times is not None else self._cpu
-        record = read()  # after the status: a rank that is gone has written its last word
+        record = read()  # read after the status, so that it is the last record of a rank that is gone
         fresh = record is not None and (self.record is None or record.writes != self.record.writes)
         self.quiet, self.busy = (0.0, 0.0) if fresh else (self.quiet + seconds, self.busy + cpu - self._cpu)
         self._cpu = cpu
         self.record = record or self.record
 
     def describe(self) -> str:
-        """``BACKWARD u3 m1 of step 17, stopped (SIGSTOP)``."""
+        """Return what the rank does, such as ``at BACKWARD u3 m1 of step 17, stopped (SIGSTOP)``."""
         if self.record is None:
             return "has not started"
         if self.gone:
@@ -102,7 +100,7 @@ class Watched:
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that do not go on; no culprits where all of them wait for each other."""
+    """This describes a run that cannot go on; ``culprits`` is empty if all ranks wait for each other."""
 
     culprits: tuple[int, ...]
     message: str
@@ -110,11 +108,11 @@ class Hang:
 
 @dataclass
 class Watcher:
-    """Looks at the ranks of one run: children of this process that torchelastic has given ``run_id``.
+    """This watches the ranks of one run: the children of this process that torchelastic has given ``run_id``.
 
-    ``timeout`` is in seconds; ``on_notice`` gets what ranks have to tell the user; ``asynchronous``: ranks on GPUs,
-    whose hosts go on while their devices wait and seem to be busy when they wait for their device.  What counts is that
-    host or device get on.
+    ``timeout`` is in seconds, and ``on_notice`` gets what ranks tell the user.  ``asynchronous`` says that ranks use
+    GPUs: hosts go on while their devices wait, and look busy while they wait for their devices, so a rank makes
+    progress if its host or its device does.
     """
 
     run_dir: Path
@@ -124,14 +122,14 @@ class Watcher:
     asynchronous: bool = False
     start_timeout: float = START_TIMEOUT
     on_notice: Callable[[str], object] | None = None
-    pipes: Path | None = None  # where ranks are asked for their last collectives
+    pipes: Path | None = None  # the folder of the pipes that ask ranks for their last collectives
     began: bool = False  # whether a rank has been seen in a step
     failed_at: float | None = None  # time.monotonic() of the first sign that a rank failed
     watched: dict[int, Watched] = field(default_factory=dict)
     _last: float = field(default_factory=time.monotonic)
 
     def look(self) -> Hang | None:
-        """Look at every rank; a finding if the run cannot go on."""
+        """Look at every rank, and return a finding if the run cannot go on."""
         now = time.monotonic()
         seconds, self._last = min(now - self._last, LONGEST_LOOK), now
         self.find()
@@ -156,36 +154,35 @@ class Watcher:
 
     @property
     def lost(self) -> list[int]:
-        """Ranks that ended without having finished."""
+        """Return the ranks that ended without having finished."""
         return sorted(rank for rank, one in self.watched.items() if one.gone and not (one.record and one.record.done))
 
     @property
     def leaving(self) -> bool:
-        """Whether a rank that has failed finishes what it does together with the others first."""
+        """Return whether a rank that has failed is still finishing a checkpoint together with the others."""
         return any(
             one.alive and one.record is not None and one.record.doing == LEAVING for one in self.watched.values()
         )
 
     @property
     def finished(self) -> bool:
-        """Whether every rank has done its work."""
-        records = (
-            read_record(self.run_dir, rank) for rank in range(self.ranks)
-        )  # also of those that ended before they were seen
+        """Return whether every rank has done its work."""
+        # Records are read again: some ranks may have ended before the watcher saw them.
+        records = (read_record(self.run_dir, rank) for rank in range(self.ranks))
         return all(record is not None and record.done for record in records)
 
     def report(self) -> list[str]:
-        """One line a rank: where it is."""
+        """Return one line for each rank that says where it is."""
         return [f"{self._name(rank)}: {one.describe()}" for rank, one in sorted(self.watched.items())]
 
     def stack(self, rank: int) -> list[str]:
-        """Where a rank's Python code is, as its main thread says when asked; nothing if it does not answer."""
+        """Ask a rank for its Python stack, and return the lines; they are empty if it does not answer."""
         one = self.watched.get(rank)
         if one is None or one.stopped or not one.alive:
             return []
         path = stack_path(self.run_dir, rank)
         with suppress(OSError, psutil.Error):
-            before = path.stat().st_size  # no file: the rank would die of the signal
+            before = path.stat().st_size  # raises without a file: the rank has no handler yet and would die of it
             one.process.send_signal(STACK_SIGNAL)
             deadline = time.monotonic() + STACK_TIME
             while time.monotonic() < deadline:
@@ -200,10 +197,10 @@ class Watcher:
         self.find()
         for one in self.watched.values():
             with suppress(psutil.Error):
-                one.process.send_signal(number)  # psutil refuses where the pid has been given to another process
+                one.process.send_signal(number)  # psutil refuses if another process has got the pid
 
     def kill(self) -> None:
-        """End every rank's process at once, and what it started in its session."""
+        """Kill every rank's process, and those that it started in its process group."""
         self.find()
         for one in self.watched.values():
             with suppress(psutil.Error, ProcessLookupError):
@@ -215,7 +212,7 @@ class Watcher:
                 else:
                     one.process.kill()
 
-    # what can be wrong, the surest first
+    # The checks for what can be wrong follow, the surest first.
 
     def _stopped(self) -> Hang | None:
         culprits = [rank for rank, one in self.watched.items() if one.alive and one.stopped > self.timeout]
@@ -224,18 +221,18 @@ class Watcher:
         return self._hang(culprits, f"has been stopped (SIGSTOP) for {self.timeout:g} s")
 
     def _hanging(self) -> Hang | None:
-        """A rank waits for others, and one that does not wait makes no progress."""
+        """Find ranks that make no progress without waiting, while another rank waits."""
         alive = {rank: one for rank, one in self.watched.items() if one.alive}
         if not any(one.waiting and self._overdue(one) for one in alive.values()):
             return None
         culprits = [rank for rank, one in alive.items() if not one.waiting and self._overdue(one)]
-        if self.asynchronous:  # devices may wait for a rank that gets on, and where none does for the last of them
+        if self.asynchronous:  # devices may wait for a rank that makes progress, or if none does, for the last of them
             moving = not all(one.waiting or self._overdue(one) for one in alive.values())
             culprits = self._last_of([rank for rank in culprits if not (moving and self._behind(rank))])
         return self._hang(culprits, "hangs") if culprits else None
 
     def _deadlocked(self) -> Hang | None:
-        """All wait: for each other, or for one that is stopped or that has left, or not at the same place."""
+        """Find out why all ranks wait: for a stopped rank, at different places, or for each other."""
         alive = {rank: one for rank, one in self.watched.items() if one.alive and one.record is not None}
         if not alive or not all(one.waiting and self._overdue(one, 1.5) for one in alive.values()):
             return None
@@ -248,9 +245,8 @@ class Watcher:
         return Hang((), f"all ranks wait for each other ({self._limit()})")
 
     def _silent(self) -> Hang | None:
-        """No rank says anything; nor does any do anything where that can be told: not while a host may be waiting for
-        its device.
-        """
+        """Find the last ranks if no record changes and no process works; a host may look busy while it only waits for
+        its device, so its CPU time does not count within a step."""
         alive = {rank: one for rank, one in self.watched.items() if one.alive}
         for one in alive.values():
             outside = one.record is not None and one.record.step < 0 and not one.record.behind
@@ -261,8 +257,8 @@ class Watcher:
         return self._hang(behind, "hangs") if behind else None
 
     def _last_of(self, ranks: Iterable[int]) -> list[int]:
-        """Those that are furthest back in the run; at one place those whose host is there, for devices may wait for
-        others.
+        """Return the ranks that are furthest back in the run; at the same place, those whose host is there rather than
+        their device, which may be waiting for others.
         """
         records = {rank: self.watched[rank].record for rank in ranks}
         places = {rank: (*one.at, one.behind) for rank, one in records.items() if one is not None}
