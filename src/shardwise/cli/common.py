@@ -1,4 +1,4 @@
-"""Hold what the commands share: their arguments, and how errors reach people."""
+"""Provide what the commands share: the parsing of their arguments, and how errors reach people."""
 
 from __future__ import annotations
 

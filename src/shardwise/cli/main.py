@@ -93,7 +93,7 @@ def verify(
         ),
     ] = "cpu",
 ) -> None:
-    """Check that the plan computes the same as one device: some steps of both in fp64 are compared by tensor."""
+    """Check that the plan computes the same as one device, by comparing a few fp64 steps of both tensor by tensor."""
     with reported(json):
         path, overrides = split_arguments(arguments or [])  # before torch is imported
         from .verify import run
@@ -227,9 +227,7 @@ def draw(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw which rank computes what when in a step: as a schedule is simulated, or as a run has recorded it, beside the
-    simulation.
-    """
+    """Draw what each rank computes when in a step: simulated from a schedule, or recorded by a run and simulated."""
     with reported(json):
         given = arguments or []
         folder = _run_folder(given, step)

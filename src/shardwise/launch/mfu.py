@@ -22,8 +22,8 @@ from shardwise.units.trace import Trace
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """Return the dense peak of ``device`` for matrix products in ``precision`` (as in a plan), in FLOP/s, or None.
 
-    For "fp32" it is the peak of TF32 if torch is now set to use TF32 for products of float32 matrices.  It is None for
-    a CPU: that peak depends on the clock under load, on the vector units and on what the other cores do.
+    For "fp32" it is the peak of TF32 if torch is now set to use TF32 for products of float32 matrices.  It is None if
+    unknown, as for CPUs, whose peak depends on the clock under load, the vector units and the other cores.
     """
     check_choice("precision", precision, CHOICES["precision"])
     backend = Backend.of(device)

@@ -26,7 +26,10 @@ def log_path(run_dir: Path, rank: int) -> Path:
 
 @dataclass(frozen=True)
 class RankError:
-    """This records the exception that ended a rank: ``message`` is for people, ``place`` is what the rank was doing."""
+    """This records the exception that ended a rank at ``time``, in seconds since the epoch.
+
+    ``message`` is for people, and ``place`` says what the rank was doing.
+    """
 
     rank: int
     time: float

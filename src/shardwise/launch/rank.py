@@ -1,4 +1,4 @@
-"""Surround the work of a rank that shardwise started: its log, its progress record, and its end.
+"""Set up what surrounds a rank that shardwise started: its log, its progress record, and how it ends.
 
 ``python -m shardwise.launch.rank RUN_DIR SCRIPT [ARGUMENTS]`` runs a user's script as one rank.
 """

@@ -15,7 +15,7 @@ CAUSES = ("lost", "hang", "communication")  # a rank's own exception would happe
 
 
 class LaunchLog:
-    """This writes ``logs/launcher.log``, whose lines say when what happened to the run as a whole."""
+    """This writes the events of the run as a whole into ``logs/launcher.log``, each with its time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "logs" / "launcher.log"

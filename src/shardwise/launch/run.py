@@ -161,7 +161,7 @@ class Run(Ready):
 
     @contextmanager
     def _recorded(self, step: int) -> Iterator[None]:
-        """Let every rank write down when it did what in a step, or in the window that has the step."""
+        """Let every rank record the times of its instructions in a step, or in the window that contains the step."""
         trainer, path = self.trainer, self.folder / TRACE / trace_name(self.trainer.comm.rank)
         stages = trainer.engine.cut.stage
         with Recorder(trainer.engine.interpreter, lambda one: stages[one.unit] if one.unit >= 0 else -1) as recorder:
