@@ -194,9 +194,7 @@ def simulate(
     step: RecordedStep = None,
     json: Json = False,
 ) -> None:
-    """Simulate a pipeline's schedule (step time, bubble, activations of each rank) for given times, or for the times of
-    a run's stages.
-    """
+    """Simulate the schedule of a pipeline, for given times or a run's: step time, bubble, activations of each rank."""
     with reported(json):
         given = arguments or []
         folder = _run_folder(given, step)
@@ -227,7 +225,7 @@ def draw(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Draw what each rank computes when in a step: simulated from a schedule, or recorded by a run and simulated."""
+    """Draw what each rank computes when in a step, simulated from a schedule or recorded by a run."""
     with reported(json):
         given = arguments or []
         folder = _run_folder(given, step)
