@@ -52,6 +52,9 @@ def test_arguments_come_in_any_order(tmp_path: Path) -> None:
         ["train.steps=3", "model.name=gpt"],
     )
     assert split_arguments([]) == (None, [])
+    (tmp_path / "lr=1").mkdir()
+    (tmp_path / "lr=1" / "a.toml").touch()
+    assert split_arguments([str(tmp_path / "lr=1" / "a.toml")]) == (tmp_path / "lr=1" / "a.toml", [])
     with pytest.raises(ConfigError, match="more than one config file"):
         split_arguments(["a.toml", "b.toml"])
     with pytest.raises(ConfigError, match="neither a config file nor"):

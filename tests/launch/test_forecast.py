@@ -108,6 +108,11 @@ def test_a_run_that_goes_on_keeps_its_way() -> None:
         ConfigError, match=r"train.deterministic: what this run began with .* legal: as much free memory"
     ):
         Forecast.of(same, compiled, device(fitting), before=before)
+    said = config("parallel.dp=4", "parallel.zero=3", "parallel.microbatches=4", "parallel.gathered=use")
+    said = replace(said, train=replace(said.train, deterministic=True))
+    for shown in (said, replace(said, parallel=replace(said.parallel, reduced="step"))):  # changed by the user
+        now = Forecast.of(shown, compiled.under(build_plan(shown)), device(1 << 40), before=before)
+        assert (now.plan.data.gathered, now.plan.data.reduced) == ("use", shown.parallel.reduced or "microbatch")
 
 
 def test_a_run_that_goes_on_keeps_what_a_solver_had() -> None:

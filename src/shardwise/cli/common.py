@@ -18,8 +18,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 
 def split_arguments(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """Split ``[CONFIG.toml] [section.key=value …]``, in any order, into the config file, if any, and the overrides."""
-    overrides = [argument for argument in arguments if "=" in argument]
-    files = [argument for argument in arguments if "=" not in argument]
+    overrides = [argument for argument in arguments if "=" in argument and not Path(argument).is_file()]
+    files = [argument for argument in arguments if argument not in overrides]
     for file in files:
         if not file.endswith(".toml") and not Path(file).is_file():
             raise ConfigError(f"{file}: neither a config file nor section.key=value; legal: CONFIG.toml and overrides")

@@ -73,7 +73,7 @@ class Forecast:
         if solves(found.plan):
             found._shrink(0 if before is None else before.tensor_bytes)
         if before is not None:
-            found.check_kept(Before.of(found.plan) == before)
+            found.check_kept(found._keeps(before, keys_left))
         if config.parallel.prefetch is None:
             found._gather_ahead()
         return found
@@ -174,6 +174,12 @@ class Forecast:
                 "plan adds in another order; legal: as much free memory as it began with, or train.deterministic = "
                 "false"
             )
+
+    def _keeps(self, before: Before, keys_left: Sequence[str]) -> bool:
+        """Return whether what the free memory decides is as ``before``; the user may have changed everything else."""
+        earlier = dict(zip(OPEN, WAYS[before.way], strict=True))
+        same = all(getattr(self.plan.data, key) == earlier[key] for key in keys_left)
+        return same and (not solves(self.plan) or self.plan.tensor.bytes == before.tensor_bytes)
 
     def check_host(self, free: int) -> None:
         """Raise :class:`ConfigError` if offloaded state does not fit into a rank's ``free`` bytes on the host."""

@@ -46,15 +46,17 @@ class RunFailed(ShardwiseError):
 
     ``cause`` is the error's kind (such as "config", "shardwise", "non-finite", "communication" or "other") for an
     exception inside a rank, and "hang" or "lost" otherwise; ``rank`` is the culprit, if there is one.  ``details`` are
-    further lines for people, such as where the ranks were and the end of the culprit's log.  ``ending`` is the number
-    of seconds since the first sign of the failure, and ``asked`` says that the ranks had been asked to stop.
+    further lines for people, such as where the ranks were and the end of the culprit's log.  ``began`` is the time, as
+    ``time.monotonic`` gives it, of the first sign of the failure, and ``asked`` says that the ranks had been asked to
+    stop.
     """
 
     def __init__(
-        self, message: str, cause: str, rank: int | None, details: Sequence[str] = (), ending: float = 0.0
+        self, message: str, cause: str, rank: int | None, details: Sequence[str] = (), began: float | None = None
     ) -> None:
         super().__init__(message)
-        self.cause, self.rank, self.details, self.ending = cause, rank, tuple(details), ending
+        self.cause, self.rank, self.details = cause, rank, tuple(details)
+        self.began = time.monotonic() if began is None else began
         self.asked = False
 
 
@@ -268,8 +270,7 @@ def _failed(watcher: Watcher, message: str, cause: Kind | str, rank: int | None,
     if rank is not None and cause != "config":
         lines = last_lines(log_path(watcher.run_dir, rank))
         details += [f"the end of {log_path(watcher.run_dir, rank)}:", *(f"  {line}" for line in lines)] if lines else []
-    ending = 0.0 if watcher.failed_at is None else time.monotonic() - watcher.failed_at
-    return RunFailed(message, cause, rank, [*details, f"logs: {logs}"], ending)
+    return RunFailed(message, cause, rank, [*details, f"logs: {logs}"], watcher.failed_at)
 
 
 def last_lines(path: Path) -> list[str]:

@@ -16,7 +16,7 @@ from shardwise.runtime.progress import record_path
 
 RANKS_LOCK = ".ranks"  # a file in the run's folder: each rank holds a shared lock on it until it ends
 
-Kind = Literal["config", "shardwise", "non-finite", "communication", "other"]
+Kind = Literal["config", "shardwise", "non-finite", "overflow", "communication", "other"]
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -53,7 +53,7 @@ def run_with_restarts(start: Callable[[], bool], run_dir: Path, limit: int, say:
             before = last
             for line in (str(failure), *failure.details):
                 log.write(line)
-            log.write(f"all ranks had ended {failure.ending:.1f} s after the first sign of it")
+            log.write(f"all ranks had ended {time.monotonic() - failure.began:.1f} s after the first sign of it")
             if failure.cause not in CAUSES or failure.asked or in_a_row > limit:
                 raise
             place = f"from {last.name}" if last is not None else "from the beginning"

@@ -287,7 +287,8 @@ class Run(Ready):
             yield None
             return
         history = keep_lines(self.folder / "metrics.jsonl", first)
-        keep_lines(self.folder / "evaluations.jsonl", first + 1)
+        for name in ("evaluations.jsonl", "samples.jsonl"):  # of the weights after a step; metrics count from 0
+            keep_lines(self.folder / name, first + 1)
         tokens = tokens_per_row(self.trainer.compiled.example)
         self.metrics = MetricsWriter(
             (self.folder / "metrics.jsonl").open("a", encoding="utf-8"), self.trainer.engine.optimizer, tokens,

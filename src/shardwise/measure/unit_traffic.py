@@ -93,7 +93,7 @@ def communicating_axes(graph: fx.Graph, env: Env) -> tuple[tuple[str, ...], ...]
     return tuple(dict.fromkeys(env.real(one.axes) for node in nodes for one in exchanged(node, env)))
 
 
-def exchanged(node: fx.Node, env: Env) -> list[Exchange]:
+def exchanged(node: fx.Node, env: Env) -> tuple[Exchange, ...]:
     """What one of our own functions and its gradient communicate on the rank and for the rows that ``env`` describes;
     of a size that depends on data there is 1.
     """

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -67,21 +68,64 @@ def stand_in(shape: Sequence[int], dtype: torch.dtype, grad: bool) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device=META, requires_grad=learns)
 
 
-def exchanges(env: Env, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Exchange]:
+class _Argument(NamedTuple):
+    """An argument by which calls are told apart: 1, 1.0 and True are equal, but of different types."""
+
+    kind: type
+    value: Any
+
+    @classmethod
+    def of(cls, value: Any) -> _Argument:
+        if isinstance(value, Tensor):
+            return cls(Tensor, (tuple(value.shape), value.dtype, value.requires_grad))
+        if isinstance(value, list | tuple):
+            return cls(tuple, tuple(map(cls.of, value)))
+        return cls(type(value), value)
+
+    def made(self) -> Any:
+        """Return the argument again: a tensor as one of its own, a list as a tuple."""
+        if self.kind is Tensor:
+            return stand_in(*self.value)
+        return tuple(one.made() for one in self.value) if self.kind is tuple else self.value
+
+
+class _Call(NamedTuple):
+    """A call of one of our own functions, and the place of the rank that makes it."""
+
+    function: Callable[..., Any]
+    args: tuple[_Argument, ...]
+    kwargs: tuple[tuple[str, _Argument], ...]
+    parts: int
+    index: int
+    rows: int
+    tensor: tuple[tuple[str, tuple[int, int]], ...]
+
+
+def exchanges(
+    env: Env, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Exchange, ...]:
     """Return what ``function(env, *args, **kwargs)`` and its backward communicate on the rank of ``env``, in order.
 
     Its tensors are made by :func:`stand_in`, of local shapes.
     """
+    named = tuple((name, _Argument.of(value)) for name, value in kwargs.items())
+    place = env.parts, env.index, env.rows, tuple(env.tensor.items())
+    return _found(_Call(function, tuple(map(_Argument.of, args)), named, *place))
+
+
+@lru_cache(maxsize=4096)  # the layers of a model make the same calls
+def _found(call: _Call) -> tuple[Exchange, ...]:
     comm = _Recorder()
     mine = _Recording(
-        comm, parts=env.parts, index=env.index, rows=env.rows, tensor=env.tensor,
+        comm, parts=call.parts, index=call.index, rows=call.rows, tensor=dict(call.tensor),
         targets=torch.empty((), dtype=torch.int64, device=META),  # counted before the step, wherever that may be
     )  # fmt: skip
+    args = [one.made() for one in call.args]
     with torch.enable_grad():
-        results = function(mine, *args, **kwargs)
+        results = call.function(mine, *args, **{name: one.made() for name, one in call.kwargs})
     good = [r for r in (results if isinstance(results, tuple) else (results,)) if r.requires_grad]
     comm.backward = True
     if good:
         given = [a for a in args if isinstance(a, Tensor) and a.requires_grad]
         torch.autograd.grad(good, given, [torch.empty_like(r) for r in good], allow_unused=True)
-    return comm.found
+    return tuple(comm.found)
