@@ -82,8 +82,8 @@ class TokenCache:
         return replace(self, train=self.validation, validation=self.train, swapped=not self.swapped)
 
     def tokens(self, side: str) -> tuple[Tokens, mmap.mmap | None]:
-        """Return the tokens (tokens,) of ``"train"`` or ``"validation"`` and the mapping of their file (None if
-        there are no tokens)."""
+        """Return the tokens (tokens,) of ``"train"`` or ``"validation"`` and the mapping of their file (None if there
+        are no tokens)."""
         path = self.folder / f"{SIDES[SIDES.index(side) ^ self.swapped]}.bin"
         if not getattr(self, side).tokens:
             return np.empty(0, self.dtype), None
